@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -10,12 +12,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from instrument import chrome
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -115,6 +119,7 @@ def processes() -> list[dict[str, Any]]:
 
 ASK = """
 import os, pathlib, time
+from instrument import chrome
 from instrument.runtime import packets, run_folder
 
 def ask():
@@ -289,7 +294,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     service.kill()
     service.communicate(timeout=60)
     (path,) = until(lambda: [*Path("traces").glob("*.npz")])
-    assert path.name.endswith(f"-died-{service.pid}.npz")
+    assert path.name.endswith(f"-{service.pid}-0-died.npz")  # the run has its number
     report = subprocess.run([*INSTRUMENT, "report", path], capture_output=True, text=True, check=True).stdout
     words = " ".join(report.split())
     assert f"Process {service.pid} ended without a goodbye: it died in `hang` of request `POST /generate`, 0." in words
@@ -429,3 +434,145 @@ def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PermissionError, match="this user's alone"):
         run_folder.make("20260101T000000-1")
     first.rmdir()
+
+
+# -------------------------------------------------------------------- who asks
+
+SERVICE = """
+import engine, sys, threading
+from instrument import scope
+
+def serve():
+    with scope("GET /slow", kind="request"):
+        engine.hang(600)
+
+for x in range(100):
+    with scope("GET /fast", kind="request"):
+        engine.step(x)
+threading.Thread(target=serve, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    with scope("GET /fast", kind="request"):
+        engine.step(1)
+    print("served", flush=True)
+"""
+
+
+@pytest.fixture
+def service() -> Iterator[subprocess.Popen[str]]:
+    """A service that has served 100 requests, is in the middle of one, and serves one more for each line."""
+    Path("profile.yaml").write_text(PROFILE.replace("engine:step", "engine:*"))
+    begun = begin(SERVICE)
+    assert begun.stdout is not None
+    assert begun.stdout.readline() == "ready\n"
+    until(lambda: [one for one in processes() if one["hears"]])
+    yield begun
+    begun.communicate(timeout=60)
+
+
+def serve_one(service: subprocess.Popen[str]) -> None:
+    assert service.stdin is not None
+    assert service.stdout is not None
+    service.stdin.write("\n")
+    service.stdin.flush()
+    assert service.stdout.readline() == "served\n"
+
+
+def done_by(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command that knows of this test's run alone."""
+    (folder,) = run_folder.found()
+    environ = {**os.environ, run_folder.VARIABLE: str(folder / run_folder.SOCKET)}
+    return subprocess.run([*INSTRUMENT, *words], capture_output=True, text=True, check=False, timeout=60, env=environ)
+
+
+def command(*words: str) -> str:
+    done = done_by(*words)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_ps_tells_of_runs_and_processes(service: subprocess.Popen[str]) -> None:
+    (agent,) = agents()
+    head, titles, row, *_ = command("ps").splitlines()
+    assert head.endswith(f", agent {agent}")
+    told = dict(zip(titles.split(), row.split(), strict=False))
+    assert (told["Service"], told["Process"], told["State"]) == ("shop", str(service.pid), "running")
+    (found,) = json.loads(command("ps", "--json", str(service.pid)))["runs"]
+    (process,) = found["processes"]
+    assert (process["pid"], process["generation"], process["lost"]) == (service.pid, 1, 0)
+    assert process["calls"] >= 200
+    assert 0 < process["cost_ratio"] < 0.1
+
+
+def test_live_shows_requests_in_flight_with_where_they_are(service: subprocess.Popen[str]) -> None:
+    text = command("live", "--once")
+    assert re.search(r"^GET /slow +[\d.e-]+ +hang +", text, re.MULTILINE)
+    assert re.search(r"^GET /fast +100 +0 ", text, re.MULTILINE)
+    seen = json.loads(command("live", "--once", "--json"))
+    (request,) = seen["in_flight"]
+    assert (request["name"], request["now"], request["pid"]) == ("GET /slow", "hang", service.pid)
+    (endpoint,) = seen["endpoints"]
+    assert (endpoint["name"], endpoint["requests"], endpoint["errors"]) == ("GET /fast", 100, 0)
+    assert endpoint["p50_ns"] <= endpoint["p99_ns"]
+    assert {place["name"] for place in seen["places"]} == {"GET /fast", "step"}
+
+
+def test_each_look_tells_of_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:
+    (folder,) = run_folder.found()
+    looking = subprocess.Popen(
+        [*INSTRUMENT, "live", folder.name, "--json", "--every", "0.2"], stdout=subprocess.PIPE, text=True
+    )
+    assert looking.stdout is not None
+    assert json.loads(looking.stdout.readline())["endpoints"][0]["requests"] == 100
+    serve_one(service)
+    assert until(lambda: json.loads(looking.stdout.readline())["endpoints"])[0]["requests"] == 1
+    looking.terminate()
+    looking.communicate()
+
+
+def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subprocess.Popen[str]) -> None:
+    assert "dump.npz: " in command("dump", "--output", "dump.npz")
+    saved = file.load("dump.npz")
+    names = Counter(span.site.name for span in saved.trace().spans)
+    assert names == {"GET /fast": 100, "step": 100, "GET /slow": 1, "hang": 1}
+    serve_one(service)
+    for last, ended in (("1ns", 0), ("1000s", 101)):
+        command("dump", "--last", last, "--output", "last.json.gz")
+        spans = chrome.load("last.json.gz")[0].spans
+        assert sum(span.site.name == "step" for span in spans) == ended
+        assert {span.site.name for span in spans if span.clipped} == {"GET /slow", "hang"}
+
+
+def test_a_run_is_switched_off_and_on_and_every_process_answers(service: subprocess.Popen[str]) -> None:
+    assert command("off") == f"{service.pid}: does not record\n"
+    serve_one(service)
+    assert json.loads(command("live", "--once", "--json"))["endpoints"][0]["requests"] == 100
+    assert command("on") == f"{service.pid}: records\n"
+    serve_one(service)
+    assert json.loads(command("live", "--once", "--json"))["endpoints"][0]["requests"] == 101
+
+
+def test_reload_goes_by_the_agent_and_every_process_answers(service: subprocess.Popen[str]) -> None:
+    Path("profile.yaml").write_text(PROFILE)
+    told = command("reload")
+    assert told.startswith(f"{service.pid}: generation 2 (")
+    assert "undone engine:hang" in told
+    Path("profile.yaml").write_text("functions: nonsense")
+    done = done_by("reload")
+    assert done.returncode == 2
+    assert "generation 2" in done.stdout
+    assert "stays in force" in done.stdout
+
+
+def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
+    waiting = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == "ready\n"
+    assert "it has recorded nothing yet" in command("off")
+    waiting.communicate("\n", timeout=60)
+
+
+def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
+    done = subprocess.run([*INSTRUMENT, "live", "no-such", "--once"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "asked for a run, or a process of one, that is called no-such, found " in done.stderr

@@ -726,8 +726,8 @@ def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) 
     now = loads("", environ={})
     other = {
         "clock": "tsc", "limits.ring": "{ring: 1MiB}", "limits.ring_dir": "{ring_dir: ./a}",
-        "device": "{cuda: off}", "control": "{watch: true}",
-        "startup": "auto", "export.otlp": "{otlp: {}}", "agent": "off",
+        "device": "{cuda: off}", "control": "{watch: true}", "agent": "off",
+        "startup": "auto", "export.otlp": "{otlp: {}}",
     }[name]  # fmt: skip
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
     kept = taken_on(wanted, now)
@@ -886,7 +886,7 @@ def test_every_worker_of_a_pre_fork_server_follows_and_one_that_does_not_is_name
             os.kill(stopped, signal.SIGCONT)
         code, lines, _ = tell("--pid", str(stopped), "--socket", "control", "--wait", "20")
         assert (code, list(lines)) == (0, [stopped])
-    loaded = {path.stem: chrome.load(path)[0] for path in Path("traces").iterdir()}
+    loaded = {path.stem: chrome.load(path)[0] for path in Path("traces").glob("*.json")}
     assert str(stopped) in loaded
     assert str(service.pid) not in loaded, "it has recorded nothing"
     for pid, trace in loaded.items():

@@ -18,7 +18,7 @@ Answer = Mapping[str, Any]
 
 def facts_of(process: Process) -> dict[str, Any]:
     """What is told of a process to who asks."""
-    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder")
+    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns")
     return {
         **{name: process.facts.get(name) for name in told},
         "pid": process.pid,
@@ -29,7 +29,7 @@ def facts_of(process: Process) -> dict[str, Any]:
         "ended_ns": process.ended_ns,
         "how": process.how,
         "status": process.status,
-        "is_connected": process.connection is not None,
+        "hears": process.hears,
     }
 
 
@@ -57,7 +57,8 @@ def capture_of(process: Process, path: str) -> Callable[[], Answer]:
 def place_of_capture(process: Process) -> str:
     """The file that a process's capture becomes, beside its recordings."""
     path = Path(str(process.facts["captures"]))
-    return str(path.with_name(f"{path.stem}-died-{process.pid}.npz"))
+    number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
+    return str(path.with_name(f"{path.stem}{number}-died.npz"))
 
 
 def line_of(process: Process, answer: Answer) -> str:

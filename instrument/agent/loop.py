@@ -228,7 +228,7 @@ class Agent:
             if question.asker is connection:
                 del self._questions[question.number]
         if process is not None and process.connection is connection:
-            process.connection = None
+            process.connection, process.hears = None, False
             self._lost(process)
         for run in self.runs.values():
             if run.waiting is connection:
@@ -248,6 +248,8 @@ class Agent:
         elif process is not None and "records" in message:
             process.has_recorded = True
             process.run.is_told = False
+        elif process is not None and "hears" in message:
+            process.hears = True
         elif process is not None and "goodbye" in message:
             self._said_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif process is not None and "answer" in message:
@@ -493,8 +495,12 @@ class Agent:
                     answer = {"error": "it has closed its connection to the agent"}
                     self._send(connection, {"pid": process.pid, "answer": answer})
                     continue
-                question.waiting.add(process)
                 self._send(process.connection, {"do": wanted, "number": question.number})
+                if process.hears:
+                    question.waiting.add(process)
+                else:
+                    why = "it has recorded nothing yet; it will do so before it records anything"
+                    self._send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[question.number] = question
         self._after(ASKED_S, lambda: self._questions.pop(question.number, None))
         self._end_question(question)

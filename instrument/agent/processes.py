@@ -25,6 +25,7 @@ _IMAGE_BYTES = 4096
 class Process:
     """One recording of one process. `facts` are what it told as it joined, `goodbye` what it told at its end.
 
+    It `hears` what it is asked where it has a thread for that, which begins when it first records.
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
@@ -39,6 +40,7 @@ class Process:
     exit_fd: int = -1
     connection: Connection | None = None
     has_recorded: bool = False
+    hears: bool = False
     goodbye: dict[str, Any] | None = None
     saved: str = ""
     is_saving: bool = False

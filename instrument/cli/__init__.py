@@ -13,7 +13,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from instrument.cli import check_verb, convert_verb, merge_verb, query_verb, reload_verb, report_verb, run_verb
+from instrument.cli import (
+    check_verb,
+    convert_verb,
+    dump_verb,
+    live_verb,
+    merge_verb,
+    ps_verb,
+    query_verb,
+    reload_verb,
+    report_verb,
+    run_verb,
+    switch_verb,
+)
 from instrument.cli.output import flush
 from instrument.errors import InstrumentError, ProfileError
 
@@ -46,8 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
     parser.add_argument("--version", action=_Version)
-    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report | convert | merge | query")
-    for verb in (run_verb, check_verb, reload_verb, report_verb, convert_verb, merge_verb, query_verb):
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    for verb in (
+        run_verb, check_verb, ps_verb, live_verb, dump_verb, switch_verb, reload_verb, report_verb, convert_verb,
+        merge_verb, query_verb,
+    ):  # fmt: skip
         verb.add(verbs)
     return parser
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from instrument.agent import client
 from instrument.cli.option_values import Verbs, seconds
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
@@ -20,7 +22,8 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reload",
         help="tell running processes to go over to a changed profile",
-        description="Tells every process that listens (the profile's `control.socket`) and prints what each answers. "
+        description="Tells every process of a run that has an agent, and every other one that listens (the profile's "
+        "`control.socket`), and prints what each answers. "
         "With P, only processes that run that very file follow; others that listen are named and left alone. "
         "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
         "2: the profile was refused, or there is nobody to tell.",
@@ -47,20 +50,27 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
     where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
-    paths = [where] if where.is_socket() else sockets(where)
-    if options.pid is not None:
-        paths = [path for path in paths if path.stem == str(options.pid)]
     request = Request()
     if options.profile:
         # What the file does not say itself may be said otherwise to a process; a variable here tells which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
-    answers = tell(paths, request, options.wait, lambda slow: _say_who_is_slow(slow, options.wait))
-    others = {path: str(answer["other"]) for path, answer in answers.items() if answer and answer.get("other")}
-    for path, other in others.items():
-        hint = "" if request.switch else f"; --pid {path.stem} gives it another file of its service"
-        print(f"{path.stem}: left alone: {other}{hint}")
-        del answers[path]
+    answers = {} if options.socket else _answers_of_runs(request, options)
+    paths = [where] if where.is_socket() else sockets(where)
+    if options.pid is not None:
+        paths = [path for path in paths if path.stem == str(options.pid)]
+    by_path = tell(
+        [path for path in paths if path.stem not in answers],
+        request,
+        options.wait,
+        lambda slow: _say_who_is_slow([path.stem for path in slow], options.wait),
+    )
+    answers.update((path.stem, answer) for path, answer in by_path.items())
+    others = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
+    for pid, other in others.items():
+        hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
+        print(f"{pid}: left alone: {other}{hint}")
+        del answers[pid]
     if not answers:
         asked = "a process" if options.pid is None else f"process {options.pid}"
         if others:
@@ -68,12 +78,12 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
                 f"reload: asked for {asked} that runs {options.profile}, found only others in {where}, named above"
             )
         raise InstrumentError(
-            f"reload: asked for {asked} that listens in {where}, found none; the running profile needs "
-            "`control: {socket: ...}`, and --socket names its folder"
+            f"reload: asked for {asked} that listens in {where}, or of a run with an agent, found none; without an "
+            "agent the running profile needs `control: {socket: ...}`, and --socket names its folder"
         )
-    for path, answer in answers.items():
-        print(f"{path.stem}: {_told(answer, options.wait)}")
-    silent = [path.stem for path, answer in answers.items() if answer is None]
+    for pid, answer in answers.items():
+        print(f"{pid}: {_told(answer, options.wait)}")
+    silent = [pid for pid, answer in answers.items() if answer is None]
     if silent:
         names = ", ".join(silent)
         print(
@@ -85,14 +95,39 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
 
 
-def _say_who_is_slow(paths: Sequence[Path], wait_s: float) -> None:
-    names = ", ".join(path.stem for path in paths)
+def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
+    """What the processes answer that the agents of this user's runs know, by their numbers."""
+    answers: dict[str, Answer | None] = {}
+    try:
+        with client.asked(None if options.pid is None else str(options.pid)) as runs:
+            for run in runs:
+                pids = [member.pid for member in run.members if member.lives]
+                its: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
+                if run.problem or not pids:
+                    continue
+                slow = functools.partial(_say_who_of_these_is_slow, its, options.wait)
+                for pid, answer in client.tell(run, request.asked(), pids, options.wait, slow):
+                    its[str(pid)] = answer
+                answers.update(its)
+    except InstrumentError:
+        pass  # there is no run; processes may listen by themselves
+    return answers
+
+
+def _say_who_of_these_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:
+    _say_who_is_slow([pid for pid, answer in answers.items() if answer is None], wait_s)
+
+
+def _say_who_is_slow(pids: Sequence[str], wait_s: float) -> None:
+    names = ", ".join(pids)
     print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
 
 
 def _told(answer: Answer | None, waited_s: float) -> str:
     if answer is None:
         return f"no answer yet after {waited_s:g} s; it goes over when it comes to read what was asked"
+    if answer.get("pending"):
+        return str(answer["pending"])
     state = f"generation {answer.get('generation')} ({answer.get('digest')})"
     if answer.get("error"):
         return f"{state} stays in force: {answer['error']}"

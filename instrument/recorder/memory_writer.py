@@ -17,10 +17,11 @@ from typing import Any
 
 from instrument.recorder.chains import Frame
 from instrument.recording import memory_layout as layout
+from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
 from instrument.recording.ring import Ring, Row, is_too_short, self_ns
 from instrument.recording.spans import Site
-from instrument.recording.tally import Node, Totals, bucket
+from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
 
 _U16, _U32, _U64, _I64 = (struct.Struct(f"<{code}") for code in "HIQq")

@@ -167,6 +167,7 @@ class Control:
         self._wake = -1
         self._agent_fd = -1
         self._agent_at = 0.0
+        self._joins = 0
         self._stopping = False
 
     @property
@@ -294,16 +295,18 @@ class Control:
     def _find_agent(self, now: float) -> float | None:
         """Hear the run's agent; where it has gone, look for another one now and then. Returns when to look again."""
         membership = self._membership
-        if membership is None or not membership.path:
-            return None
-        if self._agent_fd >= 0 and membership.fileno() != self._agent_fd:
-            self._selector.unregister(self._agent_fd)  # closed by the service, or connected anew
+        if membership is None or not membership.joins:
+            return None  # the session joins first
+        if membership.joins != self._joins or membership.fileno() != self._agent_fd:
+            if self._agent_fd >= 0:
+                self._selector.unregister(self._agent_fd)  # closed by the service, or connected anew
             self._agent_fd = -1
-        if self._agent_fd < 0 and now >= self._agent_at:
+        if self._agent_fd < 0 and (now >= self._agent_at or membership.joins != self._joins):
             self._agent_at = now + AGENT_S
             if membership.is_joined or not membership.join():
-                self._agent_fd = membership.fileno()
+                self._agent_fd, self._joins = membership.fileno(), membership.joins
                 self._selector.register(self._agent_fd, selectors.EVENT_READ)
+                membership.tell({"hears": True})
         return None if self._agent_fd >= 0 else self._agent_at
 
     def _hear_agent(self) -> None:

@@ -173,12 +173,20 @@ class Generations:
         """No reload is under way here, whatever the parent was about."""
         self.lock = RLock()
 
-    def listen_in_child(self, join: Callable[[], None]) -> None:
-        """Listen and watch here, too, where the parent does. In between, the process is to `join` its run."""
+    def listen_in_child(self) -> None:
+        """Listen and watch here, too, where the parent does."""
+        control = self.control
+        if control is None:
+            return
+        control.after_fork_in_child()
+        if control.is_for_agent_alone:
+            self.control = None  # until something is recorded here
+        else:
+            self._listen(control)
+
+    def listen_to_agent(self) -> None:
+        """Hear the run's agent on the thread that there is for control, if there is one."""
         if self.control is not None:
-            self.control.after_fork_in_child()
-        join()
-        if self.control is not None and not self.control.is_for_agent_alone:
             self._listen(self.control)
 
     def stop(self, limit_s: float) -> None:

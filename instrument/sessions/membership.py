@@ -55,6 +55,8 @@ class Membership:
         self._fd = -1
         self._identity = (0, 0)
         self._memory_identity: tuple[int, int] | None = None
+        self.joins = 0
+        """How often it has joined: by another connection each time."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self) -> str:
@@ -72,6 +74,7 @@ class Membership:
             finally:
                 connection.close()
             self._identity = _identity(self._fd)
+            self.joins += 1
         except (OSError, ValueError) as error:
             self.close()
             gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
@@ -180,6 +183,7 @@ class Membership:
     def after_fork_in_child(self) -> None:
         """Leave the connection to the parent, whose sign of life it is. The child's recording is another one."""
         self._memory_identity = None
+        self.joins = 0
         self.close()
 
     def _connection(self) -> _socket.socket | None:
@@ -231,6 +235,7 @@ class RunFacts:
             "digest": session.digest,
             "generation": session.generation,
             "recorder": "native" if RECORDER.native else "pure",
+            "call_ns": session.account.costs.usual_ns().get("call", 0.0),
             "is_first": self._is_of_run and files.is_main(),
             "records": self._has_threads(),
             "folder": str(saving.folder),

@@ -133,6 +133,7 @@ class Session(Recorded):
         if self.profile.agent == "off":
             return
         problem = self._membership.join()
+        self._generations.listen_to_agent()
         if problem:
             self.account.complain(f"{problem}; what this process records goes with it", log=False)
 
@@ -397,7 +398,8 @@ class Session(Recorded):
             self._exporter.origin = self.origin()
         self._gauges.after_fork_in_child(begins=False)
         self._threads.start_when_needed()
-        self._generations.listen_in_child(self._join_run)
+        self._generations.listen_in_child()
+        self._join_run()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.

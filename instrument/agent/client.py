@@ -1,0 +1,133 @@
+"""Who asks about runs: a command of the same user, by the socket in the folder of each run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instrument.errors import InstrumentError
+from instrument.runtime import packets, run_folder
+
+ANSWER_S = 5.0
+"""The longest that an agent is waited for; one that is stopped answers nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of a run: what its agent says of it, and its recording's descriptor, -1 for none."""
+
+    facts: Mapping[str, Any]
+    memory: int = -1
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return int(self.facts["pid"])
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return not self.facts["ended_ns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not."""
+
+    socket: Path
+    name: str
+    members: list[Member] = field(default_factory=list)
+    agent: int = 0
+    faults: int = 0
+    problem: str = ""
+
+
+@contextmanager
+def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
+    """The runs of this user, or those that `name` means; their recordings are open within the block, if asked for.
+
+    `name` is that of a run or how it begins, the number of a process, or the path of an agent's socket. Where it is
+    left out, `INSTRUMENT_AGENT` may name the only one. Raises `InstrumentError` where there is none.
+    """
+    named = name or os.environ.get(run_folder.VARIABLE, "")
+    is_socket = "/" in named
+    sockets = [Path(named)] if is_socket else [folder / run_folder.SOCKET for folder in run_folder.found()]
+    runs = [run for socket in sockets for run in _runs_at(socket, memory=memory)]
+    try:
+        found = runs if is_socket or not named else [one for run in runs for one in _meant(run, named)]
+        if not found:
+            known = ", ".join(run.name for run in runs) or "none"
+            what = f"a run, or a process of one, that is called {named}" if named else "a run"
+            raise InstrumentError(f"asked for {what}, found {known}; `instrument run` begins one")
+        yield found
+    finally:
+        for member in (member for run in runs for member in run.members):
+            if member.memory >= 0:
+                os.close(member.memory)
+
+
+def _meant(run: Asked, name: str) -> list[Asked]:
+    if run.name.startswith(name) and not name.isdecimal():
+        return [run]
+    its = [member for member in run.members if str(member.pid) == name]
+    return [Asked(run.socket, run.name, its, run.agent, run.faults)] if its else []
+
+
+def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
+    """The runs that an agent serves."""
+    members: list[Member] = []
+    try:
+        with run_folder.called(socket, ANSWER_S) as caller:
+            packets.send(caller, {"ask": "processes", "memory": memory})
+            while True:
+                message, descriptors = packets.receive(caller)
+                if message is None:
+                    raise ConnectionError("it hung up")
+                if "end" in message:
+                    end = message["end"]
+                    break
+                members.append(Member(message["process"], *descriptors[:1]))
+    except (OSError, packets.PacketError) as error:
+        for member in members:
+            if member.memory >= 0:
+                os.close(member.memory)
+        why = "no agent listens" if isinstance(error, ConnectionRefusedError | FileNotFoundError) else str(error)
+        return [Asked(socket, socket.parent.name, problem=why)] if socket.parent.exists() else []
+    names = [run["run"] for run in end["runs"]]
+    return [
+        Asked(socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"])
+        for name in names
+    ]
+
+
+def tell(
+    run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float, slow: Callable[[], object] = lambda: None
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Ask processes of a run to do something: each one's number and answer, as they come, within a time.
+
+    `slow` is called once where some have not answered after a moment.
+    """
+    end = time.monotonic() + wait_s
+    with run_folder.called(run.socket, min(SLOW_S, wait_s)) as caller:
+        packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
+        told = False
+        while time.monotonic() < end:
+            try:
+                message, _ = packets.receive(caller)
+            except TimeoutError:
+                if not told:
+                    told = True
+                    slow()
+                continue
+            if message is None or "end" in message:
+                return
+            yield int(message["pid"]), message["answer"]
+
+
+SLOW_S = 0.2
+"""After how long it is said that somebody has not answered yet."""

@@ -1,0 +1,289 @@
+"""What a run is doing now: requests in flight, rates by endpoint, where the time goes, what was lost.
+
+Numbers are of the time since the look before, or since each session's begin at the first; they are taken from the
+recordings of the processes, which go on and know nothing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from instrument.agent.client import Member
+from instrument.errors import TraceError
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import OpenSpan
+from instrument.recording.spans import Site
+from instrument.recording.histogram import percentiles
+from instrument.recording.tally import Totals, 
+from instrument.report.table import compact, named_table, number, safe, share, tenths
+
+ROWS = 12
+"""Of each table, at most; what is left out is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A request that has begun and not ended: its age, and the innermost span that is open in it, with its age."""
+
+    pid: int
+    name: str
+    span_id: int
+    age_ns: int
+    now: str
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Requests of one name that ended in the time, each with its own."""
+
+    name: str
+    requests: int
+    errors: int
+    rate: float | None
+    p50_ns: int | None
+    p99_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A site, and what its calls spent themselves in the time."""
+
+    name: str
+    calls: int
+    self_ns: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessNow:
+    """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses."""
+
+    pid: int
+    service: str
+    state: str
+    generation: int
+    digest: str
+    up_ns: int
+    calls: int
+    cost_ratio: float | None
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """One look. `window_ns` is the time that rates and shares are of."""
+
+    run: str
+    window_ns: int
+    processes: tuple[ProcessNow, ...]
+    in_flight: tuple[InFlight, ...]
+    endpoints: tuple[Endpoint, ...]
+    places: tuple[Place, ...]
+    losses: Mapping[str, int]
+    problems: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """As text, each table bounded to `ROWS`."""
+        living = [one for one in self.processes if one.state == "running"]
+        lines = [
+            f"Run {safe(self.run)}: {len(living)} processes, {len(self.in_flight)} requests in flight; "
+            f"rates and shares of {number(self.window_ns / 1e9)} s",
+            "",
+        ]
+        lines += _table(
+            ["Request in flight", "Age, s", "Now in", "For, s", "Process"],
+            [
+                [one.name, _seconds(one.age_ns), safe(one.now)[:30], _seconds(one.now_ns), str(one.pid)]
+                for one in self.in_flight
+            ],
+        )
+        lines += _table(
+            ["Endpoint", "Ended", "Errors", "A second", "p50, ms", "p99, ms"],
+            [
+                [one.name, str(one.requests), str(one.errors), compact(one.rate), *_ms(one.p50_ns, one.p99_ns)]
+                for one in self.endpoints
+            ],
+        )
+        lines += _table(
+            ["Where the time goes", "Calls", "Self, ms", "Of all"],
+            [
+                [one.name, str(one.calls), *_ms(one.self_ns), "" if one.ratio is None else tenths(one.ratio, 1)]
+                for one in self.places
+            ],
+        )
+        lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in [*self.losses.items()][:3]]
+        lines += [safe(problem) for problem in self.problems]
+        return lines
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    more = len(rows) - ROWS
+    blanks = [""] * (len(header) - 1)
+    shown = [*rows[:ROWS], *([[f"({more} more)", *blanks]] if more > 0 else [])]
+    return [*named_table(header, shown, 0), ""] if rows else []
+
+
+def _seconds(time_ns: int) -> str:
+    return compact(time_ns / 1e9)
+
+
+def _ms(*times_ns: int | None) -> list[str]:
+    return [compact(None if time_ns is None else time_ns / 1e6) for time_ns in times_ns]
+
+
+Counted = dict[tuple[tuple[object, ...], bool], tuple[Site, Totals]]
+"""Totals by site, and by whether its spans are requests that lie in no other."""
+
+
+class Looker:
+    """Looks at the processes of a run, again and again."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._before: dict[tuple[int, int], tuple[int, Counted]] = {}
+
+    def is_of(self, run: str) -> bool:
+        """Whether it looks at that run."""
+        return self._run == run
+
+    def look(self, members: Sequence[Member]) -> Screen:
+        """What there is to see now."""
+        now_ns = time.monotonic_ns()
+        windows_ns, grown = [0], list[Counted]()
+        processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
+        losses: Counter[str] = Counter()
+        for member in members:
+            try:
+                seen = None if member.memory < 0 or not member.lives else _Seen(member.memory)
+            except TraceError as problem:
+                problems.append(f"process {member.pid}: {problem}")
+                continue
+            processes.append(_process(member, seen, now_ns))
+            if seen is None:
+                continue
+            key = member.pid, seen.generation
+            since_ns, before = self._before.get(key, (seen.begun_ns, {}))
+            self._before[key] = now_ns, seen.counted
+            windows_ns.append(now_ns - since_ns)
+            grown.append({place: (site, _grown(now, before.get(place))) for place, (site, now) in seen.counted.items()})
+            losses.update(seen.losses)
+            in_flight += _in_flight(member.pid, seen.open_spans, now_ns)
+        window_ns = max(windows_ns)
+        return Screen(
+            run=self._run,
+            window_ns=window_ns,
+            processes=tuple(processes),
+            in_flight=tuple(sorted(in_flight, key=lambda one: -one.age_ns)),
+            endpoints=_endpoints(grown, window_ns),
+            places=_places(grown),
+            losses=dict(losses),
+            problems=tuple(problems),
+        )
+
+
+class _Seen:
+    """What one recording says now. Raises `TraceError`."""
+
+    def __init__(self, memory: int) -> None:
+        mapped = Mapped(memory)
+        try:
+            header = mapped.header
+            self.state, self.generation, self.begun_ns = header.state, header.generation, header.monotonic_ns
+            self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
+            self.counted: Counted = {}
+            self.calls = 0
+            for row in mapped.tally().rows():
+                if not row.path:
+                    continue
+                site = row.path[-1]
+                is_request = site.kind == "request" and not any(around.kind == "request" for around in row.path[:-1])
+                _, totals = self.counted.setdefault((site.key, is_request), (site, Totals()))
+                totals.merge(row.totals)
+                self.calls += row.totals.calls
+        finally:
+            mapped.close()
+
+
+def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
+    facts = member.facts
+    state = facts["how"] or ("idle" if seen is None else seen.state)
+    up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
+    calls, call_ns = (0 if seen is None else seen.calls), float(facts.get("call_ns") or 0.0)
+    return ProcessNow(
+        pid=member.pid,
+        service=str(facts["service"]),
+        state=state,
+        generation=int(facts["generation"] or 0),
+        digest=str(facts["digest"]),
+        up_ns=up_ns,
+        calls=calls,
+        cost_ratio=share(calls * call_ns, up_ns),
+        lost=0 if seen is None else sum(seen.losses.values()),
+    )
+
+
+def _grown(now: Totals, before: tuple[Site, Totals] | None) -> Totals:
+    """What has come since: counts, self time, errors and the histogram. Extremes are those of all calls."""
+    if before is None:
+        return now
+    was = before[1]
+    grown = now.copy()
+    grown.calls -= was.calls
+    grown.errors -= was.errors
+    grown.self_ns -= was.self_ns
+    grown.histogram = dict(Counter(now.histogram) - Counter(was.histogram))
+    return grown
+
+
+def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[InFlight]:
+    by_root: dict[int, list[OpenSpan]] = {}
+    for span in open_spans:
+        by_root.setdefault(span.root_id, []).append(span)
+    found = []
+    for its in by_root.values():
+        request = next((span for span in its if span.site.kind == "request"), None)
+        if request is not None:
+            last = max(its, key=lambda span: span.start_ns)
+            ages = [max(now_ns - span.start_ns, 0) for span in (request, last)]
+            now = "" if last is request else last.site.name
+            found.append(InFlight(pid, request.site.name, request.span_id, ages[0], now, ages[1]))
+    return found
+
+
+def _endpoints(grown: Sequence[Counted], window_ns: int) -> tuple[Endpoint, ...]:
+    """The requests that ended, by name, those of all processes together."""
+    by_name: dict[str, Totals] = {}
+    for counted in grown:
+        for (_, is_request), (site, totals) in counted.items():
+            if is_request:
+                by_name.setdefault(site.name, Totals()).merge(totals)
+    found = []
+    for name, totals in by_name.items():
+        p50_ns, p99_ns = percentiles(totals.histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
+        rate = share(totals.calls, window_ns / 1e9)
+        found.append(Endpoint(name, totals.calls, totals.errors, rate, p50_ns, p99_ns))
+    return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
+
+
+def _places(grown: Sequence[Counted]) -> tuple[Place, ...]:
+    """The sites that were called, heaviest first."""
+    by_key: dict[tuple[object, ...], tuple[str, Totals]] = {}
+    for counted in grown:
+        for (key, _), (site, totals) in counted.items():
+            by_key.setdefault(key, (site.name, Totals()))[1].merge(totals)
+    whole_ns = sum(totals.self_ns for _, totals in by_key.values())
+    found = [
+        Place(name, totals.calls, totals.self_ns, share(totals.self_ns, whole_ns))
+        for name, totals in by_key.values()
+        if totals.calls
+    ]
+    return tuple(sorted(found, key=lambda one: -one.self_ns))

@@ -1,0 +1,75 @@
+"""`instrument dump`: save what the processes of a run have in memory, without asking them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instrument.agent import client
+from instrument.cli.option_values import Verbs, time_ns
+from instrument.cli.ps_verb import RUN
+from instrument.errors import InstrumentError, TraceError
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `dump` and its options."""
+    parser = verbs.add_parser("dump", help="save what the processes of a run have recorded; they go on meanwhile")
+    parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: the only one)")
+    parser.add_argument("--last", type=time_ns, metavar="T", help="only what ended in this time, such as 10s")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="a recording (.npz) or a Chrome trace (.json, .json.gz) (default: RUN-dump.npz)",
+    )
+    parser.set_defaults(verb=dump, takes_host=False)
+
+
+def dump(options: argparse.Namespace, host: list[str]) -> int:
+    """Save what there is, processes as one. Returns the exit code."""
+    from instrument.trace import file
+    from instrument.trace.merge import merge
+
+    with client.asked(options.run, memory=True) as runs:
+        if len(runs) > 1:
+            raise InstrumentError(f"dump: found several runs: {', '.join(run.name for run in runs)}; name one")
+        (run,) = runs
+        now_ns = time.monotonic_ns()
+        since_ns = 0 if options.last is None else max(now_ns - options.last, 0)
+        read: list[Saved] = []
+        for member in run.members:
+            if member.memory < 0:
+                print(f"instrument: dump: process {member.pid}: nobody else can read its recording", file=sys.stderr)
+                continue
+            try:
+                read.append(_saved(member.memory, since_ns, now_ns))
+            except TraceError as problem:
+                print(f"instrument: dump: process {member.pid}: {problem}", file=sys.stderr)
+    if not read:
+        raise InstrumentError(f"dump: no process of {run.name} has a recording that can be read")
+    saved = read[0] if len(read) == 1 else merge(read).saved
+    path = Path(options.output or f"{run.name}-dump.npz")
+    if path.suffix == ".npz":
+        file.write(path, saved.columns, saved.facts, saved.tally)
+    else:
+        from instrument import chrome
+
+        chrome.dump(path, saved.trace(), saved.tally)
+    print(f"{path}: {len(saved.columns)} spans of {len(read)} process{'es' * (len(read) != 1)}")
+    return 0
+
+
+def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
+    from instrument.recording.mapped import Mapped
+    from instrument.trace.of_memory import saved_of
+
+    mapped = Mapped(memory)
+    try:
+        return saved_of(mapped, since_ns, end_ns)
+    finally:
+        mapped.close()

@@ -1,0 +1,50 @@
+"""`instrument ps`: the runs of this user and their processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from instrument.agent import client
+from instrument.cli.option_values import Verbs
+from instrument.report.table import compact, named_table, safe
+
+RUN = "a run, as far as it takes to tell it from others, the number of a process, or the path of an agent's socket"
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `ps` and its options."""
+    parser = verbs.add_parser("ps", help="list the runs and their processes, with what each records, costs and loses")
+    parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON document, times in ns")
+    parser.set_defaults(verb=ps, takes_host=False)
+
+
+def ps(options: argparse.Namespace, host: list[str]) -> int:
+    """Print the runs. Returns the exit code."""
+    from instrument.agent.screen import Looker
+
+    with client.asked(options.run, memory=True) as runs:
+        seen = [(run, Looker(run.name).look(run.members)) for run in runs]
+    if options.json:
+        documents = [
+            {"run": run.name, "agent": run.agent, "problem": run.problem, **screen.document()} for run, screen in seen
+        ]
+        json.dump({"runs": documents}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    for run, screen in seen:
+        agent = f"agent {run.agent}" if run.agent else f"{run.problem}; `instrument agent --run {run.name}` takes over"
+        print(f"Run {safe(run.name)}, {safe(agent)}")
+        rows = [
+            [one.service, str(one.pid), one.state, compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
+             str(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", str(one.lost)]
+            for one in screen.processes
+        ]  # fmt: skip
+        header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
+        if rows:
+            print("\n".join(named_table(header, rows, 0)))
+        for problem in screen.problems:
+            print(safe(problem))
+    return 0

@@ -1,0 +1,48 @@
+"""`instrument on` and `instrument off`: have the processes of a run record, or stop recording until they are told."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from instrument.agent import client
+from instrument.cli.option_values import Verbs, seconds
+from instrument.cli.ps_verb import RUN
+from instrument.sessions.control import WAIT_S, Request
+
+
+def add(verbs: Verbs) -> None:
+    """The verbs `on` and `off` and their options."""
+    for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
+        parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
+        parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
+        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=f"(default: {WAIT_S:g})")
+        parser.set_defaults(verb=functools.partial(switch, on=on), takes_host=False)
+
+
+def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
+    """Tell the processes and print what each answers. Returns the exit code: 1 where one has not answered yet."""
+    missing = False
+    with client.asked(options.run) as runs:
+        for run in runs:
+            if run.problem:
+                print(f"instrument: {run.name}: {run.problem}", file=sys.stderr)
+                missing = True
+                continue
+            pids = [member.pid for member in run.members if member.lives]
+            answers = dict(client.tell(run, Request(records=on).asked(), pids, options.wait))
+            for pid in pids:
+                print(f"{pid}: {_told(answers.get(pid))}")
+            missing = missing or any(pid not in answers for pid in pids)
+    return int(missing)
+
+
+def _told(answer: Mapping[str, Any] | None) -> str:
+    if answer is None:
+        return "no answer yet"
+    if "records" in answer:
+        return "records" if answer["records"] else "does not record"
+    return str(answer.get("pending") or answer.get("error"))
