@@ -1,4 +1,4 @@
-"""Lines as columns: the loops in C say what their twins say, and live views what those of the tally say."""
+"""Lines as columns: they add up exactly, and live views say what those of the tally say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,31 +20,15 @@ from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recorder.recorder import RECORDER
-from instrument.recording import lines as lines_room
-from instrument.recording import paths
-from instrument.recording.lines import (
-    CALLS,
-    FIRST,
-    ORDERS,
-    REQUEST,
-    WIDTH,
-    WORK,
-    Lines,
-    Sums,
-    functions,
-    topmost,
-    tree_of_names,
-)
+from instrument.recording.lines import CALLS, FIRST, WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally, Totals
 from instrument.report.cost_view import cost
 from instrument.report.events_view import events
+from instrument.report.line_sums import LineSums
 from instrument.report.self_times_view import classes, instances, ops
-from instrument.report.tree import LEVELS, WEIGHTS
 from instrument.report.view import Options, Recording
-
-native = pytest.mark.skipif(lines_room._native is None, reason="the native loops are not built")
 
 SITES = [
     Site("POST /chat", "request"), Site("a", "request"), Site("a", "op", "m", "A.f"), Site("a", "op", "m", "A.f"),
@@ -79,74 +62,27 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
     return tally
 
 
-@contextmanager
-def twin() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for room in (lines_room, paths):
-            patch.setattr(room, "_native", None)
-        yield
-
-
-def plain(found: Any) -> Any:
-    """As lists, whatever kind of sequence it is."""
-    if isinstance(found, Sums):
-        return list(found.numbers)
-    if isinstance(found, lines_room.Functions):
-        return list(found._functions), list(found._groups)
-    return [list(part) for part in found] if isinstance(found, lines_room.Names) else list(found)
-
-
-@native
 @given(tallies())
-def test_the_places_of_paths_are_those_of_the_twin_and_tell_paths_apart_by_their_keys(tally: Tally) -> None:
-    fast = Lines.of_tally(tally).tree
-    with twin():
-        assert Lines.of_tally(tally).tree.located() == fast.located()
-    keys = [tuple(site.key for site in fast.upwards(node)) for node in range(len(fast))]
-    assert list(fast.located().places) == [keys.index(key) for key in keys]
+def test_places_tell_paths_apart_by_their_keys(tally: Tally) -> None:
+    tree = Lines.of_tally(tally).tree
+    keys = [tuple(site.key for site in tree.upwards(node)) for node in range(len(tree))]
+    assert list(tree.located().places) == [keys.index(key) for key in keys]
 
 
-@native
-@given(tallies(), st.sampled_from(TRACER_OPTIONS), st.sampled_from(sorted(WEIGHTS)), st.booleans())
-def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
-    tally: Tally, tracer_option: str, sorted_by: str, is_least: bool
-) -> None:
-    lines = Lines.of_tally(tally)
-    levels = lines.tree.column(LEVELS[tracer_option])
-    field, per, is_negative = WEIGHTS[sorted_by]
-
-    def made() -> list[Any]:
-        names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
-        found: list[Any] = [names]
-        for thread in (None, *lines.threads):
-            sums = Sums.of_lines(lines.book(thread), names.entry_of, len(names.parents), names.counted, names.parents)
-            found += [sums, sums.values(names.parents, field, per, negative=is_negative, least=is_least)]
-            found.append(sums.together(range(0, len(sums), 2)))
-            found.append(sorted(lines_room._device_below(lines.book(thread), lines.parents).items()))
-        found.append(
-            topmost(lines.parents, lines.site_of, array("i", [site.kind == "phase" for site in lines.tree.sites]))
-        )
-        return [plain(one) for one in found]
-
-    fast = made()
-    with twin():
-        assert made() == fast
-
-
-@native
-@given(tallies(least_calls=1), st.sampled_from(ORDERS), st.booleans())
-def test_the_functions_are_those_of_the_twin(tally: Tally, order: str, is_single: bool) -> None:
-    lines = Lines.of_tally(tally)
-    keys = lines.tree.keys()
-    marks = array("i", [REQUEST * (site.kind == "request") + WORK * (site.kind == "op") for site in lines.tree.sites])
-    rows = array("i", [-1] * len(keys)) if is_single else keys
-
-    def made() -> Any:
-        return plain(functions(lines.merged(), lines.parents, lines.site_of, marks, keys, rows, order))
-
-    fast = made()
-    with twin():
-        assert made() == fast
+@given(tallies(), st.lists(st.integers(-1, 4), min_size=16, max_size=16))
+def test_lines_of_a_group_add_up_exactly_however_large_their_numbers_are(tally: Tally, group_of: list[int]) -> None:
+    lines = LineSums(Lines.of_tally(tally))
+    expected: list[list[Totals]] = [[] for _ in range(5)]
+    for thread in lines.threads:
+        for node, sums in zip(lines.of(thread)[0].tolist(), lines.of(thread)[1].tolist(), strict=True):
+            if group_of[node] >= 0 and sums[CALLS]:
+                expected[group_of[node]].append(Totals(*sums[1:]))
+    found = lines.by(np.array(group_of), 5).tolist()
+    for of, its in zip(expected, found, strict=True):
+        together = Totals()
+        for one in of:
+            together.merge(one)
+        assert (len(of), together) == (its[0], Totals(*its[1:]))
 
 
 @given(tallies())
@@ -154,7 +90,7 @@ def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
     expected: dict[tuple[object, ...], Totals] = {}
     for row in tally.rows():
         expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
-    lines = Lines.of_tally(tally).of_all_threads()
+    lines = Lines.of_tally(tally, merged=True)
     merged, found = lines.merged(), {}
     for start in range(0, len(merged), WIDTH):
         node, *sums = merged[start : start + WIDTH]
@@ -230,13 +166,10 @@ def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None
 @given(st.lists(st.lists(st.sampled_from(SITES), max_size=6), max_size=4))
 def test_facts_of_sites_are_the_same_however_they_come(pieces: list[list[Site]]) -> None:
     """Of each the first of its name, and its kind; those whose name came before, and those with attributes."""
-    tree, plain = CallTree(), CallTree()
+    tree = CallTree()
     for piece in pieces:
-        for one in (tree, plain):
-            one.sites += piece
-        found = tree.facts()
-        with twin():
-            assert plain.facts() == found
+        tree.sites += piece
+        tree.facts()
     names = [site.name for site in tree.sites]
     assert list(tree.facts().names) == [names.index(name) for name in names]
     assert tree.facts().kinds == [site.kind for site in tree.sites]
@@ -250,54 +183,8 @@ def test_facts_of_sites_are_the_same_however_they_come(pieces: list[list[Site]])
 )
 def test_shapes_of_nodes_are_those_of_their_sites(shapes: dict[Site, str], site_of: list[int]) -> None:
     numbers, names = shaped(SITES, shapes, "scope", array("i", site_of))
-    with twin():
-        assert (numbers, names) == shaped(SITES, shapes, "scope", array("i", site_of))
     assert [names[number] for number in numbers] == [shapes.get(SITES[site], "scope") for site in site_of]
     assert names == tuple(dict.fromkeys(shapes.get(site, "scope") for site in SITES))
-
-
-LINE = array("q", [0, 1, *[0] * (WIDTH - 2)])
-TREE = array("i", [NOT_BELOW]), array("i", [0])
-
-
-@native
-@pytest.mark.parametrize(
-    ("call", "arguments"),
-    [
-        ("places", (array("i", [0]), array("i", [0]), array("i", [0]))),
-        ("places", (*TREE, array("i"))),
-        ("places", (array("i", [NOT_BELOW]), array("i"), array("i", [0]))),
-        ("tree_of_names", (array("i", [0]), array("i", [0]), array("i", [0, -1, -1]), [LINE])),
-        ("tree_of_names", (*TREE, array("i"), [LINE])),
-        ("tree_of_names", (*TREE, array("i", [0, -1, -1]), [array("q", [1, *LINE[1:]])])),
-        ("tree_of_names", (*TREE, array("i", [0, -1, -1]), [LINE[1:]])),
-        ("sums", ([LINE], array("i", [1]), 1)),
-        ("sums", ([LINE], array("i", [0]), -1)),
-        ("sums", ([LINE], array("i"), 1)),
-        ("sums", ([LINE], array("i", [0]), 1, array("i"), array("i", [-1]))),
-        ("sums", ([LINE], array("i", [0]), 1, array("i", [2]), array("i", [1]))),
-        ("together", (LINE, array("i", [1]))),
-        ("together", (LINE, array("i", [-1]))),
-        ("chained", (array("i", [-1, 0]), array("i", [2]), array("i", [0]))),
-        ("chained", (array("i", [-1, 0]), array("i", [1]), array("i", [1]))),
-        ("chained", (array("i", [1, 0]), array("i", [0]), array("i", [0]))),
-        ("chained", (array("i", [-1, 0]), array("i", [1]), array("i", [0, 0]))),
-        ("values", (array("i", [0]), LINE, CALLS, -1, False, False)),
-        ("values", (array("i", [-1, 0]), LINE, CALLS, -1, False, False)),
-        ("values", (array("i", [-1]), LINE, WIDTH, -1, False, False)),
-        ("topmost", (*TREE, array("i"))),
-        ("device_below", ([LINE], array("i", [0]))),
-        ("device_below", ([LINE], array("i", [-2]))),
-        ("device_below", ([LINE], array("i"))),
-        ("functions", (LINE, *TREE, array("i", [0]), array("i", [1]), array("i", [0]), 0)),
-        ("functions", (array("q", [0] * WIDTH), *TREE, array("i", [0]), array("i", [0]), array("i", [0]), 0)),
-        ("shaped", ([], {}, "scope", array("i", [0]))),
-        ("shaped", ([SITES[0]], {}, "scope", array("i", [-1]))),
-    ],
-)
-def test_columns_that_do_not_fit_each_other_are_refused(call: str, arguments: Any) -> None:
-    with pytest.raises(ValueError, match=r"is beyond|are no|is of node|not whole|there is not"):
-        getattr(lines_room._native, call)(*arguments)
 
 
 # -------------------------------------------------------------------- of a process that runs
@@ -339,7 +226,7 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
     tally = recorder.tally()
     live = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: recorder.lines(merged=merged))
     apart = Recording(lambda: tally, pytest.fail)
-    together = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: Lines.of_tally(tally).of_all_threads())
+    together = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: Lines.of_tally(tally, merged=True))
     for _ in range(10):
         options = Options(
             tracer_option=chance.choice(TRACER_OPTIONS), state=chance.choice(STATES), unit="ns",
@@ -348,9 +235,7 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
         )  # fmt: skip
         for name, view in VIEWS.items():
             is_merged = name != "events" or options.threads == "merged"
-            with twin():
-                expected = view(together if is_merged else apart, options)
-            assert text(view(live, options)) == text(expected)
+            assert text(view(live, options)) == text(view(together if is_merged else apart, options))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1538,7 +1538,7 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
     expected: dict[tuple[object, ...], Totals] = {}
     for row in recorder.tally().rows():
         expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
-    for lines in (recorder.lines(merged=True), recorder.lines(), Lines.of_tally(recorder.tally())):
+    for lines in (recorder.lines(merged=True), Lines.of_tally(recorder.tally(), merged=True)):
         assert dict(by_path(lines)) == expected
     merged = recorder.lines(merged=True)
     assert merged.threads == {0: "(all threads)"}

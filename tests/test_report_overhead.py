@@ -17,6 +17,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.spans import Origin, Site, Trace
 from instrument.recording.tally import Tally, Totals
 from instrument.report.events_view import events
+from instrument.report.line_sums import LineSums
 from instrument.report.overhead import Overhead, overhead
 from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
@@ -36,7 +37,7 @@ def split(*rows: tuple[tuple[Site, ...], int, int], state: str = "All") -> Overh
         tally.totals(path, 1).merge(
             Totals(calls=1, total_ns=total_ns, self_ns=self_ns, elapsed_ns=total_ns, histogram={0: 1})
         )
-    lines = Lines.of_tally(tally)
+    lines = LineSums(Lines.of_tally(tally))
     total_ns = sum(total_ns for path, total_ns, _ in rows if len(path) == 1)
     return overhead(lines, total_ns, state)
 
@@ -86,7 +87,7 @@ def test_calls_that_have_not_ended_have_what_lies_under_them() -> None:
     loop = Site("engine loop", "op", suspends=True)
     for path, total_ns in (((loop, COMPUTE), 60), ((loop, PREPARE), 40)):
         tally.totals(path, 1).merge(Totals(calls=1, total_ns=total_ns, elapsed_ns=total_ns, histogram={0: 1}))
-    assert parts(overhead(Lines.of_tally(tally), 100, "CPU")) == (60, 0, 40)
+    assert parts(overhead(LineSums(Lines.of_tally(tally)), 100, "CPU")) == (60, 0, 40)
 
 
 def test_where_nothing_computes_waiting_is_told_and_the_rest_is_not_called_overhead() -> None:

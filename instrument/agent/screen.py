@@ -14,11 +14,11 @@ from typing import Any
 
 from instrument.agent.client import Member
 from instrument.errors import TraceError
+from instrument.recording.histogram import percentiles
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import Site
-from instrument.recording.histogram import percentiles
-from instrument.recording.tally import Totals, 
+from instrument.recording.tally import Totals
 from instrument.report.table import compact, named_table, number, safe, share, tenths
 
 ROWS = 12

@@ -105,10 +105,10 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Before memory is bounded: the system would not load all of a library, and OpenBLAS would end the process.
     from instrument.chrome import reading  # noqa: F401
-    from instrument.report.summary import ON_COLUMNS, prepare
+    from instrument.report.summary import prepare
     from instrument.trace import file  # noqa: F401
 
-    prepare(ON_COLUMNS)
+    prepare(tuple(VIEWS))
     with within_memory(files, options.memory):
         return _reported(options)
 

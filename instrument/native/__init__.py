@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-PARTS = ("_recorder", "_spans", "_lines")
+PARTS = ("_recorder", "_spans")
 """The native modules of the package."""
 
 

@@ -65,7 +65,7 @@ class Readback(CoreMethods):
             return paths
 
     def learn_paths(self) -> None:
-        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 0.3 us each.
+        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 1 us each.
 
         That is done where they are an eighth more than those asked for, which are copied each time that any come.
         """
@@ -89,8 +89,7 @@ class Readback(CoreMethods):
         With the native core some 0.2 us for each call path, and for each thread that it ran on.
         """
         if not self.native:
-            lines = Lines.of_tally(self.tally())
-            return lines.of_all_threads() if merged else lines
+            return Lines.of_tally(self.tally(), merged=merged)
         tree = self.paths()
         threads: dict[int, str] = {}
         books: dict[int, list[Numbers]] = {}

@@ -12,11 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from operator import add
 from typing import Any, NamedTuple, TypeVar
 
-from instrument import native
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally, Totals
-
-_native = native.find("_lines")
 
 Said = TypeVar("Said")
 
@@ -128,11 +125,7 @@ class CallTree:
         found, first_of_name = self._facts, self._first_of_name
         start = len(found.kinds)
         if start < len(self.sites):
-            if _native is not None:
-                names, *others = _native.facts(self.sites, start, first_of_name)
-                more = Facts(array("i", names), *others)
-            else:
-                more = _facts(self.sites[start:], start, first_of_name)
+            more = _facts(self.sites[start:], start, first_of_name)
             found = self._facts = Facts(*map(add, found, more))
         return found
 
@@ -175,9 +168,6 @@ def shaped(
     sites: list[Site], shapes: Mapping[Site, str], otherwise: str, site_of: array[int]
 ) -> tuple[array[int], tuple[str, ...]]:
     """Of each node, of which `site_of` has the site's number, that of the site's shape, and the shapes."""
-    if _native is not None:
-        numbers, names = _native.shaped(sites, shapes, otherwise, site_of)
-        return array("i", numbers), tuple(names)
     of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
     known = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
     return array("i", [known[of_site[site]] for site in site_of]), tuple(known)
@@ -226,13 +216,13 @@ class Located(NamedTuple):
     @classmethod
     def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
         """Of nodes, with each one's parent, and of sites, with the numbers of their keys."""
-        if _native is not None:
-            return cls(site_of, *(array("i", part) for part in _native.places(parents, site_of, keys)))
         above, places, shared = array("i"), array("i"), array("i")
-        known: dict[tuple[int, int], int] = {}
+        known: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):
-            above.append(parent if parent < 0 else places[parent])
-            places.append(known.setdefault((above[node], keys[site]), node))
-            if places[node] != node:
+            up = places[parent] if parent >= 0 else NOT_BELOW
+            place = known.setdefault((up << 32) + keys[site], node)
+            above.append(up)
+            places.append(place)
+            if place != node:
                 shared.append(node)
         return cls(site_of, above, places, shared)

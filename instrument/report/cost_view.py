@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from instrument.recording.lines import CALLS, TOTAL
 from instrument.recording.spans import Cost, Site
 from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
+from instrument.report.line_sums import LineSums
 from instrument.report.table import (
     MISSING,
     compact,
@@ -195,12 +198,12 @@ def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart
 
 
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
-    lines, upkeep = recording.lines(merged=True), recording.upkeep
+    lines, upkeep = recording.once(LineSums.merged), recording.upkeep
     tree = lines.tree
     keys = tree.keys()
     labels = tree.by_site(_label)
-    sums = lines.sums(map(keys.__getitem__, lines.site_of), len(keys))
-    calls, host_ns = sums.column(CALLS), sums.column(TOTAL)
+    sums = lines.by(np.asarray(keys)[lines.site_of], len(keys))
+    calls, host_ns = sums[:, CALLS].tolist(), sums[:, TOTAL].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
     costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
     whole_ns = sum(costs.values())

@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.recording.histogram import percentiles
-from instrument.recording.lines import DEVICE, Lines, Sum, Sums
+from instrument.recording.lines import DEVICE, Lines, Sum
 from instrument.recording.spans import Site
+from instrument.report.line_sums import LineSums, Rows, together
 from instrument.report.overhead import Overhead
 from instrument.report.overhead import overhead as split_of
 from instrument.report.table import (
@@ -219,9 +220,9 @@ def events(recording: Recording, options: Options) -> Events:
     probes_ns = None
     if options.corrected:
         tally = recording.tally.corrected()
-        lines, probes_ns = Lines.of_tally(tally), sum(row.totals.probe_ns for row in tally.rows())
+        lines, probes_ns = LineSums(Lines.of_tally(tally)), sum(row.totals.probe_ns for row in tally.rows())
     else:
-        lines = recording.lines(merged=options.threads == "merged")
+        lines = recording.once(LineSums.merged if options.threads == "merged" else LineSums.apart)
     blocks = _blocks(lines, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
@@ -239,7 +240,7 @@ def events(recording: Recording, options: Options) -> Events:
 # Blocks of rows.
 
 
-def _blocks(lines: Lines, options: Options) -> tuple[Block, ...]:
+def _blocks(lines: LineSums, options: Options) -> tuple[Block, ...]:
     """The merged block, if asked for, then a block per thread, the newest thread first."""
     apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
     shown: list[int | None] = []
@@ -283,10 +284,10 @@ def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) ->
 
 
 def _event_row(
-    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Sums, base_ns: int, state: str
+    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Rows, base_ns: int, state: str
 ) -> EventRow:
     """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
-    totals = sums[item] if isinstance(item, int) else sums.together(item)
+    totals = Sum(*sums[item].tolist()) if isinstance(item, int) else together(sums[item])
     called, total_ns = totals.calls > 0, totals[TIMES[state]]
     # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
     known = called and total_ns == totals.elapsed_ns
@@ -344,12 +345,13 @@ def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
     return [*lines, ""]
 
 
-def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
+def _copy_sums(lines: LineSums, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     copies: list[tuple[object, Sum]] = []
     if "copy" in lines.tree.facts().kinds:
         ways, by_site = lines.tree.by_site(_way), lines.by_site()
-        copies = [(way[0], by_site[site]) for site, way in enumerate(ways[: len(by_site)]) if way is not None]
+        told = zip(ways, map(Sum._make, by_site.tolist()), strict=False)
+        copies = [(way[0], its) for way, its in told if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
         chosen = [its for way, its in copies if sync is None or way is sync]

@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from instrument.recording.lines import CALLS, Lines
+import numpy as np
+
+from instrument.recording.lines import CALLS
 from instrument.recording.spans import Site, is_operator
+from instrument.report.line_sums import LineSums
 from instrument.report.table import share
 from instrument.report.tree import TIMES
 
@@ -62,7 +65,7 @@ class Overhead:
         return None if self.framework_ns is None else share(self.framework_ns, self.total_ns)
 
 
-def overhead(lines: Lines, total_ns: int, state: str) -> Overhead:
+def overhead(lines: LineSums, total_ns: int, state: str) -> Overhead:
     """The split of this Total time of a state: in three for a service, which has requests or coroutines."""
     _, kinds, _, declared = lines.tree.facts()
     # Most processes have no such site, and then none need be asked.
@@ -80,12 +83,12 @@ def overhead(lines: Lines, total_ns: int, state: str) -> Overhead:
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
-def _parts(lines: Lines, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
+def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
     """The time of the topmost calls, and what of it was computation and waiting."""
     count = len(lines.parents)
-    sums = lines.sums(range(count), count)
-    calls, times = sums.column(CALLS), sums.column(TIMES[state])
-    sites, site_of, parents = lines.tree.sites, lines.site_of, lines.parents
+    sums = lines.by(np.arange(count), count)
+    calls, times = sums[:, CALLS].tolist(), sums[:, TIMES[state]].tolist()
+    sites, site_of, parents = lines.tree.sites, lines.site_of.tolist(), lines.parents.tolist()
     # Of what lies right below each node: its time, computation and waiting; last for what is topmost.
     below = [[0, 0, 0] for _ in range(count + 1)]
     for node in reversed(range(count)):  # a parent comes before its children

@@ -17,28 +17,18 @@ Numbers are of the tally, so of all calls; threads are merged.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import ne
 
-from instrument.recording.lines import (
-    ORDERS,
-    REQUEST,
-    WIDTH,
-    WORK,
-    Function,
-    Functions,
-    Group,
-    Lines,
-    Numbers,
-    functions,
-    packed,
-)
-from instrument.recording.paths import NOT_BELOW
+import numpy as np
+
+from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_blocked_loop, is_operator
+from instrument.report.function_times import ORDERS, Function, Functions, Group, Sites, functions
+from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -53,6 +43,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
+from instrument.trace.forest import NONE
 
 WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
@@ -264,20 +255,26 @@ def class_of(site: Site) -> str:
 
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
-    lines = Lines.of_tally(recording.tally.corrected()) if options.corrected else recording.lines(merged=True)
-    tree, merged = lines.tree, _own(lines)
-    keys = tree.keys()
-    marks = array("i", tree.by_site(_marks)[: len(keys)])
-    rows = {"classes": tree.numbered(class_of), "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
+    if options.corrected:
+        lines = LineSums(Lines.of_tally(recording.tally.corrected(), merged=True))
+    else:
+        lines = recording.once(LineSums.merged)
+    tree, (nodes, merged) = lines.tree, _own(lines)
+    keys = np.asarray(tree.keys(), dtype=np.int64)
+    kinds = np.array(tree.facts().kinds[: len(keys)], dtype=np.str_)
+    rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
+    if of == "classes":
+        rows = np.asarray(tree.numbered(class_of)[: len(keys)], dtype=np.int64)
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
-    found = functions(merged, lines.parents, lines.site_of, marks, keys, rows[: len(keys)], order)
+    sites = Sites(kinds == "request", np.isin(kinds, WORKING), keys, rows)
+    found = functions(nodes, merged, lines.parents, lines.site_of, sites, order)
     times, counts = found.column("time_ns"), found.column("lines")
     # A function that calls nothing has no more to tell than its calls, unless it is the only one.
     shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
     most = len(shown) if options.rows is None else options.rows
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    table = _Table(of, lines, merged, keys, rows[: len(keys)], found, options)
+    table = _Table(of, lines, nodes, sites, found, options)
     left = len(found) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(found) > 2 else []
@@ -285,28 +282,30 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     return SelfTimes(of, reports, left, left_ns, options.corrected, options)
 
 
-def _own(lines: Lines) -> Numbers:
-    """The lines whose time is their own: that of blocked event loops is of whatever ran meanwhile."""
-    merged, others = lines.merged(), lines.tree.by_site(is_blocked_loop)
-    if not any(others):
-        return merged
-    starts = [start for start in range(0, len(merged), WIDTH) if not others[lines.site_of[merged[start]]]]
-    return packed([number for start in starts for number in merged[start : start + WIDTH]])
+def _own(lines: LineSums) -> tuple[Int64s, Rows]:
+    """The nodes and the lines whose time is their own: that of blocked event loops is of whatever ran meanwhile."""
+    nodes, rows = lines.of(None)
+    others = np.array([*lines.tree.by_site(is_blocked_loop), False], dtype=np.bool_)[lines.site_of[nodes]]
+    return (nodes[~others], rows[~others]) if others.any() else (nodes, rows)
 
 
 WAITING = "waiting"
-
-OWN_ROW = -1
-"""In place of the number of a row: each line is one."""
-
-
-def _marks(site: Site) -> int:
-    return REQUEST * (site.kind == "request") + WORK * (site.kind in WORKING)
 
 
 def _called(site: Site) -> str:
     """A site's name and instance."""
     return f"{site.name} [{site.instance}]" if site.instance else site.name
+
+
+def _and_above(parents: Int32s, nodes: Int64s) -> Bools:
+    """Which nodes are these, or above one of them."""
+    found = np.zeros(len(parents), dtype=np.bool_)
+    while len(nodes):
+        found[nodes] = True
+        nodes = np.unique(parents[nodes])
+        nodes = nodes[nodes != NONE]
+        nodes = nodes[~found[nodes]]
+    return found
 
 
 class _Table:
@@ -315,49 +314,50 @@ class _Table:
     def __init__(
         self,
         of: str,
-        lines: Lines,
-        merged: Numbers,
-        keys: Numbers,
-        rows: Numbers,
+        lines: LineSums,
+        nodes: Int64s,
+        sites: Sites,
         found: Functions,
         options: Options,
     ) -> None:
-        self._of, self._lines, self._found, self._options = of, lines, found, options
-        self._nodes = merged[::WIDTH]
-        self._rows_of_sites = rows
+        self._of, self._found, self._options = of, found, options
+        self._every: list[Site] = lines.tree.sites
+        self._rows_of_sites: list[int] = sites.rows.tolist()
+        self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
+        self._site_of: list[int] = lines.site_of.tolist()
         # The rows that have sites of which the self time is none in which they wait.
-        called_sites = {lines.site_of[node] for node in self._nodes}
-        self._running = {rows[site] for site in called_sites if not lines.tree.sites[site].suspends}
+        called_sites = np.unique(lines.site_of[nodes]).tolist()
+        self._running = {self._rows_of_sites[site] for site in called_sites if not self._every[site].suspends}
+        # Of each key among these lines, and above them, what it is called, and how many are called the same.
+        keys = np.unique(sites.keys[lines.site_of[_and_above(lines.parents, nodes)]]).tolist()
         called = lines.tree.by_site(_called)
-        # Of each key among these lines, and above them, one site, and how many keys are called the same.
-        self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
-        self._same = Counter(called[site] for site in self._site_of_key.values())
+        self._same = Counter(map(called.__getitem__, keys))
         self._names: dict[int, str] = {}
-        self._is_request = [kind == "request" for kind in lines.tree.facts().kinds]
+        self._is_request = sites.is_request.tolist()
 
     def _name(self, node: int) -> str:
         """What to call a node's site: its name and instance, and where it is if another one is called the same."""
-        number = self._lines.site_of[node]
+        number = self._site_of[node]
         known = self._names.get(number)
         if known is None:
-            site = self._lines.tree.sites[number]
+            site = self._every[number]
             name = _called(site)
             place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
             known = self._names[number] = name if self._same[name] == 1 else f"{name} ({place})"
         return known
 
     def _site(self, node: int) -> Site:
-        return self._lines.tree.sites[self._lines.site_of[node]]
+        return self._every[self._site_of[node]]
 
     def _path(self, node: int, *, whole: bool) -> list[int]:
         """The nodes down to this one: from the topmost, or from below the topmost request or else the topmost."""
-        parents, site_of, is_request = self._lines.parents, self._lines.site_of, self._is_request
+        parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
             if is_request[site_of[node]]:
                 inside = len(path)
             node = parents[node]
-            if node == NOT_BELOW:
+            if node == NONE:
                 break
             path.append(node)
         if not whole:
@@ -367,7 +367,7 @@ class _Table:
     def function(self, number: int) -> FunctionTimes:
         its = self._found[number]
         rows, remaining = self._rows(its)
-        is_one = its.node != NOT_BELOW
+        is_one = its.node != NONE
         return FunctionTimes(
             name=self._name(its.node) if is_one else "",
             kind=self._site(its.node).kind if is_one else "",
@@ -381,8 +381,8 @@ class _Table:
         )
 
     def _where(self, group: Group, node: int) -> str:
-        row = self._rows_of_sites[self._lines.site_of[node]]
-        if self._site(node).suspends and (row == OWN_ROW or row not in self._running):
+        row = self._rows_of_sites[self._site_of[node]]
+        if self._site(node).suspends and (row == NONE or row not in self._running):
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
@@ -399,7 +399,7 @@ class _Table:
             node = self._nodes[group.first]
             names = [node]
             if self._of == "instances":
-                names = self._path(node, whole=its.node == NOT_BELOW)
+                names = self._path(node, whole=its.node == NONE)
             shown.append(
                 SelfRow(
                     names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),

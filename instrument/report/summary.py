@@ -4,37 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
-from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
-from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, View, document
 
-ON_COLUMNS = (
-    "brief", "overview", "device", "requests", "operators", "kernels", "copies", "memory", "distribution", "user",
-    "cost", "startup", "batches", "benchmark", "phases",
-)  # fmt: skip
-"""Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
+SELF_TIMES = ("classes", "ops", "instances")
+"""Views that one module makes."""
 
 
-def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
+def _imported(name: str) -> ModuleType:
+    """What makes a view, with numpy: a service imports it when it is to make one, and else not."""
+    return import_module(f"instrument.report.{'self_times' if name in SELF_TIMES else name}_view")
+
+
+def _made(name: str) -> Callable[[Recording, Options], View]:
     def make(recording: Recording, options: Options) -> View:
-        view: View = getattr(import_module(f"instrument.report.{name}_view"), name)(recording, options)
+        view: View = getattr(_imported(name), name)(recording, options)
         return view
 
     return make
 
 
-_MADE: Mapping[str, Callable[[Recording, Options], View]] = {
-    "classes": classes, "events": events, "instances": instances, "ops": ops,
-    **{name: _made_on_columns(name) for name in ON_COLUMNS},
-}  # fmt: skip
-
-VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _MADE[name] for name in VIEWS}
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made(name) for name in VIEWS}
 """What makes each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
@@ -47,9 +43,9 @@ def prepare(views: Sequence[str]) -> None:
     Modules run code as they are imported, after which Python has forgotten that a `KeyboardInterrupt` ended the
     program: it would exit with 1 and not by the signal.
     """
-    for name in ON_COLUMNS:
-        if name in views:
-            import_module(f"instrument.report.{name}_view")
+    for name in views:
+        if name in VIEW_OF:
+            _imported(name)
 
 
 def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,24 +9,18 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
-from instrument.recording.lines import (
-    CALLS,
-    DEVICE,
-    ELAPSED,
-    FIRST,
-    MAX,
-    MIN,
-    TOTAL,
-    Lines,
-    Sums,
-    heaviest,
-    parted,
-    tree_of_names,
-)
+import numpy as np
+
+from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, SELF, TOTAL
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import Site
+from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
 from instrument.report.view import Options
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.groups import numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -58,58 +52,187 @@ ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
 ROLES = INSTANCE
 
 
+class Names(NamedTuple):
+    """A tree of names: entries, parents before children, the root first, in the order in which lines first need them.
+
+    Of each entry its parent, its level, and the node that it was first needed for. Of each node its entry, `NONE` for
+    one that no line needs; a node that is not `visible` is hidden in that.
+    """
+
+    parents: Int64s
+    levels: Int64s
+    first_nodes: Int64s
+    entry_of: Int64s
+    visible: Bools
+
+
+def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
+    """The tree of names that lines of these nodes need.
+
+    `levels` has of each node the one or two levels that it adds to the tree, and the one that it adds where it is
+    topmost, `NONE` for none; each topmost node adds one.
+    """
+    first_line = _first_needed(parents, nodes)
+    is_alone = (parents == NONE) & (levels[:, 2] != NONE)
+    first_level = np.where(is_alone, levels[:, 2], levels[:, 0])
+    second_level = np.where(is_alone | (first_level == NONE), NONE, levels[:, 1])
+    visible = (first_line < len(nodes)) & (first_level != NONE)
+    # Each level that a node adds is an element: below the last one of the nearest visible node above.
+    its = np.flatnonzero(visible)
+    its = its[np.argsort(first_line[its], kind="stable")]
+    has_two = second_level[its] != NONE
+    firsts = np.cumsum(1 + has_two) - 1 - has_two
+    last_of = np.full(len(parents) + 1, NONE, dtype=np.int64)
+    last_of[its] = firsts + has_two
+    seen = nearest(parents, visible)
+    above = np.where(parents == NONE, NONE, seen[parents])
+    size = len(its) + int(has_two.sum())
+    up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(its, 1 + has_two)
+    up[firsts], level[firsts] = last_of[above[its]], first_level[its]
+    up[firsts[has_two] + 1], level[firsts[has_two] + 1] = firsts[has_two], second_level[its[has_two]]
+    numbers, some = _paths(up, level)
+    order = np.argsort(some)
+    entry_of_number = np.empty(len(order) + 1, dtype=np.int64)
+    entry_of_number[order] = np.arange(1, len(order) + 1)
+    entry_of_number[-1] = ROOT
+    entry_of_element = entry_of_number[np.concatenate([numbers, [NONE]])]
+    some = some[order]
+    entry_of = entry_of_element[last_of[seen]] if len(seen) else np.zeros(0, dtype=np.int64)
+    return Names(
+        parents=np.concatenate([[NONE], entry_of_element[up[some]]]),
+        levels=np.concatenate([[NONE], level[some]]),
+        first_nodes=np.concatenate([[NONE], node[some]]),
+        entry_of=np.where(first_line < len(nodes), entry_of, NONE),
+        visible=visible,
+    )
+
+
+def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
+    """Of each node the first line that it or one below it is of; as many as there are lines for none."""
+    found = np.full(len(parents), len(nodes), dtype=np.int64)
+    found[nodes[::-1]] = np.arange(len(nodes))[::-1]
+    first, ups = found.tolist(), parents.tolist()
+    for node in range(len(ups) - 1, -1, -1):  # parents come before their children
+        if ups[node] != NONE and first[node] < first[ups[node]]:
+            first[ups[node]] = first[node]
+    return np.array(first, dtype=np.int64)
+
+
+def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
+    """Of each element the number of the path of levels down to it, and of each number the first element of it.
+
+    Pointers are doubled: what is alike in its last levels, and above these, is alike in twice as many.
+    """
+    numbers, some = numbered(level)
+    while (up != NONE).any():
+        numbers, some = numbered(np.where(up == NONE, 0, numbers[up] + 1), numbers)
+        up = np.where(up == NONE, NONE, up[up])
+    return numbers, some
+
+
+class _Children:
+    """What belongs to which of some entries, in order."""
+
+    def __init__(self, of: Int64s, count: int) -> None:
+        self._order = np.argsort(of, kind="stable")
+        self._starts = np.searchsorted(of[self._order], np.arange(count + 1)).tolist()
+
+    def __getitem__(self, entry: int) -> Int64s:
+        return self._order[self._starts[entry] : self._starts[entry + 1]]
+
+
 class NameTree:
     """The tree of names of all lines, as a tracer option asks for it."""
 
-    def __init__(self, lines: Lines, tracer_option: str) -> None:
+    def __init__(self, lines: LineSums, tracer_option: str) -> None:
         self._lines = lines
-        levels = lines.tree.column(LEVELS[tracer_option])
-        self._names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
+        levels = np.asarray(lines.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
+        self._names = tree_of_names(lines.parents, levels[lines.site_of], lines.of(None)[0])
         self.parents = self._names.parents
-        self._children: dict[int, list[int]] = {}
-        self._has_instances = tracer_option == "AllOpDetail"
+        self._children = _Children(self.parents, len(self))
+        self._nodes = _Children(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
+        self._instances = np.flatnonzero((self._names.levels & ROLES == INSTANCE) & (self._names.levels != NONE))
         self._numbers: dict[int, dict[int, int]] = {}
-        self._sums: dict[int | None, Sums] = {}
-        self._below: dict[int | None, dict[int, int]] = {}
+        self._sums: dict[int | None, Rows] = {}
+        self._below: dict[int | None, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    def children(self, entry: int) -> list[int]:
+    def children(self, entry: int) -> Int64s:
         """What is right under an entry, in the order of the lines."""
-        children = self._children.get(entry)
-        if children is None:
-            children = self._children[entry] = self._names.children(entry)
-        return children
+        return self._children[entry]
 
-    def sums(self, thread: int | None) -> Sums:
+    def sums(self, thread: int | None) -> Rows:
         """The sums of a thread's lines, or of all (None), by entry; device time with that of what ran below."""
         if thread not in self._sums:
-            names = self._names
-            sums = Sums.of_lines(self._lines.book(thread), names.entry_of, len(self), names.counted, self.parents)
-            added: dict[int, int] = {}
+            sums = self._with_hidden(self._added(thread), thread)
+            below: set[int] = set()
             for node, more_ns in self._lines.device_below(thread).items():
-                entry = names.entry_of[node]
-                for _ in range(names.counted[node]):
-                    added[entry] = added.get(entry, 0) + more_ns
-                    entry = self.parents[entry]
-            self._below[thread] = added
-            self._sums[thread] = sums.plus(DEVICE, added) if added else sums
+                entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
+                while entry != NONE:
+                    sums[entry, DEVICE] += more_ns
+                    below.add(entry)
+                    entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
+            self._sums[thread], self._below[thread] = sums, below
         return self._sums[thread]
+
+    def _added(self, thread: int | None) -> Rows:
+        """By entry; an instance counts in the row of its type, too."""
+        sums = self._lines.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
+        if not len(self._instances):
+            return sums
+        entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
+        return added(np.concatenate([sums, sums[self._instances]]), entries, len(self))
+
+    def _with_hidden(self, sums: Rows, thread: int | None) -> Rows:
+        """With what hidden phases leave to the row around them: their self time, and their place if it has no calls."""
+        nodes, rows = self._lines.of(thread)
+        is_hidden = ~self._names.visible[nodes] & (rows[:, CALLS] != 0)
+        if is_hidden.any():
+            rows, entries = rows[is_hidden], self._names.entry_of[nodes[is_hidden]].tolist()
+            for entry, self_ns, first_ns in zip(entries, rows[:, SELF].tolist(), rows[:, FIRST].tolist(), strict=True):
+                sums[entry, SELF] += self_ns
+                if not sums[entry, CALLS]:
+                    sums[entry, FIRST] = min(sums[entry, FIRST] or first_ns, first_ns)
+        return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
         """Whether nothing that ran below these entries adds to their device time."""
-        below = self._below[thread]
-        return not below or not any(entry in below for entry in entries)
+        return self._below[thread].isdisjoint(entries)
 
     def forget(self, thread: int | None) -> None:
         """Give up the sums of a thread."""
         self._sums.pop(thread, None)
         self._below.pop(thread, None)
+        if thread is not None:
+            self._lines.forget(thread)
+
+    def values(
+        self, sums: Rows, field: int, per: int = -1, *, negative: bool = False, least: bool = False
+    ) -> tuple[Rows, Bools]:
+        """A number of each entry, or its quotient with another, and which entries have one: with a call at or under it.
+
+        Of one without calls it is the most or the `least` of those below it.
+        """
+        has_own = (sums[:, CALLS] != 0) | (sums[:, FIRST] != 0)
+        values = -sums[:, field] if negative else sums[:, field].copy()
+        if per >= 0:
+            values = np.where(has_own, values, 0) / np.where(sums[:, per] != 0, sums[:, per], 1)
+            values[sums[:, per] == 0] = 0
+        known, choose = has_own.copy(), min if least else max
+        for entry in np.flatnonzero(sums[:, CALLS] == 0)[::-1].tolist():  # what is below an entry comes after it
+            below = self.children(entry)
+            below = below[known[below]]
+            if len(below):
+                best = values[below].min() if least else values[below].max()
+                values[entry] = choose(values[entry], best) if has_own[entry] else best
+                known[entry] = True
+        return values, known
 
     def site(self, entry: int) -> Site:
         """That of the first path that the entry is of."""
-        return self._lines.tree.sites[self._lines.site_of[self._names.first_nodes[entry]]]
+        return self._lines.tree.sites[int(self._lines.site_of[self._names.first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
         """What the entry is called; an instance has its number."""
@@ -120,7 +243,7 @@ class NameTree:
     def label(self, entry: int) -> str:
         """The name as shown: a phase carries the name of what it is a phase of."""
         name = self.name(entry)
-        return f"{self.name(self.parents[entry])}/{name}" if self._role(entry) == PHASE else name
+        return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
     def detail(self, entry: int) -> str:
         """What tells an instance apart from its siblings."""
@@ -131,50 +254,50 @@ class NameTree:
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         """How long the calls of entries took."""
-        if self._has_instances:
-            below = [child for entry in entries for child in self.children(entry) if self._role(child) == INSTANCE]
+        if len(self._instances):
+            below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
-        return self._lines.histogram(self._names.nodes(entries), thread)
+        return self._lines.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
         sums, topmost = self.sums(thread), self.children(ROOT)
-        calls = sums.column(CALLS)
-        # Where all but the root have calls, as in most processes, none need be looked at.
-        uncalled = [entry for entry in topmost if not calls[entry]] if calls.count(0) > 1 else []
-        if any(self.children(entry) or self._hides(entry) for entry in uncalled):
+        uncalled = topmost[sums[topmost, CALLS] == 0].tolist()
+        if any(len(self.children(entry)) or self._hides(entry) for entry in uncalled):
             return None
-        return sums.together(topmost)[TIMES[state]]
+        return together(sums[topmost])[TIMES[state]]
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
         """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
         sums, total_ns = self.sums(thread), 0
-        calls, times = sums.column(CALLS), sums.column(TIMES[state])
         pending = [ROOT]
         while pending:
-            for entry in self.children(pending.pop()):
-                total_ns += times[entry]
-                if not calls[entry]:
-                    pending.append(entry)
+            below = self.children(pending.pop())
+            total_ns += int(sums[below, TIMES[state]].sum())
+            pending += below[sums[below, CALLS] == 0].tolist()
         return total_ns
 
+    @cached_property
+    def _first_calls(self) -> Rows:
+        """When the first call at or under each entry began."""
+        return self.values(self.sums(None), FIRST, least=True)[0]
+
     def _role(self, entry: int) -> int:
-        return self._names.levels[entry] & ROLES
+        return int(self._names.levels[entry]) & ROLES
 
     def _hides(self, entry: int) -> bool:
         """Whether a phase is hidden in the entry."""
-        return any(
-            above == entry and not levels
-            for above, levels in zip(self._names.entry_of, self._names.counted, strict=True)
-        )
+        return bool(((self._names.entry_of == entry) & ~self._names.visible).any())
+
+    def _instances_of(self, entry: int) -> list[int]:
+        return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
     def _number(self, entry: int) -> int:
         """The number of an instance: from 0 by first call on any thread, then in the order of the lines."""
-        above = self.parents[entry]
+        above = int(self.parents[entry])
         if above not in self._numbers:
-            first_ns = self.sums(None).values(self.parents, FIRST, least=True)
-            instances = [child for child in self.children(above) if self._role(child) == INSTANCE]
-            instances.sort(key=lambda child: first_ns[child] or 0)
+            first_ns = self._first_calls
+            instances = sorted(self._instances_of(above), key=lambda child: int(first_ns[child]))
             self._numbers[above] = {child: number for number, child in enumerate(instances)}
         return self._numbers[above][entry]
 
@@ -190,59 +313,56 @@ class Selection:
         self._sums = tree.sums(thread)
         per = CALLS if options.sorted_by == "ave" else -1
         field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], per, False))
-        self._weight = self._sums.values(tree.parents, field, per, negative=negative)
-        self._first_ns = self._sums.values(tree.parents, FIRST, least=True)
+        self._weight, self._known = tree.values(self._sums, field, per, negative=negative)
+        self._first_ns, _ = tree.values(self._sums, FIRST, least=True)
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
         """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
-        children, weight = self._tree.children(entry), self._weight
+        children = self._tree.children(entry)
+        children = children[self._known[children]]
         left_out: list[int] = []
-        if self._kept is None:
-            kept = [child for child in children if weight[child] is not None]
-        else:
-            kept, left_out = parted(weight, children, self._kept)
-        kept.sort(key=self._order)
-        return kept, left_out
+        if self._kept is not None:
+            is_kept = self._kept[children]
+            children, left_out = children[is_kept], children[~is_kept].tolist()
+        first_ns = self._first_ns[children].tolist()
+        heaviness = self._weight[children].tolist() if self._options.sorted_by != "default" else [0] * len(first_ns)
+        order = sorted(range(len(first_ns)), key=lambda place: (-heaviness[place], first_ns[place]))
+        return children[order].tolist() if order else [], left_out
 
-    def _order(self, entry: int) -> tuple[float, float]:
-        return (0 if self._options.sorted_by == "default" else self._lightness(entry), self._first_ns[entry] or 0)
-
-    def _lightness(self, entry: int) -> float:
-        return -(self._weight[entry] or 0)
-
-    def _find_kept(self) -> set[int] | None:
-        """The heaviest entries that the options leave, none without its parent; None for all."""
+    def _find_kept(self) -> Bools | None:
+        """Which entries are the heaviest that the options leave, none without its parent; None for all."""
         enough, rows = self._enough(), self._options.rows
         if rows is None:
             return enough
         order = itertools.count()
-        kept: set[int] = set()
+        kept = np.zeros(len(self._tree), dtype=np.bool_)
         heap: list[tuple[float, int, int]] = [(0, next(order), ROOT)]
-        while heap and len(kept) <= rows:
+        for _ in range(rows + 1):
+            if not heap:
+                break
             entry = heapq.heappop(heap)[-1]
-            kept.add(entry)
+            kept[entry] = True
             children = self._tree.children(entry)
-            if enough is not None:
-                children = [child for child in children if child in enough]
-            for child in heaviest(self._weight, children, rows):
-                heapq.heappush(heap, (self._lightness(child), next(order), child))
+            children = children[self._known[children] if enough is None else self._known[children] & enough[children]]
+            lightness = -self._weight[children]
+            heaviest = np.argsort(lightness, kind="stable")[:rows]
+            for light, child in zip(lightness[heaviest].tolist(), children[heaviest].tolist(), strict=True):
+                heapq.heappush(heap, (light, next(order), child))
         return kept
 
-    def _enough(self) -> set[int] | None:
-        """The entries with as much time as is asked for; None where all have."""
+    def _enough(self) -> Bools | None:
+        """Which entries have as much time as is asked for; None where all have."""
         if not self._options.least_ns:
             return None
         # A background task may be longer than what began it: then both stay.
-        enough: set[int] = set()
-        times = self._sums.column(TIMES[self._options.state])
-        for entry in reversed(range(len(self._tree))):
-            if entry in enough or times[entry] >= self._options.least_ns:
-                enough |= {entry, self._tree.parents[entry]}
+        enough: Bools = self._sums[:, TIMES[self._options.state]] >= self._options.least_ns
+        for entry in range(len(enough) - 1, ROOT, -1):
+            if enough[entry]:
+                enough[self._tree.parents[entry]] = True
         return enough
 
 
-NOTHING = -1
 PER_SITE = 3
 """Of each site the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
 
@@ -260,15 +380,15 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
         kinds = kinds[start:]
         instances = tree.keys() if special.intersection(INSTANTIATED) else names
         copies = tree.numbered(_copy_name) if "copy" in kinds else names
-        levels = array("i", [NOTHING]) * (PER_SITE * len(kinds))
+        levels = array("i", [NONE]) * (PER_SITE * len(kinds))
         levels[::PER_SITE] = names[start:]
         for number, kind in enumerate(kinds, start) if special.intersection(kinds) else ():
             if kind not in special:
                 continue
             at, name = PER_SITE * (number - start), names[number]
             if kind == "phase":
-                own = NOTHING if tracer_option == "Default" else PHASE | name
-                levels[at : at + PER_SITE] = array("i", (own, NOTHING, ROW | name))
+                own = NONE if tracer_option == "Default" else PHASE | name
+                levels[at : at + PER_SITE] = array("i", (own, NONE, ROW | name))
             elif kind == "copy":
                 levels[at] = COPY | copies[number]
             else:

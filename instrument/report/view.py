@@ -180,13 +180,12 @@ class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
     `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
-    are called when somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where
-    it is told so, at less cost. `make_columns` makes the trace's columns where it has them, and `facts` are what such a
-    trace knows beside them; else both are those of the trace.
-    `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns` is the length of
-    the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
-    the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a loop as
-    they went by. `died` says how a process ended that said no goodbye.
+    are called when somebody first reads what they make. `make_lines` makes the tally's lines, merged where it is told
+    so, at less cost. `make_columns` makes the trace's columns where it has them; `facts` are what such a trace knows
+    beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making them,
+    None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`, `pure` or
+    `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went to the collector.
+    `benchmark` has counted the steps of a loop as they went by. `died` says how a process ended that said no goodbye.
     """
 
     def __init__(
@@ -235,11 +234,10 @@ class Recording:
         return self._make_tally()
 
     def lines(self, *, merged: bool = False) -> Lines:
-        """The tally's lines; `merged` for views that tell no threads apart: all may be one."""
-        merged = merged and self._make_lines is not None
+        """The tally's lines, or those of all threads `merged`."""
         if merged not in self._lines:
             make = self._make_lines
-            self._lines[merged] = Lines.of_tally(self.tally) if make is None else make(merged)
+            self._lines[merged] = Lines.of_tally(self.tally, merged=merged) if make is None else make(merged)
         return self._lines[merged]
 
     @cached_property

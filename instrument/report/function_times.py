@@ -1,0 +1,152 @@
+"""The functions that lines of a tally are of, and what is in each: what the views of self times are made of.
+
+A function is the topmost request of a path, or what is topmost where there is none. A call of a request that lies in
+another function counts as the latter's, too, but where that is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.lines import CALLS, DEVICE, SELF, TOTAL
+from instrument.report.line_sums import Bools, Int32s, Int64s, Rows, around
+from instrument.trace.forest import NONE, nearest, tops
+from instrument.trace.groups import numbered
+
+ORDERS = ("total", "calls", "ave")
+"""What the rows of functions may be in descending order of: self time, calls, or self time of a call."""
+
+
+class Group(NamedTuple):
+    """Lines of a function that are one row: the number of the first of them, how many, and their sums."""
+
+    first: int
+    lines: int
+    time_ns: int
+    calls: int
+    on_device: int
+
+
+class Function(NamedTuple):
+    """A function: its topmost node or request (`NONE` for all functions together), and what is in it.
+
+    `calls` took `outer_ns`, of which `own_ns` in no span inside. `work_ns` is the self time of other lines that are
+    work, `all_calls` and `time_ns` are the calls and the self times of all lines. Its `rows` begin with the `first`.
+    """
+
+    node: int
+    lines: int
+    all_calls: int
+    calls: int
+    outer_ns: int
+    own_ns: int
+    work_ns: int
+    time_ns: int
+    first: int
+    rows: int
+
+
+class Functions:
+    """The functions by their numbers, all of them together as 0 and each in the order of first calls."""
+
+    def __init__(self, functions: Rows, groups: Rows) -> None:
+        self._functions, self._groups = functions, groups
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __getitem__(self, number: int) -> Function:
+        return Function._make(self._functions[number].tolist())
+
+    def column(self, field: str) -> list[int]:
+        """A number of each."""
+        found: list[int] = self._functions[:, Function._fields.index(field)].tolist()
+        return found
+
+    def groups(self, function: Function) -> Iterator[Group]:
+        """The rows of a function in their order."""
+        for group in self._groups[function.first : function.first + function.rows]:
+            yield Group._make(group.tolist())
+
+
+class Sites(NamedTuple):
+    """What is said of sites, by their number: whether they are requests and whether they are work, the number of their
+    key, and the number of the row that their lines are in, `NONE` for one of its own for each line."""
+
+    is_request: Bools
+    is_work: Bools
+    keys: Int64s
+    rows: Int64s
+
+
+def functions(nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, sites: Sites, order: str) -> Functions:
+    """The functions that merged lines of these nodes are of."""
+    function_of, root_of = _functions_of(parents, sites.is_request[site_of])
+    its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
+    key_of_node = sites.keys[site_of]
+    keys = key_of_node[its_function]
+    own_row = sites.rows[its_site]
+    rows = np.where(own_row == NONE, np.arange(len(nodes)), own_row)
+    is_called = np.zeros(len(parents), dtype=np.bool_)
+    is_called[nodes] = True
+    is_around = (its_root != nodes) & is_called[its_root]
+    in_same = is_around & (key_of_node[function_of[its_root]] == keys)
+    # Each line counts in its function, and once more in all of them together, which are number 0.
+    numbers, firsts = _by_first(keys)
+    number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
+    own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
+    work = np.concatenate([sites.is_work[its_site]] * 2) & ~own
+    lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
+    counted = lines[:, [CALLS, CALLS, TOTAL, SELF, SELF, SELF]]
+    counted[~own, 1:4] = 0
+    counted[~work, 4] = 0
+    ones = np.ones((len(lines), 1), dtype=lines.dtype)
+    count = len(firsts) + 1
+    sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
+    of_group, some = numbered(number, np.concatenate([rows, rows]))
+    on_device = (lines[:, DEVICE] > 0).astype(lines.dtype)[:, None]
+    parts = np.concatenate([ones, lines[:, [SELF, CALLS]], on_device], axis=1)
+    groups = np.concatenate([at[some][:, None].astype(lines.dtype), _summed(parts, of_group, len(some))], axis=1)
+    in_order = _order(groups, number[some], order)
+    sizes = np.bincount(number[some], minlength=count)
+    edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
+    node = np.concatenate([[NONE], its_function[firsts]])[:, None]
+    return Functions(np.concatenate([node, sums, edges], axis=1), groups[in_order])
+
+
+def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
+    """Of each node that of its function, and the topmost node above it."""
+    root_of = tops(parents)
+    topmost = is_request & (around(parents, is_request) == NONE)
+    request = nearest(parents, topmost)
+    return np.where(request == NONE, root_of, request).astype(np.int32), root_of
+
+
+def _by_first(keys: Int64s) -> tuple[Int64s, Int64s]:
+    """Of each key its number in the order in which they come, and of each number the first that has it."""
+    numbers, firsts = numbered(keys)
+    order = np.argsort(firsts)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return place[numbers], firsts[order]
+
+
+def _summed(columns: Rows, groups: Int64s, count: int) -> Rows:
+    """Columns added up by group."""
+    found: Rows = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
+    if len(groups):
+        order = np.argsort(groups, kind="stable")
+        firsts = np.flatnonzero(np.diff(groups[order], prepend=NONE))
+        found[groups[order][firsts]] = np.add.reduceat(columns[order], firsts)
+    return found
+
+
+def _order(groups: Rows, function: Int64s, order: str) -> NDArray[Any]:
+    """The groups of one function after the other, the heaviest first; of equal ones that which began last."""
+    first, lines, time_ns, calls, _ = groups.T
+    weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
+    return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))
