@@ -54,9 +54,10 @@ def capture_of(process: Process, path: str) -> Callable[[], Answer]:
     return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=process.ended_ns or None)
 
 
-def place_of_capture(process: Process) -> str:
-    """The file that a process's capture becomes, beside its recordings."""
+def place_of_capture(process: Process, folder: Path | None) -> str:
+    """The file that a process's capture becomes: in the folder for captures, else beside the process's own files."""
     path = Path(str(process.facts["captures"]))
+    path = path if folder is None else folder / path.name
     number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
     return str(path.with_name(f"{path.stem}{number}-died.npz"))
 

@@ -23,7 +23,7 @@ def prepare(run: str) -> socket.socket:
     run_folder.remove_abandoned()
     folder = run_folder.make(run)
     try:
-        return run_folder.listen(folder)
+        return run_folder.listen(folder / run_folder.SOCKET)
     except BaseException:
         run_folder.remove(folder)
         raise

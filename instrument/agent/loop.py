@@ -61,10 +61,16 @@ class Agent:
     """
 
     def __init__(
-        self, listener: socket.socket, folder: Path, run: Run | None, says: Callable[[str], object] | None = None
+        self,
+        listener: socket.socket,
+        folder: Path,
+        run: Run | None,
+        captures: Path | None = None,
+        says: Callable[[str], object] | None = None,
     ) -> None:
         self._listener = listener
         self._folder = folder
+        self._captures = captures
         self._run = run
         self._says = says
         self.runs: dict[str, Run] = {} if run is None else {run.name: run}
@@ -393,7 +399,7 @@ class Agent:
             why = "it recorded where nobody else can read" if process.memory < 0 else f"{CAPTURES} others are"
             self._captured(process, {"error": why})
             return
-        path = departure.place_of_capture(process)
+        path = departure.place_of_capture(process, self._captures)
         self._jobs.start(departure.capture_of(process, path), partial(self._captured, process))
 
     def _captured(self, process: Process, answer: Any) -> None:

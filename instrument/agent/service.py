@@ -26,12 +26,14 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
         run_folder.remove(folder)
 
 
-def serve_on(listener: socket.socket, folder: Path, run: Run | None, *, says: bool) -> None:
-    """Be the agent on a socket until there is nothing left to do."""
+def serve_on(
+    listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
+) -> None:
+    """Be the agent on a socket until there is nothing left to do. `captures` is the folder for those of all runs."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    Agent(listener, folder, run, _say if says else None).serve()
+    Agent(listener, folder, run, captures, _say if says else None).serve()
 
 
 def _say(text: str) -> None:

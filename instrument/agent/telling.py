@@ -8,6 +8,7 @@ its name. A pipe that all have left is closed: then the system's log is told, wh
 from __future__ import annotations
 
 import os
+import select
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +18,12 @@ from instrument.agent.processes import PROC, Process, Run
 
 SYSTEM_LOG = Path("/dev/log")
 
+WAIT_MS = 50
+"""How long a pipe that is full may take to have room again."""
+
+_PIDFD_GETFD = 438
+"""The number of the system call (man 2 pidfd_getfd), the same on all machines; Python has no function for it."""
+
 
 def tell(run: Run, text: str, of: Process | None = None) -> bool:
     """Write to the standard error of the process that it is about, else to that of another one; whether it was."""
@@ -25,7 +32,7 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
     wanted = dict.fromkeys(str(one.facts.get("stderr", "")) for one in ([of] if of is not None else run.processes))
     for target in wanted or [""]:
         for path in _paths_of(run, target):
-            if _written(path, target, data):
+            if _written(path, data):
                 return True
     return _logged(text)
 
@@ -42,20 +49,42 @@ def _paths_of(run: Run, target: str) -> Iterator[str]:
         yield target
 
 
-def _written(path: str, target: str, data: bytes) -> bool:
+def _written(path: str, data: bytes) -> bool:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = _opened(path)
     except OSError:
         return False
     try:
         kind = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or stat.S_ISSOCK(kind)):
             return False
-        return os.write(descriptor, data) == len(data)
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLOUT)
+        left = memoryview(data)
+        while left and waiting.poll(WAIT_MS):  # so much then fits without a wait
+            left = left[os.write(descriptor, left[: select.PIPE_BUF]) :]
+        return len(left) < len(data)
     except OSError:
         return False
     finally:
         os.close(descriptor)
+
+
+def _opened(path: str) -> int:
+    """A process's own descriptor where the system hands it out, so that a file goes on where that one writes next."""
+    parts = Path(path).parts
+    if parts[1:2] == ("proc",):
+        with suppress(OSError, AttributeError, ImportError):
+            from ctypes import CDLL
+
+            of_process = os.pidfd_open(int(parts[2]))
+            try:
+                found = int(CDLL(None).syscall(_PIDFD_GETFD, of_process, int(parts[4]), 0))
+            finally:
+                os.close(of_process)
+            if found >= 0:
+                return found
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _logged(text: str) -> bool:

@@ -1,5 +1,5 @@
-"""The `instrument` command: run a service under a profile, check or reload a profile, report on saved traces,
-convert, merge and query them.
+"""The `instrument` command: run a service under a profile, check or reload a profile, see what a run is doing, report
+on saved traces, convert, merge and query them.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
 nothing), 1 where a gate said no, else the host's own. Each verb has a module of its own, which says what it takes
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from instrument.cli import (
+    agent_verb,
     check_verb,
     convert_verb,
     dump_verb,
@@ -21,6 +22,7 @@ from instrument.cli import (
     merge_verb,
     ps_verb,
     query_verb,
+    recover_verb,
     reload_verb,
     report_verb,
     run_verb,
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for verb in (
         run_verb, check_verb, ps_verb, live_verb, dump_verb, switch_verb, reload_verb, report_verb, convert_verb,
-        merge_verb, query_verb,
+        merge_verb, query_verb, agent_verb, recover_verb,
     ):  # fmt: skip
         verb.add(verbs)
     return parser

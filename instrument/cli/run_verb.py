@@ -6,10 +6,13 @@ import argparse
 import os
 import re
 import shutil
+import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from instrument.agent import launch
+from instrument.cli import first_process
 from instrument.cli.interpreter import interpreter_flags
 from instrument.cli.option_values import Verbs
 from instrument.cli.output import flush
@@ -40,7 +43,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Become the host under the profile; returns only where that cannot be, by an error."""
+    """Become the host under the profile, or stay as its parent where this is the first process of a container."""
     path, is_unnamed = wanted(options)
     if not host or host in (["-m"], ["-c"]):
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
@@ -56,34 +59,47 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    if profile is not None and profile.agent == "auto":
-        _begin_agent(environ, name)
-    else:
+    listener = None
+    if profile is None or profile.agent == "off":
         environ.pop(run_folder.VARIABLE, None)
+    elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
+        listener = _listener_of_agent(environ, name)
     if is_unnamed and not OFF:
         print(f"instrument: {WITHOUT_PROFILE}", file=sys.stderr)
     flush(sys.stdout)
     flush(sys.stderr)
-    # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
-    os.execve(sys.executable, [sys.executable, *interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
+    words = [sys.executable, *interpreter_flags(), *host]
+    if listener is not None and os.getpid() == 1:
+        return first_process.serve(listener, name, words, environ)
+    if listener is not None:
+        _begin_agent(listener, name, environ)
+    return _become(words, environ)
 
 
-def _begin_agent(environ: dict[str, str], run: str) -> None:
-    """Begin the agent of a run, unless one that serves whoever joins is named from outside; put it in `environ`."""
-    is_inner = "INSTRUMENT_RUN_PID" in os.environ  # a run that a process of another run has begun
-    if os.environ.get(run_folder.VARIABLE) and not is_inner:
-        return
+def _become(words: list[str], environ: dict[str, str]) -> NoReturn:
+    """Become the host, not call it: its own __main__, exit code, signals and tracebacks."""
+    os.execve(words[0], words, environ)  # noqa: S606 - no shell wanted
+
+
+def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | None:
+    """Where the agent of a run is to listen, put into `environ`; None where it cannot."""
     environ.pop(run_folder.VARIABLE, None)
     try:
         listener = launch.prepare(run)
-        try:
-            environ[run_folder.VARIABLE] = os.fsdecode(listener.getsockname())
-            launch.begin(listener, run, os.getpid())
-        finally:
-            listener.close()
     except OSError as error:
-        environ.pop(run_folder.VARIABLE, None)
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
+        return None
+    environ[run_folder.VARIABLE] = os.fsdecode(listener.getsockname())
+    return listener
+
+
+def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
+    try:
+        launch.begin(listener, run, os.getpid())
+    except OSError as error:
+        del environ[run_folder.VARIABLE]
+        print(f"instrument: this run has no agent: {error}", file=sys.stderr)
+    listener.close()
 
 
 def _environment_of_host() -> dict[str, str]:

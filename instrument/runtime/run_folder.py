@@ -63,9 +63,8 @@ def refuse_shared(folder: Path) -> None:
         raise PermissionError(f"{folder}: found {found}; it must be a folder of this user's alone, mode 0700")
 
 
-def listen(folder: Path) -> socket.socket:
-    """The socket of the agent in a folder, in place of one that nobody listens on. Raises `OSError`."""
-    path = folder / SOCKET
+def listen(path: Path) -> socket.socket:
+    """An agent's socket at a path, in place of one that nobody listens on. Raises `OSError`."""
     if is_heard(path):
         raise FileExistsError(f"{path}: an agent listens there already")
     path.unlink(missing_ok=True)
@@ -125,7 +124,8 @@ def remove_abandoned() -> None:
     """Remove the folders of runs whose first process and agent have both gone."""
     for folder in found():
         pid = first_process(folder.name)
-        if not is_heard(folder / SOCKET) and not (pid and Path(f"/proc/{pid}").exists()):
+        lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet
+        if not lives and not is_heard(folder / SOCKET):
             remove(folder)
 
 

@@ -188,7 +188,7 @@ class Control:
                 problem = self._listen(self._folder)
             except OSError as error:
                 problem = f"control.socket: {self._folder}: {error.strerror or error}"
-        hears = self._membership is not None and self._membership.is_joined
+        hears = self._membership is not None and self._membership.joins > 0
         if self._path is not None or self._watched() is not None or hears:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._wake, selectors.EVENT_READ)
@@ -303,8 +303,10 @@ class Control:
             self._agent_fd = -1
         if self._agent_fd < 0 and (now >= self._agent_at or membership.joins != self._joins):
             self._agent_at = now + AGENT_S
-            if membership.is_joined or not membership.join():
-                self._agent_fd, self._joins = membership.fileno(), membership.joins
+            is_joined = membership.is_joined or not membership.join()
+            self._joins = membership.joins
+            if is_joined:
+                self._agent_fd = membership.fileno()
                 self._selector.register(self._agent_fd, selectors.EVENT_READ)
                 membership.tell({"hears": True})
         return None if self._agent_fd >= 0 else self._agent_at

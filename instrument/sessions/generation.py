@@ -221,8 +221,8 @@ class Generations:
 
     def hear_agent(self) -> None:
         """Do what the run's agent asks for from now on: on the thread that there is for control, or on one for that."""
-        if not self._membership.is_joined:
-            return
+        if not self._membership.joins:
+            return  # there is no agent
         if self.control is None:
             self.control = self._new_control(None)
         self._listen(self.control)

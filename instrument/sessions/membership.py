@@ -56,7 +56,7 @@ class Membership:
         self._identity = (0, 0)
         self._memory_identity: tuple[int, int] | None = None
         self.joins = 0
-        """How often it has joined: by another connection each time."""
+        """How often it has tried to join: by another connection each time."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self) -> str:
@@ -64,6 +64,7 @@ class Membership:
         self.close()
         if not self.path:
             return ""
+        self.joins += 1
         try:
             connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
             try:
@@ -74,7 +75,6 @@ class Membership:
             finally:
                 connection.close()
             self._identity = _identity(self._fd)
-            self.joins += 1
         except (OSError, ValueError) as error:
             self.close()
             gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)

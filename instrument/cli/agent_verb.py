@@ -1,0 +1,57 @@
+"""`instrument agent`: be an agent by hand, for whoever joins at a socket, or for a run whose agent has gone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from instrument.agent import service
+from instrument.agent.processes import Run
+from instrument.cli.option_values import Verbs
+from instrument.errors import InstrumentError
+from instrument.runtime import run_folder
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `agent` and its options."""
+    parser = verbs.add_parser(
+        "agent",
+        help="hold what other processes record, as a container beside theirs or in place of an agent that has gone",
+        description="With --socket it serves whoever joins until it is told to end: services that are started with "
+        f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until the run is over.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--socket", metavar="PATH", help="where to listen, in a folder of this user's alone")
+    which.add_argument("--run", metavar="RUN", help="the run whose agent has gone")
+    parser.add_argument("--captures", metavar="DIR", help="where captures go (default: beside each service's files)")
+    parser.set_defaults(verb=agent, takes_host=False)
+
+
+def agent(options: argparse.Namespace, host: list[str]) -> int:
+    """Be the agent. Returns the exit code."""
+    run = None
+    try:
+        if options.socket:
+            path = Path(options.socket).absolute()
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            known = {folder.name: folder for folder in run_folder.found()}
+            if options.run not in known:
+                runs = ", ".join(known) or "none"
+                raise InstrumentError(f"agent: asked for the run {options.run}, found {runs}")
+            path = known[options.run] / run_folder.SOCKET
+            run = Run(options.run, run_folder.first_process(options.run))
+        run_folder.refuse_shared(path.parent)
+        listener = run_folder.listen(path)
+    except OSError as error:
+        raise InstrumentError(f"agent: cannot listen: {error}") from error
+    captures = Path(options.captures).absolute() if options.captures else None
+    print(f"instrument: an agent listens at {path}", file=sys.stderr)
+    try:
+        service.serve_on(listener, path.parent, run, captures=captures, says=True)
+    finally:
+        path.unlink(missing_ok=True)
+        if run is not None:
+            run_folder.remove(path.parent)
+    return 0

@@ -1,0 +1,101 @@
+"""`instrument run` as the first process of a container: it stays, so that the run's agent outlives the service.
+
+Were it the service, as elsewhere, its end would be that of all other processes, the agent's too. So the service is a
+child, with a process group and the terminal to itself: signals are handed on to it, children that lost their parents
+are reaped, and its exit code is ours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from instrument.agent import launch
+from instrument.runtime import packets, run_folder
+
+WAIT_S = 5.0
+"""The longest that the agent has for its last words once the service has ended."""
+
+_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
+
+
+def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the service under an agent that listens on `listener`. Returns the exit code."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    service = os.fork()
+    if service == 0:
+        _become(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
+    agent = os.fork()
+    if agent == 0:
+        try:
+            launch.become(listener, run, service, keeps_stderr=True)
+        finally:
+            os._exit(1)
+    path = Path(os.fsdecode(listener.getsockname()))
+    listener.close()
+    status = _await(service, agent, path)
+    _end_others(agent)
+    _await_agent(agent, time.monotonic() + WAIT_S)
+    run_folder.remove(path.parent)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _become(words: Sequence[str], environ: Mapping[str, str], mask: set[signal.Signals | int]) -> None:
+    try:
+        os.setpgid(0, 0)
+        with suppress(OSError):  # no terminal
+            os.tcsetpgrp(0, os.getpgrp())
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execve(words[0], list(words), dict(environ))  # noqa: S606 - no shell wanted
+    finally:
+        os._exit(127)
+
+
+def _await(service: int, agent: int, path: Path) -> int:
+    """Hand on signals and reap children until the service has ended: with which status."""
+    while True:
+        number = signal.sigwaitinfo(signal.valid_signals()).si_signo
+        if number == signal.SIGCHLD:
+            for pid, status in _reaped():
+                if pid != agent:
+                    _tell(path, pid, status)
+                if pid == service:
+                    return status
+        elif number not in _TERMINAL:
+            with suppress(ProcessLookupError):
+                os.kill(service, number)
+
+
+def _reaped() -> list[tuple[int, int]]:
+    found = []
+    with suppress(ChildProcessError):
+        while (done := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append(done)
+    return found
+
+
+def _tell(path: Path, pid: int, status: int) -> None:
+    """Let the agent know how a process has ended, which only its parent is told."""
+    with suppress(OSError), run_folder.called(path, 0.1) as caller:
+        packets.send(caller, {"ended": pid, "status": status})
+
+
+def _end_others(agent: int) -> None:
+    """End what is left but for the agent, as the end of a container's first process does."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
+            with suppress(OSError):
+                if (path / "stat").read_text().rpartition(")")[2].split()[1] != str(agent):  # its children
+                    os.kill(int(path.name), signal.SIGKILL)
+
+
+def _await_agent(agent: int, until: float) -> None:
+    while (left_s := until - time.monotonic()) > 0:
+        if agent in [pid for pid, _ in _reaped()]:
+            return
+        signal.sigtimedwait({signal.SIGCHLD}, min(left_s, 0.1))

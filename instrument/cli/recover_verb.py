@@ -1,0 +1,71 @@
+"""`instrument recover`: save what processes that are gone have left in the files of `limits.ring_dir`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from instrument import clock
+from instrument.cli.option_values import Verbs
+from instrument.errors import InstrumentError, TraceError
+
+SUFFIX = ".recording"
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `recover` and its options."""
+    parser = verbs.add_parser(
+        "recover",
+        help="save what processes that were killed have left in the files of limits.ring_dir",
+        description="Each file of a process that has gone without a goodbye becomes a recording (.npz) of its name "
+        "beside it, which `instrument report` reads. Those of processes that run, or ended in order, are left alone.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
+    parser.add_argument("--remove", action="store_true", help="then remove the files of all processes that are gone")
+    parser.set_defaults(verb=recover, takes_host=False)
+
+
+def recover(options: argparse.Namespace, host: list[str]) -> int:
+    """Save them, and print what became of each file. Returns the exit code: 2 where one could not be read."""
+    try:
+        files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == SUFFIX)
+    except OSError as error:
+        raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}") from error
+    if not files:
+        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {SUFFIX}")
+    failed = False
+    for path in files:
+        try:
+            said, is_gone = _recovered(path)
+            print(f"{path}: {said}")
+            if is_gone and options.remove:
+                path.unlink()
+        except (TraceError, OSError) as problem:
+            print(f"instrument: recover: {path}: {problem}", file=sys.stderr)
+            failed = True
+    return 2 if failed else 0
+
+
+def _recovered(path: Path) -> tuple[str, bool]:
+    """What became of one file, and whether its process has gone. Raises `TraceError` and `OSError`."""
+    from instrument.agent import crash_capture
+    from instrument.recording.mapped import Mapped
+
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mapped = Mapped(fd)
+        try:
+            header = mapped.header
+        finally:
+            mapped.close()
+        stat = Path(f"/proc/{header.pid}/stat")
+        if header.boot_id == clock.boot_id() and header.started and clock.start_ticks(stat) == header.started:
+            return f"process {header.pid} runs", False
+        if header.state == "goodbye":
+            return f"process {header.pid} has ended in order", True
+        answer = crash_capture.capture(fd, str(path.with_suffix(".npz")), how="ended without a goodbye")
+    finally:
+        os.close(fd)
+    return f"process {header.pid} {answer['died']}; saved as {answer['path']}", True

@@ -1,0 +1,191 @@
+"""The agent in containers: `instrument run` as their first process, an agent beside them, one that takes over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from test_agent import ASK, INSTRUMENT, PROFILE, agents, begin, done_by, folder, processes, until
+
+from instrument.runtime import run_folder
+from instrument.trace import file
+
+__all__ = ["folder"]
+
+ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""What gives a command a namespace of processes, in which it is the first."""
+
+
+def has_namespaces() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(not has_namespaces(), reason="needs namespaces of processes")
+
+
+def first(source: str) -> subprocess.CompletedProcess[str]:
+    """A service under `instrument run`, which is the first process of a container."""
+    Path("main.py").write_text(textwrap.dedent(source))
+    words = [*ALONE, *INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+
+
+@needs_namespaces
+def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what_became_of_it() -> None:
+    done = first("""
+        import engine, os, signal
+        from instrument import scope
+        with scope("POST /generate", kind="request"):
+            engine.step(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert done.returncode == 128 + signal.SIGKILL
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("instrument: ")]
+    assert "ended without a goodbye (SIGKILL): it died in request `POST /generate`, " in line
+    saved = file.load(line.rpartition("; saved as ")[2])
+    assert {span.site.name for span in saved.trace().spans} == {"step", "POST /generate"}
+    assert "(vanished (SIGKILL))" in done.stderr  # in the report of the run
+
+
+@needs_namespaces
+def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lost_its_parent() -> None:
+    done = first("""
+        import engine, os, sys, time
+        engine.step(1)
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os._exit(0)  # its parent is gone, or will be soon
+            os._exit(0)
+        os.wait()
+        until = time.monotonic() + 20
+        def dead():
+            pids = [pid for pid in os.listdir("/proc") if pid.isdecimal()]
+            return [pid for pid in pids if " Z " in open(f"/proc/{pid}/stat").read()]
+        while dead() and time.monotonic() < until: time.sleep(0.01)
+        print(os.getppid(), dead())
+        sys.exit(7)
+    """)
+    assert (done.returncode, done.stdout) == (7, "1 []\n"), done.stderr
+    assert done.stderr.count("Summary of shop") == 1
+
+
+@needs_namespaces
+def test_as_the_first_process_it_hands_signals_on() -> None:
+    done = first("""
+        import engine, os, signal, sys, time
+        engine.step(1)
+        signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        os.kill(1, signal.SIGUSR1)
+        time.sleep(0.2)
+        os.kill(1, signal.SIGTERM)
+        time.sleep(30)
+    """)
+    assert (done.returncode, done.stdout) == (3, "usr1\n"), done.stderr
+
+
+def beside(*words: str) -> subprocess.Popen[str]:
+    agent = subprocess.Popen([*INSTRUMENT, "agent", *words], stderr=subprocess.PIPE, text=True)
+    assert agent.stderr is not None
+    assert "an agent listens at " in agent.stderr.readline()
+    return agent
+
+
+def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
+    agent = beside("--socket", str(path), "--captures", "captures")
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    assert oct(path.parent.stat().st_mode & 0o777) == "0o700"
+    service.kill()
+    service.communicate()
+    assert agent.stderr is not None
+    line = agent.stderr.readline()
+    assert f"process {service.pid} of shop ended without a goodbye" in line
+    assert Path(line.rpartition("; saved as ")[2].strip()).parent == Path("captures").absolute()
+    second = begin(f"{ASK}\nimport engine; engine.step(1); print(ask()[0][0]['pid'])")
+    out, errors = second.communicate(timeout=60)
+    assert (out, errors.count("Summary of shop")) == (f"{second.pid}\n", 1)
+    agent.terminate()
+    agent.communicate(timeout=60)
+    assert not path.exists()
+    path.parent.rmdir()
+
+
+def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> None:
+    service = begin("""
+        import engine, sys
+        engine.step(1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    until(lambda: [one for one in processes() if one["hears"]])
+    (before,) = agents()
+    os.kill(before, signal.SIGKILL)
+    (run,) = run_folder.found()
+    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
+    assert "no agent listens; `instrument agent --run " in done_by("ps", run.name).stdout
+    agent = beside("--run", run.name)
+    (process,) = until(lambda: [one for one in processes() if one["hears"]])
+    assert (process["pid"], process["has_recorded"]) == (service.pid, True)
+    _, errors = service.communicate("\n", timeout=60)
+    assert errors.count("Summary of shop") == 1
+    agent.communicate(timeout=60)
+    assert agent.returncode == 0
+
+
+def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) -> None:
+    Path("profile.yaml").write_text(f"{PROFILE}limits: {{ring: 64KiB, ring_dir: ./rings}}\nagent: off\n")
+    killed = begin("""
+        import engine, os, signal
+        from instrument import scope
+        with scope("POST /generate", kind="request"):
+            engine.step(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    killed.communicate(timeout=60)
+    ended = begin("import engine; engine.step(1)")
+    ended.communicate(timeout=60)
+    lives = begin("import engine; engine.step(1); print('ready', flush=True); input()")
+    assert lives.stdout is not None
+    assert lives.stdout.readline() == "ready\n"
+    words = [*INSTRUMENT, "recover", "rings", "--remove"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    lives.communicate("\n", timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    by_pid = {int(Path(path).name.partition("-")[0]): said for path, said in told.items()}
+    assert ended.pid not in by_pid  # it has taken its own away
+    assert by_pid[lives.pid] == f"process {lives.pid} runs"
+    assert "ended without a goodbye: it died in request `POST /generate`, 0" in by_pid[killed.pid]
+    left = sorted(path.name.partition("-")[0] + path.suffix for path in Path("rings").iterdir())
+    assert f"{killed.pid}.npz" in left
+    assert f"{killed.pid}.recording" not in left
+    empty = subprocess.run([*INSTRUMENT, "recover", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (empty.returncode, "found no file" in empty.stderr) == (2, True)
+
+
+def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:
+    text = (Path(__file__).parent.parent / "examples/kubernetes.yaml").read_text()
+    manifests = [one for one in yaml.safe_load_all(text) if one]
+    assert [one["kind"] for one in manifests] == ["Deployment", "Deployment"]
+    assert run_folder.VARIABLE in text
+    done = subprocess.run([*INSTRUMENT, "agent", "--help"], capture_output=True, text=True, check=True)
+    for option in ("--socket", "--captures"):
+        assert option in text
+        assert option in done.stdout
