@@ -56,9 +56,16 @@ def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:
 def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
     """The innermost span of a tree, and the request around it with its age."""
     last, first = max(spans, key=lambda span: span.start_ns), min(spans, key=lambda span: span.start_ns)
-    age = f"{max(end_ns - first.start_ns, 0) / 1e9:.3g} s after it began"
+    age = f"{_length(end_ns - first.start_ns)} after it began"
     if last is first:
         kind = "request " if first.site.kind == "request" else ""
         return f"in {kind}`{first.site.name}`, {age}"
     kind = "request " if first.site.kind == "request" else ""
     return f"in `{last.site.name}` of {kind}`{first.site.name}`, {age}"
+
+
+def _length(time_ns: int) -> str:
+    for unit, ns in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
+        if time_ns >= ns:
+            return f"{time_ns / ns:.3g} {unit}"
+    return f"{max(time_ns, 0)} ns"
