@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from instrument import Profiler, chrome, schedule, scope
 from instrument.profile.keys import loads
 from instrument.recording.spans import Origin, Site, Span, Trace, assign_self_times, covered_ns
 from instrument.sessions.profiler import Window
-from instrument.sessions.step_spans import Step, steps_of_batches, with_steps
+from instrument.sessions.step_columns import steps_of_batches, with_steps
+from instrument.sessions.step_spans import Step
+from instrument.trace.of_spans import trace_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +83,7 @@ def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_lies_below_it()
         """
     )
     steps = steps_of(window)
-    assert all(one.end_ns == after.start_ns for one, after in pairwise(steps))
+    assert all(one.end_ns == after.start_ns for one, after in itertools.pairwise(steps))
     assert {span.root_id for span in window.trace.spans} == {step.span_id for step in steps}
     assert {step.thread_id for step in steps} == {threading.get_native_id()}
     assert (steps[0].start_ns, steps[-1].end_ns) == (window.trace.start_ns, window.trace.end_ns)
@@ -141,7 +143,7 @@ def test_the_work_of_a_handler_lies_between_two_windows_and_in_no_step() -> None
         for _ in range(3):
             profiler.step()
     assert [[span.site.name for span in window.trace.spans] for window in found] == [["step"]] * 3
-    assert all(one.trace.end_ns < after.trace.start_ns for one, after in pairwise(found))
+    assert all(one.trace.end_ns < after.trace.start_ns for one, after in itertools.pairwise(found))
 
 
 def test_a_request_within_a_step_stays_the_root_of_its_tree() -> None:
@@ -175,7 +177,7 @@ def nested_spans(draw: Any) -> list[Span]:
 @given(nested_spans(), st.lists(st.integers(0, 60), min_size=2, max_size=6, unique=True))
 def test_no_span_is_lost_moved_or_counted_twice(spans: list[Span], edges: list[int]) -> None:
     before = {span.span_id: (span.start_ns, span.end_ns) for span in spans}
-    steps = [Step(number, *edge, 1) for number, edge in enumerate(pairwise(sorted(edges)))]
+    steps = [Step(number, *edge, 1) for number, edge in enumerate(itertools.pairwise(sorted(edges)))]
     trace = with_steps(Trace(Origin(1, "loop", 0, 0), 0, 60, spans), steps)
     by_id = {span.span_id: span for span in trace.spans}
     made = [span for span in trace.spans if span.site.kind == "step"]
@@ -230,42 +232,43 @@ FORWARD, BACKWARD, OPTIMIZER = (
 
 def calls(*sites: Site, thread_id: int = 1) -> list[Span]:
     """Spans of 8 ns each that begin every 10 ns."""
-    return [Span(site, at + 1, 0, at + 1, thread_id, 0, 10 * at, 10 * at + 8, 8, 8) for at, site in enumerate(sites)]
+    ids = itertools.count(100 * thread_id)
+    return [Span(site, i := next(ids), 0, i, thread_id, 0, 10 * at, 10 * at + 8, 8, 8) for at, site in enumerate(sites)]
 
 
 def test_the_steps_of_a_training_loop_are_its_batches() -> None:
     batch = (FETCH, FORWARD, BACKWARD, OPTIMIZER)
-    assert steps_of_batches(calls(*batch, *batch, FETCH)) == [Step(0, 0, 40, 1), Step(1, 40, 80, 1)]
+    assert steps_of_batches(trace_of(calls(*batch, *batch, FETCH))) == [Step(0, 0, 40, 1), Step(1, 40, 80, 1)]
 
 
 def test_the_last_step_ends_with_its_optimizer_where_no_batch_follows() -> None:
-    assert steps_of_batches(calls(FETCH, FORWARD, BACKWARD, OPTIMIZER)) == [Step(0, 0, 38, 1)]
+    assert steps_of_batches(trace_of(calls(FETCH, FORWARD, BACKWARD, OPTIMIZER))) == [Step(0, 0, 38, 1)]
 
 
 def test_batches_whose_gradients_are_added_up_are_one_step() -> None:
     batch = (FETCH, FORWARD, BACKWARD)
-    assert steps_of_batches(calls(*batch, *batch, OPTIMIZER, FETCH)) == [Step(0, 0, 70, 1)]
+    assert steps_of_batches(trace_of(calls(*batch, *batch, OPTIMIZER, FETCH))) == [Step(0, 0, 70, 1)]
 
 
 def test_an_evaluation_is_no_step_and_in_none() -> None:
     train, test = (FETCH, FORWARD, BACKWARD, OPTIMIZER), (FETCH, FORWARD)
-    found = steps_of_batches(calls(*train, FETCH, *test, *test, FETCH, *train))
+    found = steps_of_batches(trace_of(calls(*train, FETCH, *test, *test, FETCH, *train)))
     assert found == [Step(0, 0, 40, 1), Step(1, 100, 138, 1)]
 
 
 def test_a_loader_within_a_loader_begins_no_step_of_its_own() -> None:
     spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER)
     inner = Span(FETCH, 9, 1, 1, 1, 0, 2, 6, 4, 4)
-    assert steps_of_batches([*spans, inner]) == [Step(0, 0, 38, 1)]
+    assert steps_of_batches(trace_of([*spans, inner])) == [Step(0, 0, 38, 1)]
 
 
 @pytest.mark.parametrize("kind", ["step", "request"])
 def test_where_something_else_says_what_is_done_no_steps_are_found(kind: str) -> None:
     spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER, Site("serve", kind))
-    assert steps_of_batches(spans) == []
+    assert steps_of_batches(trace_of(spans)) == []
 
 
 def test_a_loop_that_only_computes_has_no_steps() -> None:
-    assert steps_of_batches(calls(FETCH, FORWARD, FETCH, FORWARD)) == []
-    assert steps_of_batches(calls(FORWARD, BACKWARD, OPTIMIZER)) == []
-    assert steps_of_batches(calls(FETCH) + calls(FORWARD, BACKWARD, OPTIMIZER, thread_id=2)) == []
+    assert steps_of_batches(trace_of(calls(FETCH, FORWARD, FETCH, FORWARD))) == []
+    assert steps_of_batches(trace_of(calls(FORWARD, BACKWARD, OPTIMIZER))) == []
+    assert steps_of_batches(trace_of(calls(FETCH) + calls(FORWARD, BACKWARD, OPTIMIZER, thread_id=2))) == []

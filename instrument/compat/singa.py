@@ -27,7 +27,8 @@ from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import join, leave, torch_beside
-from instrument.sessions.step_spans import STEP, STEPS_KEPT, Step, with_steps
+from instrument.sessions.step_columns import with_steps
+from instrument.sessions.step_spans import STEP, STEPS_KEPT, Step
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
 SKIPPED_ITERATIONS = 5

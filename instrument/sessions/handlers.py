@@ -32,7 +32,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files
 from instrument.sessions.session import Session
-from instrument.sessions.step_spans import Step, with_steps
+from instrument.sessions.step_spans import Step
 from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
 from instrument.sessions.torch_profiler import Seen
 
@@ -403,6 +403,9 @@ class Backlog:
 
 
 def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
+    from instrument.sessions.step_columns import with_steps
+    from instrument.trace.of_spans import columns_of_spans
+
     index = stretch.window
     session.selection.finish_nodes()
     trace = with_steps(session.trace_of(stretch), steps)
@@ -413,7 +416,7 @@ def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trac
             f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
             "counted; raise limits.ring or record fewer steps"
         )
-    late = sum(span.site.device and not span.device for span in trace.spans)
+    late = columns_of_spans(trace.spans).untimed()
     timing = session.account.timing
     if late and timing is not None and not timing.is_settled(trace.end_ns):
         notes.append(

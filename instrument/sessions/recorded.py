@@ -53,7 +53,7 @@ from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.meter import Books, Meter
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
-from instrument.sessions.step_spans import Loop, steps_of_batches, with_steps
+from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import Stretch, held_now
 
 DEVICE_SHARE = 8
@@ -222,11 +222,14 @@ class Recorded:
         profile wants the phases of training and its loaders, the steps that these show. `origin` is that of the
         window's end, where it has ended before now.
         """
+        from instrument.sessions.step_columns import steps_of_batches, with_steps
+        from instrument.trace.of_spans import columns_of_spans
+
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
         if self._finds_steps:
-            trace = with_steps(trace, steps_of_batches(trace.spans))
+            trace = with_steps(trace, steps_of_batches(columns_of_spans(trace.spans)))
         else:
             trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:

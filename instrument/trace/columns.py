@@ -155,6 +155,12 @@ class Trace:
         """How many rows have device intervals."""
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
+    def untimed(self) -> int:
+        """How many rows asked for device time and have none."""
+        asked = self.of_sites([site.device for site in self.sites])
+        asked[self.device.row] = False
+        return int(np.count_nonzero(asked))
+
     def only(self, wanted: Bools) -> Trace:
         """The wanted rows alone, without their attributes."""
         rows = np.flatnonzero(wanted)

@@ -1,0 +1,230 @@
+"""The steps of a loop among the spans of its window, as columns: beneath what was open all the while, above what lay
+within.
+
+A step is not opened as a scope is, for whoever says that it has ended may do so in the middle of other spans. It is put
+among the spans of its thread afterwards, when all of them are known. What was open across the end of a step stays where
+it was, beside it, and reduces the self time of each step by its part in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from instrument.recording import spans
+from instrument.recording.spans import AttributeValue, Site
+from instrument.sessions.step_spans import STEP, Step
+from instrument.trace.columns import Attributes, Bools, Int64s, Trace
+from instrument.trace.forest import NONE, rows_of
+from instrument.trace.intervals import lengths_by_group
+from instrument.trace.of_spans import LaterSpans, columns_of_spans
+
+_FIRST_ID = 1 << 61
+_IDS = itertools.count(_FIRST_ID)
+"""Span ids that no recorder reaches."""
+
+
+# Steps that nobody tells of
+
+
+class _Call(NamedTuple):
+    """A fetch of a batch, or a pass of a phase."""
+
+    start_ns: int
+    end_ns: int
+    phase: object
+
+
+def steps_of_batches(trace: Trace) -> list[Step]:
+    """The steps of training loops that say nothing of steps, numbered from 0: from the fetch of a batch to the next.
+
+    Batches are one step up to that in which an optimizer has run, so those whose gradients are added up are one. A
+    batch without a backward pass is in none, as those of an evaluation. The last step ends with its optimizer.
+    None where spans of steps or requests say what is done.
+    """
+    if trace.of_kind("step", "request").any():
+        return []
+    fetches = _calls(trace, trace.of_kind("loader"))
+    passes = _calls(trace, trace.of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites]))
+    return [
+        step
+        for thread_id, own in fetches.items()
+        for step in _steps_of_thread(thread_id, _outermost(own), passes.get(thread_id, []))
+    ]
+
+
+def _calls(trace: Trace, wanted: Bools) -> dict[int, list[_Call]]:
+    """The wanted calls of each thread, in order."""
+    found: dict[int, list[_Call]] = {}
+    rows = np.flatnonzero(wanted)
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    columns = (trace.thread_id, trace.start_ns, trace.end_ns, trace.site)
+    for thread_id, start_ns, end_ns, site in zip(*(column[rows].tolist() for column in columns), strict=True):
+        found.setdefault(thread_id, []).append(_Call(start_ns, end_ns, _phase(trace.sites[site])))
+    return found
+
+
+def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[_Call]) -> Iterator[Step]:
+    numbers = itertools.count()
+    starts = [call.start_ns for call in passes]
+    begin_ns: int | None = None
+    for fetch, following in itertools.zip_longest(fetches, fetches[1:]):
+        first = bisect_left(starts, fetch.start_ns)
+        own = passes[first : len(passes) if following is None else bisect_left(starts, following.start_ns)]
+        if not own:
+            begin_ns = None
+            continue
+        begin_ns = fetch.start_ns if begin_ns is None else begin_ns
+        if any(call.phase == "optimizer" for call in own):
+            end_ns = max(call.end_ns for call in own) if following is None else following.start_ns
+            yield Step(next(numbers), begin_ns, end_ns, thread_id)
+            begin_ns = None
+
+
+def _outermost(calls: Sequence[_Call]) -> list[_Call]:
+    """Calls of one thread, in order, without those that lie in another."""
+    found: list[_Call] = []
+    for call in calls:
+        if not found or call.start_ns >= found[-1].end_ns:
+            found.append(call)
+    return found
+
+
+def _phase(site: Site) -> object:
+    return dict(site.attributes).get("phase") if site.kind == "phase" else None
+
+
+# Steps among spans
+
+
+class _Attributes:
+    """The attributes of spans, and those of the steps behind them."""
+
+    def __init__(self, of_spans: Attributes, count: int, of_steps: Sequence[Mapping[str, AttributeValue]]) -> None:
+        self._of_spans, self._count, self._of_steps = of_spans, count, of_steps
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        return self._of_spans[row] if row < self._count else self._of_steps[row - self._count]
+
+    def rows(self) -> Int64s:
+        """The rows that have any, in order."""
+        return np.concatenate([self._of_spans.rows(), self._count + np.arange(len(self._of_steps))])
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name, in order."""
+        has = np.array([name in its for its in self._of_steps], dtype=np.bool_)
+        return np.concatenate([self._of_spans.having(name), self._count + np.flatnonzero(has)])
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name."""
+        return [self[row].get(name) for row in rows.tolist()]
+
+
+def with_steps(trace: spans.Trace, steps: Sequence[Step]) -> spans.Trace:
+    """The trace with a span for each step. n log n for n spans.
+
+    Steps of one thread come in order and do not overlap. Spans that a task ran lie beside the steps.
+    """
+    if not steps:
+        return trace
+    columns = columns_of_spans(trace.spans)
+    by_thread: dict[int, list[Step]] = {}
+    for step in steps:
+        by_thread.setdefault(step.thread_id, []).append(step)
+    among = _Among(columns)
+    for thread_id, own in by_thread.items():
+        among.put(thread_id, own)
+    return replace(trace, spans=LaterSpans(among.trace([step for own in by_thread.values() for step in own])))
+
+
+class _Among:
+    """The spans of a trace as steps are put among them, one thread after another."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._parent_id, self._self_ns = trace.parent_id.copy(), trace.self_ns.copy()
+        self._root_of = np.zeros(len(trace), dtype=np.int64)  # the step that each former root lies in, 0 for none
+        self._made: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
+        self._is_request = trace.of_kind("request")
+
+    def put(self, thread_id: int, steps: Sequence[Step]) -> None:
+        """Put the steps of a thread among its spans."""
+        trace = self._trace
+        rows = np.flatnonzero((trace.thread_id == thread_id) & (trace.task_id == 0))
+        starts, ends = trace.start_ns[rows], trace.end_ns[rows]
+        begins_ns = np.array([step.start_ns for step in steps], dtype=np.int64)
+        finishes_ns = np.array([step.end_ns for step in steps], dtype=np.int64)
+        covers = np.searchsorted(begins_ns, starts), np.searchsorted(finishes_ns, ends, side="right")
+        outer = self._innermost(rows, *covers, len(steps))
+        has_outer = outer != NONE
+        step_id = np.fromiter(itertools.islice(_IDS, len(steps)), np.int64, len(steps))
+        parent_id = np.where(has_outer, trace.span_id[outer], 0) if len(trace) else np.zeros(len(steps), np.int64)
+        root_id = np.where(has_outer, trace.root_id[outer], step_id) if len(trace) else step_id
+        # Each span with each step that it has a part in, where both are below the same.
+        first, last = np.searchsorted(finishes_ns, starts, side="right"), np.searchsorted(begins_ns, ends)
+        may = np.flatnonzero((first < last) & np.isin(self._parent_id[rows], parent_id))
+        counts = last[may] - first[may]
+        span = np.repeat(may, counts)
+        step = np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts - first[may], counts)
+        beside = self._parent_id[rows[span]] == parent_id[step]
+        span, step = span[beside], step[beside]
+        lies_in = (begins_ns[step] <= starts[span]) & (ends[span] <= finishes_ns[step])
+        inner = rows[span[lies_in]]
+        self._parent_id[inner] = step_id[step[lies_in]]
+        is_top = (parent_id[step[lies_in]] == 0) & ~self._is_request[inner]
+        self._root_of[inner[is_top]] = step_id[step[lies_in]][is_top]
+        parts = np.maximum(starts[span], begins_ns[step]), np.minimum(ends[span], finishes_ns[step])
+        self_ns = finishes_ns - begins_ns - lengths_by_group(step, *parts, len(steps))
+        np.subtract.at(self._self_ns, outer[has_outer], self_ns[has_outer])
+        self._self_ns[outer[has_outer]] = np.maximum(self._self_ns[outer[has_outer]], 0)
+        self._made.append((step_id, parent_id, root_id, self_ns))
+
+    def _innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
+        """The innermost span around each step, `NONE` for none. A row is around the steps `first` to before `last`."""
+        trace = self._trace
+        found = np.full(count, NONE, dtype=np.int64)
+        around = np.flatnonzero(first < last)
+        its = rows[around]
+        order = np.lexsort((trace.span_id[its], -trace.end_ns[its], trace.start_ns[its]))
+        for at in around[order].tolist():
+            found[first[at] : last[at]] = rows[at]
+        return found
+
+    def trace(self, steps: Sequence[Step]) -> Trace:
+        """The spans, and the steps behind them in the order in which they were put there."""
+        trace, count = self._trace, len(self._trace)
+        step_id, parent_id, root_id, self_ns = (np.concatenate(each) for each in zip(*self._made, strict=True))
+        its_root = rows_of(trace.span_id, trace.root_id)
+        moved = np.where(its_root != NONE, self._root_of[its_root], 0) if count else self._root_of
+        starts, ends = (np.array([getattr(step, name) for step in steps], np.int64) for name in ("start_ns", "end_ns"))
+        attributes: list[Mapping[str, AttributeValue]] = [{"step": step.number, **_samples(step)} for step in steps]
+        return Trace(
+            sites=(*trace.sites, STEP),
+            errors=trace.errors,
+            span_id=np.concatenate([trace.span_id, step_id]),
+            parent_id=np.concatenate([self._parent_id, parent_id]),
+            root_id=np.concatenate([np.where(moved != 0, moved, trace.root_id), root_id]),
+            thread_id=np.concatenate([trace.thread_id, [step.thread_id for step in steps]]),
+            task_id=np.concatenate([trace.task_id, np.zeros(len(steps), np.int64)]),
+            start_ns=np.concatenate([trace.start_ns, starts]),
+            end_ns=np.concatenate([trace.end_ns, ends]),
+            active_ns=np.concatenate([trace.active_ns, ends - starts]),
+            self_ns=np.concatenate([self._self_ns, self_ns]),
+            site=np.concatenate([trace.site, np.full(len(steps), len(trace.sites), np.int32)]),
+            error=np.concatenate([trace.error, np.full(len(steps), NONE, np.int32)]),
+            clipped=np.concatenate([trace.clipped, [step.clipped for step in steps]]),
+            device=trace.device,
+            attributes=_Attributes(trace.attributes, count, attributes),
+            remote=trace.remote,
+        )
+
+
+def _samples(step: Step) -> dict[str, AttributeValue]:
+    if step.samples is None:
+        return {}
+    return {"samples": step.samples if type(step.samples) is int else float(step.samples)}
