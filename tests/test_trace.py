@@ -22,7 +22,7 @@ from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
-from instrument.trace.of_spans import spans_of, trace_of
+from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
 from instrument.trace.owners import owners
 from instrument.trace.self_times import self_times
 from instrument.trace.turns import turns
@@ -201,6 +201,11 @@ def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: i
 @given(SOME)
 def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
     assert spans_of(trace_of(trace.spans)) == trace.spans
+    later = LaterSpans(trace_of(trace.spans))
+    assert [later[row - len(later)] for row in range(len(later))] == trace.spans
+    assert (later, later[1:3], len(later)) == (trace.spans, trace.spans[1:3], len(trace.spans))
+    with pytest.raises(IndexError):
+        LaterSpans(trace_of(trace.spans))[len(later)]
 
 
 def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:

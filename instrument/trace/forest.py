@@ -15,13 +15,21 @@ def rows_of(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int
     """The rows of the wanted ids, of which each is there once, -1 for those that are not there."""
     if not len(ids):
         return np.full(len(wanted), NONE, dtype=np.int32)
-    first, last = int(ids.min()), int(ids.max())
-    if last - first < 4 * len(ids) + 1_000:  # most are numbered one after another: a table of all is faster than a sort
-        table = np.full(last - first + 1, NONE, dtype=np.int32)
-        table[ids - first] = np.arange(len(ids), dtype=np.int32)
-        inside = (wanted >= first) & (wanted <= last)
+    # Most are numbered one after another, and then a table of all is faster than a sort; a few may be far from these.
+    first = int(ids.min())
+    end = min(first + 4 * len(ids) + 1_000, int(ids.max()) + 1)
+    is_near = ids < end
+    near = np.flatnonzero(is_near)
+    if 2 * len(near) > len(ids):
+        table = np.full(end - first, NONE, dtype=np.int32)
+        table[ids[near] - first] = near
+        inside = (wanted >= first) & (wanted < end)
         found = table[np.where(inside, wanted, first) - first]
         found[~inside] = NONE
+        if len(near) < len(ids):
+            far, rest = np.flatnonzero(~inside), np.flatnonzero(~is_near)
+            rows = rows_of(ids[rest], wanted[far])
+            found[far] = np.where(rows == NONE, NONE, rest[rows])
         return np.asarray(found)
     order = np.argsort(ids)
     places = np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)

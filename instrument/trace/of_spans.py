@@ -136,33 +136,37 @@ ROWS_AT_ONCE = 20_000
 """Rows of which objects are made together: each number is an object of its own meanwhile."""
 
 
-def spans_of(trace: Trace) -> list[Span]:
-    """Columns as objects, a span for each row, in the same order."""
+def spans_of(trace: Trace, first: int = 0, end: int | None = None) -> list[Span]:
+    """Columns as objects, a span for each row, or for each of some, in the same order."""
+    end = len(trace) if end is None else end
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
     spans: list[Span] = []
-    for first in range(0, len(trace), ROWS_AT_ONCE):
-        some = slice(first, first + ROWS_AT_ONCE)
+    for at in range(first, end, ROWS_AT_ONCE):
+        some = slice(at, min(at + ROWS_AT_ONCE, end))
         columns: list[Iterable[Any]] = [map(trace.sites.__getitem__, trace.site[some].tolist())]
         columns += [getattr(trace, name)[some].tolist() for name in _NUMBERS]
         columns.append(map(names.__getitem__, trace.error[some].tolist()))
         spans += map(make, *columns)
-    for row, its in _devices_of(trace):
-        spans[row].device += its  # those of one row may come in two parts
-    for row in np.flatnonzero(trace.clipped).tolist():
-        spans[row].clipped = True
-    for row in trace.attributes.rows().tolist():
-        spans[row].attributes = LaterAttributes(trace.attributes, row)
+    for row, its in _devices_of(trace, first, end):
+        spans[row - first].device += its  # those of one row may come in two parts
+    for at in np.flatnonzero(trace.clipped[first:end]).tolist():
+        spans[at].clipped = True
+    rows = trace.attributes.rows()
+    for row in rows[slice(*np.searchsorted(rows, [first, end]))].tolist():
+        spans[row - first].attributes = LaterAttributes(trace.attributes, row)
     for row, remote in trace.remote.items():
-        spans[row].remote = remote
+        if first <= row < end:
+            spans[row - first].remote = remote
     return spans
 
 
-def _devices_of(trace: Trace) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """The intervals of each row that has any."""
+def _devices_of(trace: Trace, first: int, end: int) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
+    """The intervals of each of some rows that has any."""
     its = trace.device
-    for first in range(0, len(its), ROWS_AT_ONCE):
-        some = slice(first, first + ROWS_AT_ONCE)
+    begin, until = np.searchsorted(its.row, [first, end]).tolist()
+    for at in range(begin, until, ROWS_AT_ONCE):
+        some = slice(at, min(at + ROWS_AT_ONCE, until))
         numbers = (one[some].tolist() for one in (its.device, its.stream, its.start_ns, its.end_ns))
         labels = map(its.labels.__getitem__, its.label[some].tolist())
         made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
@@ -171,7 +175,8 @@ def _devices_of(trace: Trace) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]
 
 
 class LaterSpans(Sequence[Span]):
-    """The spans of columns: objects that are made when somebody first looks at one, and stay.
+    """The spans of columns, as objects that are made when somebody looks at them: of one place that one, else all,
+    which stay.
 
     Whoever wants columns takes `columns`, which know nothing of what becomes of the objects.
     """
@@ -191,7 +196,10 @@ class LaterSpans(Sequence[Span]):
     @overload
     def __getitem__(self, place: slice) -> list[Span]: ...
     def __getitem__(self, place: int | slice) -> Span | list[Span]:
-        return self._all()[place]
+        if self._made is not None or isinstance(place, slice):
+            return self._all()[place]
+        row = range(len(self))[place]
+        return spans_of(self.columns, row, row + 1)[0]
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self._all())
