@@ -42,7 +42,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
-    by_start,
 )
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary, summary_document
@@ -234,8 +233,7 @@ def changed_bytes(chance: random.Random, data: bytes) -> bytes:
 def facts(loaded: tuple[Trace, Tally]) -> Any:
     """What was loaded, by value."""
     trace, tally = loaded
-    ordered = [*trace.spans]
-    by_start(ordered)
+    ordered = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     spans = [[getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in ordered]
     rows = [([site.key for site in row.path], row.thread_id, row.totals) for row in tally.rows()]
     others = [getattr(trace, name) for name in Trace.__slots__ if name != "spans"]

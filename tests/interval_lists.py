@@ -1,10 +1,10 @@
-"""Intervals as lists, for tests that say what is expected of a few."""
+"""Intervals as lists and self times in a loop, for tests that say what is expected of a few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from instrument.recording.spans import Interval
+from instrument.recording.spans import Interval, Span, covered_ns
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -21,3 +21,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def length(disjoint: Iterable[Interval]) -> int:
     """How long disjoint intervals are in all."""
     return sum(end - start for start, end in disjoint)
+
+
+def assign_self_times(spans: Sequence[Span]) -> None:
+    """Set every span's self time: total less the union of the children on its thread and task, clipped to it."""
+    by_id = {span.span_id: span for span in spans}
+    children: dict[int, list[Interval]] = {}
+    for span in spans:
+        parent = by_id.get(span.parent_id)
+        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
+            children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
+    for span in spans:
+        inside = children.get(span.span_id, ())
+        span.self_ns = span.total_ns - covered_ns(inside, (span.start_ns, span.end_ns))

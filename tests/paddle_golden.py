@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from interval_lists import assign_self_times
+
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 
 GOLDEN = Path(__file__).parent / "golden"
 

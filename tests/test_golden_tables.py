@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from golden_views import of_tally
+from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace, assign_self_times
+from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace
 from instrument.recording.tally import Tally, Totals
 from instrument.report.calls import Times
 from instrument.report.copies_view import copies

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from interval_lists import assign_self_times
 from test_report_views import CHOICES, hostile, running, service, span, traces
 
 import instrument
 from instrument import chrome, scope
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Cost, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.recording.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.benchmark_view import benchmark
 from instrument.report.brief_view import MOST_LINES, Brief, brief
 from instrument.report.device_view import device

@@ -13,10 +13,11 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import assign_self_times
 from raw_spans import counted_paths, points, traces
 
 from instrument.profile.model import SORT_KEYS
-from instrument.recording.spans import Site, Trace, assign_self_times
+from instrument.recording.spans import Site, Trace
 from instrument.recording.tally import Tally, Totals
 from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns

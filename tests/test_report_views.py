@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import assign_self_times
 from raw_spans import counted
 
 import instrument
@@ -36,7 +37,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
-    assign_self_times,
 )
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, safe, section_title

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import assign_self_times
 from trees import outline
 
 import instrument
 from instrument import Profiler, chrome, schedule, scope
 from instrument.profile.keys import loads
-from instrument.recording.spans import Origin, Site, Span, Trace, assign_self_times, covered_ns
+from instrument.recording.spans import Origin, Site, Span, Trace, covered_ns
 from instrument.sessions.profiler import Window
 from instrument.sessions.step_columns import steps_of_batches, with_steps
 from instrument.sessions.step_spans import Step

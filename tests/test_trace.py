@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from interval_lists import union
+from interval_lists import assign_self_times, union
 from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
-from instrument.recording.spans import DeviceInterval, Site, Span, Trace, assign_self_times
+from instrument.recording.spans import DeviceInterval, Site, Span, Trace
 from instrument.report.calls import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals

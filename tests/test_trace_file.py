@@ -22,7 +22,7 @@ from raw_spans import counted, traces
 import instrument
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.spans import HOST, Allocation, Kernel, Origin, Site, Span, Trace, by_start
+from instrument.recording.spans import HOST, Allocation, Kernel, Origin, Site, Span, Trace
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
@@ -36,8 +36,7 @@ def saved_and_read(folder: Path, trace: Trace, tally: Tally | None = None) -> fi
 
 def facts(trace: Trace) -> str:
     """All of a trace by value but for its start-up, in the order of its file."""
-    ordered = [*trace.spans]
-    by_start(ordered)
+    ordered = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     spans = [[getattr(one, name) for name in Span.__slots__ if name != "site"] + [one.site.key] for one in ordered]
     known = {name: getattr(trace, name) for name in Trace.__slots__ if name not in ("spans", "startup")}
     sequences = ("notes", "samples", "gpus", "kernels", "allocations", "flops")

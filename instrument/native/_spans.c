@@ -1,5 +1,4 @@
-/* Spans in C: the twin of the classes `Span` and `DeviceInterval` of `spans.py`, and of the loops over all spans there
- * and in `tally.py`.
+/* Spans in C: the twin of the classes `Span` and `DeviceInterval` of `spans.py`, and of the loop over rows in `rows.py`.
  *
  * A span is 136 bytes with its numbers inside, where that of Python is 160 and nine integers of 32. It is unknown to the
  * collector of cycles, which would otherwise look through a million of them again and again: what a span holds (a site,
@@ -9,13 +8,36 @@
  * its caller takes the twin.
  */
 
-#include "_attributes.h"
-#include "_stretches.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 #include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef __int128 wide_t;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *site;
+    int64_t span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns;
+    PyObject *error;      /* NULL: None */
+    PyObject *attributes; /* NULL: an empty dict that nobody has asked for yet */
+    PyObject *device;     /* NULL: () */
+    PyObject *remote;     /* NULL: None */
+    char clipped;
+} Span;
+
+typedef struct {
+    PyObject_HEAD
+    int64_t device, stream, start_ns, end_ns;
+    PyObject *label; /* NULL: "exclusive" */
+    int64_t uncertainty_ns;
+} Interval;
 
 static PyTypeObject Span_Type, Interval_Type;
 static PyObject *frozen_error; /* dataclasses.FrozenInstanceError */
-static PyObject *text_exclusive, *text_get, *text_bytes, *text_key, *text_kind;
+static PyObject *text_exclusive;
 
 /* ------------------------------------------------------------------ fields */
 
@@ -80,8 +102,6 @@ field_value(PyObject *self, field_t *field)
     if (field->kind == FLAG)
         return PyBool_FromLong(*((char *)self + field->offset));
     PyObject *value = OBJECT(self, field);
-    if (field->kind == MAPPING && value != NULL)
-        return read_attributes((Span *)self);
     if (value != NULL)
         return Py_NewRef(value);
     switch (field->kind) {
@@ -134,10 +154,6 @@ set_field(PyObject *self, field_t *field, PyObject *value)
         if (flag >= 0)
             *((char *)self + field->offset) = (char)flag;
         return flag < 0 ? -1 : 0;
-    }
-    if (field->kind == MAPPING && PyBytes_CheckExact(value)) {
-        PyErr_Format(PyExc_TypeError, "%s of a %s are a mapping; found bytes", field->name, layout_of(self)->name);
-        return -1;
     }
     int is_default = (field->kind == MAYBE && value == Py_None) ||
                      (field->kind == TUPLE && PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == 0);
@@ -373,6 +389,50 @@ static PyTypeObject Interval_Type = {
     .tp_getset = interval_attributes,
 };
 
+static PyObject *
+wide_as_long(wide_t value)
+{
+    if (value >= INT64_MIN && value <= INT64_MAX)
+        return PyLong_FromLongLong((long long)value);
+    PyObject *high = PyLong_FromLongLong((long long)(value >> 64));
+    PyObject *low = PyLong_FromUnsignedLongLong((unsigned long long)value), *shift = PyLong_FromLong(64), *made = NULL;
+    PyObject *shifted = high == NULL || shift == NULL ? NULL : PyNumber_Lshift(high, shift);
+    if (shifted != NULL && low != NULL)
+        made = PyNumber_Or(shifted, low);
+    Py_XDECREF(high);
+    Py_XDECREF(low);
+    Py_XDECREF(shift);
+    Py_XDECREF(shifted);
+    return made;
+}
+
+typedef struct {
+    int64_t start, end;
+} stretch_t;
+
+static int
+compare_stretches(const void *a, const void *b)
+{
+    const stretch_t *left = a, *right = b;
+    if (left->start != right->start)
+        return left->start < right->start ? -1 : 1;
+    return left->end < right->end ? -1 : left->end > right->end;
+}
+
+/* The length of the union of sorted intervals. */
+static wide_t
+united(const stretch_t *sorted, size_t count)
+{
+    wide_t length = 0;
+    for (size_t i = 0; i < count;) {
+        int64_t start = sorted[i].start, end = sorted[i].end;
+        for (i++; i < count && sorted[i].start <= end; i++)
+            end = sorted[i].end > end ? sorted[i].end : end;
+        length += (wide_t)end - start;
+    }
+    return length;
+}
+
 /* The device time of a span and its elapsed time. 1; 0 where they are not plain; -1 with an error. */
 static int
 times_of(Span *span, wide_t *device_ns, wide_t *elapsed_ns)
@@ -454,40 +514,16 @@ static PyTypeObject Span_Type = {
 
 /* ------------------------------------------------------------------ loops over spans */
 
-/* As `spans_of_type`. */
-static PyObject *
-own_spans(PyObject *spans)
-{
-    return spans_of_type(spans, &Span_Type);
-}
+#define TURN 4096
 
-/* Put a list of spans in the order of `Trace.trees`: True; None where one of them is no span of ours. */
-static PyObject *
-sort_spans(PyObject *Py_UNUSED(module), PyObject *spans)
+/* Long loops over spans let other threads of the service run about every millisecond. */
+static void
+give_way(size_t done)
 {
-    if (!PyList_CheckExact(spans))
-        Py_RETURN_NONE;
-    PyObject *own = own_spans(spans);
-    if (own == NULL) {
-        if (PyErr_Occurred())
-            return NULL;
-        Py_RETURN_NONE;
+    if (done % TURN == TURN - 1) {
+        Py_BEGIN_ALLOW_THREADS
+        Py_END_ALLOW_THREADS
     }
-    uint32_t *order;
-    Py_ssize_t count = PyTuple_GET_SIZE(own);
-    if (order_spans(&PyTuple_GET_ITEM(own, 0), (size_t)count, 1, &order) < 0) {
-        Py_DECREF(own);
-        return PyErr_NoMemory();
-    }
-    if (order != NULL && PyList_GET_SIZE(spans) == count)
-        for (Py_ssize_t i = 0; i < count; i++) {
-            PyObject *before = PyList_GET_ITEM(spans, i);
-            PyList_SET_ITEM(spans, i, Py_NewRef(PyTuple_GET_ITEM(own, order[i])));
-            Py_DECREF(before); /* never its last reference: `own` has one */
-        }
-    PyMem_RawFree(order);
-    Py_DECREF(own);
-    Py_RETURN_TRUE;
 }
 
 /* ---- rows */
@@ -584,88 +620,6 @@ failed:
     return NULL;
 }
 
-/* ---- self times */
-
-typedef struct {
-    uint32_t parent; /* its number among the spans */
-    stretch_t at;
-} child_t;
-
-static int
-compare_children(const void *a, const void *b)
-{
-    const child_t *left = a, *right = b;
-    if (left->parent != right->parent)
-        return left->parent < right->parent ? -1 : 1;
-    return compare_stretches(&left->at, &right->at);
-}
-
-/* assign_self_times(spans): as in `spans.py`. True; None where the spans are not plain. */
-static PyObject *
-assign_self_times(PyObject *Py_UNUSED(module), PyObject *spans)
-{
-    PyObject *own = own_spans(spans);
-    if (own == NULL) {
-        if (PyErr_Occurred())
-            return NULL;
-        Py_RETURN_NONE;
-    }
-    size_t count = (size_t)PyTuple_GET_SIZE(own), found = 0;
-    table_t by_id = {0};
-    child_t *children = PyMem_RawMalloc((count + 1) * sizeof *children);
-    uint32_t *first = PyMem_RawMalloc((count + 1) * sizeof *first);
-    int plain = 1, memory = children != NULL && first != NULL && table_make(&by_id, count) == 0;
-    for (size_t i = 0; memory && i < count; i++) {
-        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
-        uint32_t *cell = table_cell(&by_id, span->span_id);
-        memory = cell != NULL;
-        if (memory)
-            *cell = (uint32_t)i;
-        plain &= span->end_ns >= span->start_ns && span->start_ns >= 0;
-        give_way(i);
-    }
-    for (size_t i = 0; memory && plain && i < count; i++) {
-        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
-        uint32_t at = table_get(&by_id, span->parent_id);
-        Span *parent = at == NOWHERE ? NULL : (Span *)PyTuple_GET_ITEM(own, at);
-        if (parent != NULL && parent->thread_id == span->thread_id && parent->task_id == span->task_id)
-            children[found++] = (child_t){at, {span->start_ns, span->end_ns}};
-        give_way(i);
-    }
-    if (memory && plain) {
-        Py_BEGIN_ALLOW_THREADS
-        qsort(children, found, sizeof *children, compare_children);
-        memset(first, 0xFF, (count + 1) * sizeof *first);
-        for (size_t i = found; i-- > 0;)
-            first[children[i].parent] = (uint32_t)i;
-        Py_END_ALLOW_THREADS
-    }
-    for (size_t i = 0; memory && plain && i < count; i++) {
-        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
-        uint32_t at = table_get(&by_id, span->span_id);
-        int64_t covered = 0, until = span->start_ns; /* all before it is counted, or before the span */
-        for (size_t c = first[at]; c < found && children[c].parent == at; c++) {
-            int64_t start = children[c].at.start > until ? children[c].at.start : until;
-            int64_t end = children[c].at.end < span->end_ns ? children[c].at.end : span->end_ns;
-            if (end > start) {
-                covered += end - start;
-                until = end;
-            }
-        }
-        span->self_ns = span->end_ns - span->start_ns - covered;
-        give_way(i);
-    }
-    PyMem_RawFree(children);
-    PyMem_RawFree(first);
-    table_free(&by_id);
-    Py_DECREF(own);
-    if (!memory)
-        return PyErr_NoMemory();
-    if (!plain)
-        Py_RETURN_NONE;
-    Py_RETURN_TRUE;
-}
-
 /* ------------------------------------------------------------------ the module */
 
 static int
@@ -712,56 +666,9 @@ adopt(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* looks(ids, seed): into how many cells one looks at most, and in all, to find each of the ids and 0 in a table of them. */
-static PyObject *
-table_looks(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *ids;
-    unsigned long long seed;
-    if (!PyArg_ParseTuple(args, "OK:looks", &ids, &seed))
-        return NULL;
-    PyObject *own = PySequence_Tuple(ids), *result = NULL;
-    if (own == NULL)
-        return NULL;
-    uint64_t before = table_seed;
-    table_seed = seed;
-    table_t table = {0};
-    size_t most = 0, total = 0, count = (size_t)PyTuple_GET_SIZE(own);
-    if (table_make(&table, count) < 0)
-        PyErr_NoMemory();
-    for (size_t i = 0; !PyErr_Occurred() && i < count; i++) {
-        PyObject *whole = PyTuple_GET_ITEM(own, (Py_ssize_t)i);
-        if (!PyLong_CheckExact(whole)) {
-            PyErr_SetString(PyExc_TypeError, "an id is a whole number");
-            break;
-        }
-        long long id = PyLong_AsLongLong(whole);
-        uint32_t *cell = PyErr_Occurred() ? NULL : table_cell(&table, id);
-        if (cell != NULL)
-            *cell = (uint32_t)i;
-        else if (!PyErr_Occurred())
-            PyErr_NoMemory();
-    }
-    for (size_t i = 0; !PyErr_Occurred() && i <= count; i++) {
-        long long id = i == count ? 0 : PyLong_AsLongLong(PyTuple_GET_ITEM(own, (Py_ssize_t)i));
-        size_t looks = ((table_place(&table, id) - table_home(&table, id)) & table.mask) + 1;
-        most = looks > most ? looks : most;
-        total += looks;
-    }
-    if (!PyErr_Occurred())
-        result = Py_BuildValue("(nn)", (Py_ssize_t)most, (Py_ssize_t)total);
-    table_free(&table);
-    table_seed = before;
-    Py_DECREF(own);
-    return result;
-}
-
 static PyMethodDef functions[] = {
-    {"looks", table_looks, METH_VARARGS, "Into how many cells one looks to find ids in a table with that seed."},
     {"adopt", adopt, METH_VARARGS, "Take over what dataclasses have from the twins of Span and DeviceInterval."},
-    {"sort", sort_spans, METH_O, "Sort a list of spans by start, then longer ones first, then by id."},
     {"of_rows", of_rows, METH_VARARGS, "The spans of rows that reach into a window, clipped to it."},
-    {"assign_self_times", assign_self_times, METH_O, "Set the self times of spans from their tree."},
     {NULL},
 };
 
@@ -792,13 +699,12 @@ PyInit__spans(void)
     frozen_error = dataclasses == NULL ? NULL : PyObject_GetAttrString(dataclasses, "FrozenInstanceError");
     Py_XDECREF(dataclasses);
     text_exclusive = PyUnicode_InternFromString("exclusive");
-    if (frozen_error == NULL || text_exclusive == NULL || table_set_seed() < 0 ||
+    if (frozen_error == NULL || text_exclusive == NULL ||
         prepare(&Span_Type, &span_layout, span_attributes + 3, 1) < 0 ||
         prepare(&Interval_Type, &interval_layout, interval_attributes, 0) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddIntConstant(module, "LAYOUT", SPANS_LAYOUT) < 0 ||
-        PyModule_AddObjectRef(module, "Span", (PyObject *)&Span_Type) < 0 ||
+    if (module == NULL || PyModule_AddObjectRef(module, "Span", (PyObject *)&Span_Type) < 0 ||
         PyModule_AddObjectRef(module, "DeviceInterval", (PyObject *)&Interval_Type) < 0) {
         Py_XDECREF(module);
         return NULL;

@@ -643,20 +643,6 @@ class Trace:
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)
 
-    def trees(self) -> Iterator[list[Span]]:
-        """The spans of each tree, root first and then by start; trees by the start of their first span.
-
-        A child whose parent was not kept stays in the tree of its root.
-        """
-        grouped: dict[int, list[Span]] = {}
-        ordered = list(self.spans)
-        by_start(ordered)
-        for span in ordered:
-            grouped.setdefault(span.root_id, []).append(span)
-        for spans in grouped.values():
-            spans.sort(key=lambda s: s.span_id != s.root_id)
-            yield spans
-
 
 def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int:
     """How long a few intervals are together, or what of them lies within another one; each instant counts once.
@@ -672,28 +658,3 @@ def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int
             found_ns += end - start
             reached_ns = end
     return found_ns
-
-
-def by_start(spans: list[Span]) -> None:
-    """Sort spans by start, then longer ones first, then by id: parents come before their children."""
-    if _native is None or not _native.sort(spans):
-        spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
-
-
-def assign_self_times(spans: Sequence[Span]) -> None:
-    """Set every span's `self_ns` from the tree: total minus the union of its children, clipped to it.
-
-    For spans that come from elsewhere (another profiler's trace), which carry no self time of their own. A child
-    that ran on another thread or task does not reduce its parent.
-    """
-    if _native is not None and _native.assign_self_times(spans):
-        return
-    by_id = {span.span_id: span for span in spans}
-    children: dict[int, list[Interval]] = {}
-    for span in spans:
-        parent = by_id.get(span.parent_id)
-        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
-            children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
-    for span in spans:
-        inside_ns = covered_ns(children.get(span.span_id, ()), (span.start_ns, span.end_ns))
-        span.self_ns = span.total_ns - inside_ns

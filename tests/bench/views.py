@@ -55,9 +55,10 @@ from instrument.recording.spans import (
     Site,
     Span,
     Trace,
-    assign_self_times,
 )
 from instrument.report.summary import prepare
+from instrument.trace.of_spans import trace_of as trace_of_spans
+from instrument.trace.self_times import self_times
 
 TARGET_S, TARGET_MB, TARGET_LIVE_MS = 3.0, 400, 60
 LIVE_VIEWS = ("events", "classes", "ops", "instances", "cost")
@@ -108,7 +109,8 @@ def trace_of(count: int) -> Trace:
                 span.attributes = {"bytes": 65_536}
             spans.append(span)
     del spans[count:]
-    assign_self_times(spans)
+    for span, self_ns in zip(spans, self_times(trace_of_spans(spans)).tolist(), strict=True):
+        span.self_ns = self_ns
     end_ns = max(span.end_ns for span in spans)
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})
 

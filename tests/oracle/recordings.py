@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
 from instrument.recording.spans import (
@@ -33,7 +34,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
-    assign_self_times,
 )
 
 FILES = Path(__file__).with_name("files")
