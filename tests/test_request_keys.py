@@ -92,6 +92,11 @@ class Asked:
 ASKED = Asked("r")
 
 
+def of_asked(key: str) -> str:
+    """The key that an object is, where that is meant."""
+    return f"Asked-{os.getpid()}-{id(ASKED):x}" if key == "of ASKED" else key
+
+
 def of(**values: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(**values)
 
@@ -110,14 +115,14 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
          ("generate", ("cmpl-r6-0",)), "r6"),
         ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
-        ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), f"Asked-{os.getpid()}-{id(ASKED):x}"),
+        ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), "of ASKED"),
     ],
 )  # fmt: skip
 def test_a_key_is_read_of_an_argument_or_a_result(
     kind: str, rule: str, call: tuple[str, tuple[Any, ...]], key: str, recorded: Callable[..., list[Span]]
 ) -> None:
     (span,) = recorded(f"{{{rule}, kind: {kind}}}", call)
-    assert span.attributes[KEY] == key
+    assert span.attributes[KEY] == of_asked(key)
     assert FAULTS.counts_of_rules() == {}
 
 
@@ -135,13 +140,15 @@ def test_a_key_is_read_of_an_argument_or_a_result(
         ("batch: 'return[].id'", [Asked("a")], {BATCH_KEYS: ("a",)}),
         ("batch: output", [], {BATCH_KEYS: ()}),
         ("batch: output", "r1", {BATCH_KEYS: ("r1",)}),
-        ("batch: output", ASKED, {BATCH_KEYS: (f"Asked-{os.getpid()}-{id(ASKED):x}",)}),
+        ("batch: output", ASKED, {BATCH_KEYS: ("of ASKED",)}),
     ],
 )  # fmt: skip
 def test_the_keys_of_a_batch_are_read_with_their_weights(
     rule: str, given: object, told: dict[str, object], recorded: Callable[..., list[Span]]
 ) -> None:
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
+    if BATCH_KEYS in told:
+        told = {**told, BATCH_KEYS: tuple(map(of_asked, told[BATCH_KEYS]))}  # type: ignore[call-overload]
     assert dict(span.attributes) == told
     assert FAULTS.counts_of_rules() == {}
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import key_text
 from instrument.recorder.wrapping import Attributes
-from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, AttributeValue
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, KEY_LIMIT, AttributeValue
 from instrument.runtime.faults import FAULTS
 
 RETURN = "return"
@@ -42,7 +43,7 @@ class KeyReader:
         self._place = rule.place or rule.text
         wanted = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
         of_call = [self._read_of_call(function, name, one) for name, one in wanted if one and not _is_of_result(one)]
-        of_result = [self._reader(name, one) for name, one in wanted if one and _is_of_result(one)]
+        of_result = [self._read_of_result(name, one) for name, one in wanted if one and _is_of_result(one)]
         self.of_call: Attributes | None = _all_of(list(filter(None, of_call)))
         self.of_result: ReadResult | None = _all_of(of_result)
 
@@ -83,28 +84,42 @@ class KeyReader:
             default = parameter.default
         is_placed = parameter is not None and parameter.kind is not parameter.KEYWORD_ONLY
         place = list(parameters).index(first) if is_placed else len(parameters)
-        read = self._reader(name, wanted)
 
         def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
             value = args[place] if place < len(args) else kwargs.get(first, default)
-            return {} if value is _LEFT_OUT else read(value)
+            try:
+                return {} if value is _LEFT_OUT else read(value)
+            except Exception as error:
+                return complain(value, error)
 
+        read, complain = self._reader(name, wanted), self._complainer(wanted)
         return read_call
+
+    def _read_of_result(self, name: str, wanted: RequestKeys) -> ReadResult:
+        read, complain = self._reader(name, wanted), self._complainer(wanted)
+
+        def read_result(value: Any) -> Told:
+            try:
+                return read(value)
+            except Exception as error:
+                return complain(value, error)
+
+        return read_result
 
     def _reader(self, name: str, wanted: RequestKeys) -> ReadResult:
         """What reads one thing that is wanted below a value."""
-        asked, place = wanted.argument, self._place
-        read = _key_of(wanted) if name == KEY else _batch_of(wanted)
+        return _key_of(wanted) if name == KEY else _batch_of(wanted)
 
-        def read_safely(value: Any) -> Told:
-            try:
-                return read(value)
-            except Exception as error:  # whose text may hold what nobody asked for
-                found = f"{type(error).__name__} below a {type(value).__name__}"
-                FAULTS.note_of_rule(f"{place}: {asked}", f"asked for keys, found {found}")
-                return {}
+    def _complainer(self, wanted: RequestKeys) -> Callable[[Any, Exception], Told]:
+        """What notes that something could not be read, without its text, which may hold what nobody asked for."""
+        place = f"{self._place}: {wanted.argument}"
 
-        return read_safely
+        def complain(value: Any, error: Exception) -> Told:
+            found = f"{type(error).__name__} below a {type(value).__name__}"
+            FAULTS.note_of_rule(place, f"asked for keys, found {found}")
+            return {}
+
+        return complain
 
 
 def _is_of_result(wanted: RequestKeys) -> bool:
@@ -139,7 +154,7 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
 
 
 def _batch_of(wanted: RequestKeys) -> ReadResult:
-    of_keys, text = _values_of(_steps(wanted.argument)), _text_of(wanted.cut)
+    of_keys, texts = _values_of(_steps(wanted.argument)), _texts_of(wanted.cut)
     of_weights = _values_of(_steps(wanted.weights)) if wanted.weights else None
 
     def read(value: Any) -> Told:
@@ -148,21 +163,26 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
             return {}
         if isinstance(found, (str, int)) or not hasattr(type(found), "__iter__"):
             found = (found,)  # a batch of one
-        weights = of_weights(value) if of_weights is not None else None
-        if isinstance(found, Mapping) and weights is None:
-            weights = list(islice(found.values(), BATCH_LIMIT))
         keys = list(islice(found, BATCH_LIMIT + 1))
+        weights: Any = None
+        if of_weights is not None:
+            weights = of_weights(value)
+        elif _is_mapping(found):
+            weights = found.values()
         if len(keys) > BATCH_LIMIT:
             FAULTS.note_of_rule(wanted.argument, f"found more than {BATCH_LIMIT} keys; those beyond are left out")
             del keys[BATCH_LIMIT:]
-        told: dict[str, AttributeValue] = {BATCH_KEYS: tuple(map(text, keys))}
+        told: dict[str, AttributeValue] = {BATCH_KEYS: texts(keys)}
         if weights is not None:
-            its = list(islice(weights, len(keys)))
-            if len(its) == len(keys) and {int, float}.issuperset(map(type, its)):
-                told[BATCH_WEIGHTS] = tuple(its)
+            its = tuple(islice(weights, len(keys)))
+            if len(its) == len(keys) and _NUMBERS.issuperset(map(type, its)):
+                told[BATCH_WEIGHTS] = its
         return told
 
     return read
+
+
+_NUMBERS = frozenset({int, float})
 
 
 def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
@@ -177,36 +197,61 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
         return plain
     at = len(steps) - 1 - steps[::-1].index(EACH)
     before, after = _values_of(steps[:at]), steps[at + 1 :]
+    attributes = [(step, attrgetter(step)) for step in after]
 
     def each(value: Any) -> Any:
         found = before(value)
-        items = found.values() if isinstance(found, Mapping) else found
-        some = list(islice(items, BATCH_LIMIT + 1))
-        for step in after:
-            some = [_part(item, step) for item in some]
+        some = list(islice(found.values() if _is_mapping(found) else found, BATCH_LIMIT + 1))
+        for step, attribute in attributes:
+            kinds = set(map(type, some))
+            has_keys = any(map(_is_mapping_type, kinds))
+            some = [_part(item, step) for item in some] if has_keys else list(map(attribute, some))
         return some
 
     return each
 
 
+def _is_kind_of_mapping(kind: type) -> bool:
+    return issubclass(kind, Mapping)
+
+
+_is_mapping_type: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_mapping)
+
+
+def _is_mapping(value: Any) -> bool:
+    return _is_mapping_type(type(value))
+
+
 def _part(value: Any, name: str) -> Any:
     """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
-    if type(value) is dict:
-        return value[name] if name in value else getattr(value, name)
-    if issubclass(type(value), Mapping) and name in value:
-        return value[name]
-    return getattr(value, name)
+    return value[name] if _is_mapping_type(type(value)) and name in value else getattr(value, name)
 
 
 def _text_of(cut: str) -> Callable[[Any], str]:
     """A key as text, of at most `KEY_LIMIT` characters, without what the expression finds; "" of what is no key."""
 
+    def plain(value: Any) -> str:
+        return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
+
     if not cut:
-        return key_text
+        return plain
+    without = _without(cut)
+    return lambda value: without(plain(value))
+
+
+def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
+    """The same of many keys at once."""
+    without = _without(cut) if cut else None
+
+    def texts(keys: list[Any]) -> tuple[str, ...]:
+        are_plain = set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT
+        found = keys if are_plain else map(key_text, keys)
+        return tuple(found if without is None else map(without, found))
+
+    return texts
+
+
+def _without(cut: str) -> Callable[[str], str]:
+    """What takes from a text what an expression finds; the same few are asked for again and again."""
     expression = re.compile(cut)
-
-    @lru_cache(maxsize=4096)
-    def without(text: str) -> str:
-        return expression.sub("", text)
-
-    return lambda value: without(key_text(value))
+    return lru_cache(maxsize=4096)(partial(expression.sub, ""))
