@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,13 +57,12 @@ class _Paths:
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
 
-    def sites(self, node: int) -> list[int]:
-        """Those of a node's path, the topmost first."""
-        found = []
-        while node != NONE:
-            found.append(self.site[node])
-            node = self.parent[node]
-        return found[::-1]
+    def all(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+        """The path of each node, the topmost site first."""
+        found: list[tuple[Site, ...]] = []
+        for site, parent in zip(self.site, self.parent, strict=True):
+            found.append((*(() if parent == NONE else found[parent]), sites[site]))
+        return found
 
 
 def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
@@ -81,15 +80,12 @@ def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_li
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
         raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
     totals = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
-    path_of: dict[int, tuple[Site, ...]] = {}
+    path_of = paths.all(trace.sites)
     node_numbers, thread_ids = nodes.tolist(), trace.thread_id[rows].tolist()
     for cell in _in_order(trace, cell_of, len(rows)):
-        node, thread_id = node_numbers[cell], thread_ids[cell]
-        path = path_of.get(node)
-        if path is None:
-            path = path_of[node] = tuple(map(trace.sites.__getitem__, paths.sites(node)))
+        thread_id = thread_ids[cell]
         tally.threads.setdefault(thread_id, names.get(thread_id, f"thread {thread_id}"))
-        tally.append(path, thread_id, totals[cell])
+        tally.append(path_of[node_numbers[cell]], thread_id, totals[cell])
     return tally
 
 

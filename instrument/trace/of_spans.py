@@ -108,9 +108,9 @@ def _numbers(values: Iterable[int], count: int) -> Int64s:
 
 def _numbered(values: Iterable[Any], known: dict[Any, int]) -> Int32s:
     """Of each value its number: those that are not known yet are counted on, by first sight."""
-    found = list(values)
+    found, first = list(values), min(known.values(), default=0)
     for value in dict.fromkeys(found):
-        known.setdefault(value, len(known) + min(known.values(), default=0))
+        known.setdefault(value, len(known) + first)
     return np.fromiter(map(known.__getitem__, found), np.int32, len(found))
 
 
