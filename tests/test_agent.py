@@ -39,6 +39,10 @@ def step(x):
 
 def hang(x):
     time.sleep(x)
+
+def say_and_hang():
+    print("in the middle", flush=True)
+    hang(600)
 """
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
@@ -197,7 +201,7 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert len(ended) == 1
     _, errors = service.communicate("\n", timeout=60)
     assert errors.count("Summary of shop") == 1
-    assert errors.partition("Processes:")[2].count("goodbye") == 2
+    assert errors.partition("Processes:")[2].count("in order") == 2
 
 
 def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
@@ -274,7 +278,7 @@ sys.stdin.readline()
     assert gone != service.pid
     _, errors = service.communicate("\n", timeout=60)
     assert errors.count("Summary of shop") == 1
-    assert f"{gone} (vanished)" in errors
+    assert f"{gone} (without a goodbye)" in errors
 
 
 def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
@@ -286,8 +290,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
         threading.Thread(target=engine.hang, args=(600,), daemon=True).start()
         with scope("POST /generate", kind="request"):
             with scope("decode"):
-                print("in the middle", flush=True)
-                engine.hang(600)
+                engine.say_and_hang()
     """)
     assert service.stdout is not None
     assert service.stdout.readline() == "in the middle\n"
@@ -298,10 +301,27 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     report = subprocess.run([*INSTRUMENT, "report", path], capture_output=True, text=True, check=True).stdout
     words = " ".join(report.split())
     age = r"[\d.]+ (s|ms|us) after it began"
-    died = f"Process {service.pid} ended without a goodbye: it died in `hang` of request `POST /generate`, "
+    died = (
+        f"Process {service.pid} ended without a goodbye: it died in `(hang|say_and_hang)` of request `POST /generate`, "
+    )
     assert re.search(rf"{died}{age}; also open were what ran in `hang`, {age}\.", words)
     spans = file.load(path).trace().spans
-    assert {span.site.name for span in spans if span.clipped} == {"hang", "decode", "POST /generate"}
+    assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
+
+
+def test_a_process_that_vanishes_and_had_recorded_nothing_is_not_worth_a_word() -> None:
+    service = begin(f"""{ASK}
+import engine, sys
+engine.step(1)
+with __import__("instrument").scope("open", kind="request"):
+    pids = [os.fork() for _ in range(3)]
+    if 0 in pids: os._exit(0)
+    for _ in pids: os.wait()
+while len(ask()[0]) > 1: time.sleep(0.01)
+print("ready", flush=True)
+""")
+    out, errors = service.communicate(timeout=60)
+    assert (out, errors.count("without a goodbye")) == ("ready\n", 0), errors
 
 
 def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import crash_capture, run_report
-from instrument.agent.processes import PROC, VANISHED, Process, Run
+from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import Part
 
 Answer = Mapping[str, Any]
@@ -75,7 +75,8 @@ def _way(process: Process) -> str:
 
 def end_of(process: Process) -> str:
     """How a process ended, in a word or two."""
-    return f"{process.how}{_how(process.status)}" if process.how == VANISHED else process.how
+    words = {GOODBYE: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
+    return f"{words.get(process.how, 'runs')}{_how(process.status)}"
 
 
 def _how(status: int | None) -> str:

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 
 from instrument.recording import memory_layout as layout
 
+MOST_SLOTS = 1 << 15
+"""So many of a part are looked at."""
+
 
 def holds_anything(fd: int) -> bool:
-    """Whether any thread has begun a span in the generation of now. False for what is no recording."""
+    """Whether any span has begun in the generation of now. False for what is no recording."""
     try:
         head = os.pread(fd, layout.HEADER.size, 0)
         if head[:8] != layout.MAGIC or _number(head, layout.HEADER, "version") != layout.VERSION:
             return False
-        generation = _number(head, layout.HEADER, "generation")
-        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index("rings") * layout.PART.size
-        part = layout.Part(*struct.unpack_from("<5Q", head, at))
-        object_bytes = _number(head, layout.HEADER, "object_bytes")
-        stride = layout.STRIDES["rings"]
-        rings = os.pread(fd, min(part.used, layout.SMALL_RINGS) * stride, part.offset)
+        generation, inner = (_number(head, layout.HEADER, name) for name in ("generation", "object_bytes"))
+        if inner > layout.STRIDES["rings"] - layout.RING.size:
+            return False
+        part, rings = _slots(fd, head, "rings")
+        own = set()
+        for slot, ring in enumerate(rings):
+            number, of = (_number(ring, layout.RING, name, inner) for name in ("number", "generation"))
+            if number and of == generation:
+                if _number(ring, layout.RING, "head", inner) or _number(ring, layout.RING, "folded", inner):
+                    return True
+                own.add(_number(head, layout.HEADER, "address") + part.offset + slot * part.stride)
+        return any(
+            _number(frame, layout.FRAME, "state") and _number(frame, layout.FRAME, "ring") in own
+            for frame in _slots(fd, head, "frames")[1]
+        )
     except (OSError, struct.error, OverflowError):
         return False
-    if object_bytes > stride - layout.RING.size:
-        return False
-    return any(
-        _number(rings, layout.RING, "generation", at) == generation and _number(rings, layout.RING, "number", at)
-        for at in range(object_bytes, len(rings) - stride + object_bytes + 1, stride)
-    )
+
+
+def _slots(fd: int, head: bytes, name: str) -> tuple[layout.Part, Iterator[bytes]]:
+    """A part, and its slots that were ever taken."""
+    at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(name) * layout.PART.size
+    part = layout.Part(*struct.unpack_from("<5Q", head, at))._replace(stride=layout.STRIDES[name])
+    data = os.pread(fd, min(part.used, MOST_SLOTS) * part.stride, part.offset)
+    return part, (data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride))
 
 
 def _number(data: bytes, record: layout.Record, name: str, at: int = 0) -> int:
