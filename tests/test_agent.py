@@ -597,3 +597,85 @@ def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
     done = subprocess.run([*INSTRUMENT, "live", "no-such", "--once"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "asked for a run, or a process of one, that is called no-such, found " in done.stderr
+
+
+# -------------------------------------------------------------------- many processes
+
+STORM = """
+import engine, os, signal, sys, threading, time
+
+def storm(n):
+    for x in range(25):
+        pid = os.fork()
+        if not pid:
+            engine.step(x)
+            os._exit(0) if x % 5 == 0 else sys.exit(0)
+        os.waitpid(pid, 0)
+
+engine.step(1)
+threads = [threading.Thread(target=storm, args=(n,)) for n in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.slow
+def test_two_hundred_forks_of_a_storm_of_threads_are_one_report_and_leave_nothing() -> None:
+    done = run(STORM)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Summary of shop") == 1
+    (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "201"
+    assert done.stderr.count(" of shop ended without a goodbye") == 40
+    assert done.stderr.count("; saved as ") == 20
+
+
+GUNICORN = """
+import os, time
+
+def app(environ, start_response):
+    import engine
+    engine.step(1)
+    start_response("200 OK", [("Content-Length", "1")])
+    return [b"x"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--preload",)], ids=["", "preload"])
+def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) -> None:
+    pytest.importorskip("gunicorn")
+    Path("shop.py").write_text(GUNICORN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["-m", "gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", "--graceful-timeout", "5", *more, "shop:app"]
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", *words]
+    with Path("errors").open("w") as errors:
+        server = subprocess.Popen(command, stderr=errors)
+
+    def answers() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 5) as client:
+                client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                return client.recv(12).endswith(b"200")
+        except OSError:
+            return False
+
+    def workers() -> set[int]:
+        return {one["pid"] for one in processes() if one["has_recorded"] and not one["ended_ns"]}
+
+    until(answers, 60)
+    until(lambda: answers() and len(workers()) == 2)
+    gone = workers().pop()
+    os.kill(gone, signal.SIGKILL)
+    until(lambda: f"process {gone} of shop ended without a goodbye" in Path("errors").read_text())
+    before = workers()
+    server.send_signal(signal.SIGHUP)
+    until(lambda: answers() and not workers() & before and workers(), 60)
+    server.terminate()
+    assert server.wait(60) == 0
+    told = Path("errors").read_text()
+    assert told.count("Summary of shop") == 1, told
+    assert f"{gone} (without a goodbye)" in told
+    assert told.partition("Processes:")[2].count("in order") >= 2

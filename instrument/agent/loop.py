@@ -395,9 +395,13 @@ class Agent:
         """Save what a process that vanished has left, and say so."""
         run = process.run
         run.captures += 1
-        if process.memory < 0 or run.captures > CAPTURES:
-            why = "it recorded where nobody else can read" if process.memory < 0 else f"{CAPTURES} others are"
-            self._captured(process, {"error": why})
+        if process.memory < 0:
+            self._captured(process, {"error": "it recorded where nobody else can read"})
+            return
+        if run.captures > CAPTURES:
+            error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
+            self._say(run, departure.line_of(process, error), process)
+            self._save(process)
             return
         path = departure.place_of_capture(process, self._captures)
         self._jobs.start(departure.capture_of(process, path), partial(self._captured, process))

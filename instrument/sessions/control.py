@@ -52,6 +52,9 @@ WAIT_S = 5.0
 AGAIN_S = 0.05
 """How long after a process hung up, or had no room for another caller, it is asked again."""
 
+MAIN_S = 0.2
+"""How often it is asked whether the main thread lives, in a process that may end by its end."""
+
 AGENT_S = 1.0
 """How often a process whose agent has gone looks for another one in its place."""
 
@@ -131,7 +134,7 @@ class Control:
     `reload(request)` does what a caller or a changed file asks for and tells what became of it, with `error` where it
     was refused, and `other` where another process was meant. `watched()` names the file at hand (None: there is nothing
     to watch). `settle()` is called after a reload until it returns False. `complain(message)` is told of a file that
-    stays unusable.
+    stays unusable. `end()` is called where the process's main thread has ended.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class Control:
         settle: Callable[[], bool],
         complain: Callable[[str], object],
         membership: Membership | None = None,
+        end: Callable[[], object] | None = None,
     ) -> None:
+        self._end = end
         self._membership = membership
         self._folder = folder
         self._watched = watched
@@ -273,6 +278,11 @@ class Control:
             if self._unsettled:
                 self._unsettled = _attempt(self._settle) is True
                 look_at = min(look_at, now + POLL_S)
+            if self._end is not None:
+                look_at = min(look_at, now + MAIN_S)
+                if _has_main_thread_ended():
+                    _attempt(self._end)
+                    return
             look_at = min(look_at, _attempt(lambda: self._find_agent(now)) or look_at)  # noqa: B023 - called at once
             waits = [look_at, *(caller.until for caller in self._callers.values())]
             for key, _ in self._selector.select(max(min(waits) - now, 0.0)):
@@ -422,6 +432,13 @@ def _attempt(action: Callable[[], Any]) -> Any:
     except Exception as fault:
         FAULTS.note("control thread", fault)
         return None
+
+
+def _has_main_thread_ended() -> bool:
+    try:
+        return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:

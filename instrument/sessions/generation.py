@@ -148,7 +148,7 @@ class Generations:
     """Takes a session from one profile to the next, as code asks, a caller of the control socket, or a changed file.
 
     `enter(profile)` has it go by the settings of a profile whose rules are at work; `has_ended()` is whether it has
-    been stopped.
+    been stopped, `end_of_main_thread()` gives what to do where the main thread's end would be that of the process.
     """
 
     def __init__(
@@ -158,12 +158,14 @@ class Generations:
         membership: Membership,
         enter: Callable[[Profile], None],
         has_ended: Callable[[], bool],
+        end_of_main_thread: Callable[[], Callable[[], object] | None],
     ) -> None:
         self._session = session
         self._folder = folder
         self._membership = membership
         self._enter = enter
         self._has_ended = has_ended
+        self._end_of_main_thread = end_of_main_thread
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
         """Held while one profile takes the place of another."""
@@ -217,6 +219,7 @@ class Generations:
             self._session.selection.settle,
             self.refuse,
             self._membership,
+            self._end_of_main_thread(),
         )
 
     def hear_agent(self) -> None:

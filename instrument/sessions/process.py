@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from _thread import get_native_id
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,7 @@ def _before_fork() -> None:
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.make_board()
+    _forking.is_main_thread = get_native_id() == os.getpid()
     held = session is not None and session._generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if held else None
 
@@ -331,7 +333,8 @@ def _after_fork_in_child() -> None:
     RECORDER.after_fork_in_child()
     if _session is not None:
         try:
-            _session._after_fork_in_child(whole=held is _session)
+            is_by_main = getattr(_forking, "is_main_thread", True)
+            _session._after_fork_in_child(whole=held is _session, by_main_thread=is_by_main)
         except InstrumentError as error:
             logger.warning("a forked child is not instrumented: %s", error)
         except Exception as fault:

@@ -18,6 +18,7 @@ from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin, Trace
 from instrument.recording.tally import Tally
 from instrument.report.view import Recording
+from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
@@ -176,10 +177,11 @@ class Saving:
         export = self._session.profile.export
         if export.summary is not None or is_asked(export):
             prepare_columns()
-        if not is_asked(export):
+        shares = bool(os.environ.get(run_folder.VARIABLE)) and self._session.report_of_run() is not None
+        if not is_asked(export) and not shares:
             return
         problem = why_no_files()
-        if problem:
-            self._session.account.complain(f"export: {problem}")
-        else:
+        if not problem:
             prepare()
+        elif is_asked(export):
+            self._session.account.complain(f"export: {problem}")

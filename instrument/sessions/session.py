@@ -28,6 +28,7 @@ from instrument.recording.spans import (
 )
 from instrument.report.summary import prepare
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.generation import Generations, Reload
@@ -63,6 +64,7 @@ class Session(Recorded):
         self.onlookers: list[Callable[[], object]] = []
         self._stopped = False
         self._forked = False
+        self._is_of_thread = False
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._is_scraped = False
         self._threads = SessionThreads(
@@ -83,7 +85,12 @@ class Session(Recorded):
         )
         self._membership = Membership(self._facts_told.at_join, lambda: RECORDER.memory_fd)
         self._generations = Generations(
-            self, folder, self._membership, self._enter, lambda: self._threads.stopping.is_set()
+            self,
+            folder,
+            self._membership,
+            self._enter,
+            has_ended=lambda: self._threads.stopping.is_set(),
+            end_of_main_thread=lambda: self._end_of_main_thread if self._is_of_thread else None,
         )
 
     def _start(self) -> None:
@@ -368,8 +375,16 @@ class Session(Recorded):
     def _at_exit(self) -> None:
         FAULTS.attempt("exit", self.stop)
 
-    def _after_fork_in_child(self, whole: bool) -> None:
-        """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
+    def _end_of_main_thread(self) -> None:
+        """The process would have ended by now, were it not for threads of ours."""
+        Thread(self.stop, "instrument-exit").start()
+
+    def _after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
+        """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way.
+
+        A child of another thread than the main one may end by that thread's end: threads of ours must not keep it.
+        """
+        self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True
         self._membership.after_fork_in_child()
         self._generations.after_fork_in_child()
