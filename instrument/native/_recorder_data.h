@@ -394,6 +394,9 @@ static uint32_t frame_count;
 static Frame *free_frame_objects[OBJECTS_KEPT];
 static Scope *free_scopes[OBJECTS_KEPT];
 static uint32_t free_frame_object_count, free_scope_count;
+/* How many Frame objects there are; of these, whose frames lie where others do not look, for they are older than the memory;
+ * and how many are kept without a look at that: none as long as there are such. */
+static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
 static PyTypeObject *free_scope_type; /* that they are of */
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
     *str_answer_size,

@@ -3,6 +3,7 @@
 
 #define DETAIL_TEXT_BYTES 4096
 #define FACT_TEXT_BYTES 8192
+#define NAME_TEXT_BYTES 48 /* of a name that is kept as it is written */
 #define VALUES_TOLD 128 /* of a list */
 
 /* Text with an end. What does not fit makes it `full`, and nothing more is written. */
@@ -97,6 +98,10 @@ put_number(text_t *text, long long number)
                                 "46474849505152535455565758596061626364656667686970717273747576777879808182838485868788899091"
                                 "9293949596979899";
     char digits[24], *at = digits + sizeof digits;
+    if (0 <= number && number < 10) {
+        put_character(text, (char)('0' + number));
+        return;
+    }
     unsigned long long left = number < 0 ? 0 - (unsigned long long)number : (unsigned long long)number;
     for (; left >= 100; left /= 100)
         memcpy(at -= 2, pairs + left % 100 * 2, 2);
@@ -155,13 +160,41 @@ put_value(text_t *text, PyObject *value, int depth)
     }
 }
 
+/* Names as they are written, by their addresses: a service has few, and says them with each span. */
+typedef struct {
+    PyObject *name;
+    size_t length;
+    char text[NAME_TEXT_BYTES];
+} told_name_t;
+
+static told_name_t told_names[NAMES_AT_HAND];
+
+static void
+put_name(text_t *text, PyObject *name)
+{
+    told_name_t *told = &told_names[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+    if (told->name == name && text->end - text->at >= NAME_TEXT_BYTES) {
+        memcpy(text->at, told->text, NAME_TEXT_BYTES);
+        text->at += told->length;
+        return;
+    }
+    char *before = text->at;
+    put_value(text, name, 1);
+    put_character(text, ':');
+    size_t length = (size_t)(text->at - before);
+    if (text->full || length > NAME_TEXT_BYTES || !PyUnicode_CHECK_INTERNED(name))
+        return;
+    memcpy(told->text, before, length);
+    told->length = length;
+    Py_XSETREF(told->name, Py_NewRef(name));
+}
+
 static void
 put_pair(text_t *text, PyObject *name, PyObject *value)
 {
     if (text->at[-1] != '{')
         put_character(text, ',');
-    put_value(text, name, 1);
-    put_character(text, ':');
+    put_name(text, name);
     put_value(text, value, 0);
 }
 

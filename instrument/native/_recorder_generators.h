@@ -271,6 +271,10 @@ tell_items(Stretch *self)
         count(self->core, NO_DETAILS);
         return forgive();
     }
+    if (frame->attributes == NULL && frame->state != CLOSED) { /* as most have none */
+        frame->attributes = made;
+        return 0;
+    }
     int failed = set_attributes(self->core, GIVEN, self->frame, made, NULL, NULL);
     Py_DECREF(made);
     return failed;

@@ -174,6 +174,7 @@ Core_attach(Core *self, PyObject *args)
         PyObject_GC_UnTrack(frame);
         free_lines_in(frame->frame, PART_FRAMES);
         PyObject_GC_Del(frame);
+        frame_object_count--;
     }
     while (self->spare != NULL) {
         node_t *node = self->spare;
@@ -186,8 +187,8 @@ Core_attach(Core *self, PyObject *args)
     memory->core = self;
     memory->next = memories;
     memories = frame_memory = self->memory = memory;
-    frames_at = (uintptr_t)part_at(memory, PART_FRAMES);
-    frames_bytes = memory->at->parts[PART_FRAMES].slots * memory->at->parts[PART_FRAMES].stride;
+    frame_objects_elsewhere = frame_object_count;
+    frame_objects_kept = frame_objects_elsewhere > 0 ? 0 : OBJECTS_KEPT;
     memory->at->counted = *self->counted;
     self->counted = &memory->at->counted;
     Py_RETURN_NONE;

@@ -23,8 +23,6 @@ typedef struct memory {
 } memory_t;
 
 static memory_t *memories, *frame_memory;
-/* Where frames lie that are kept for the next spans: those of `frame_memory`, or all where there is none. */
-static uintptr_t frames_at, frames_bytes = UINTPTR_MAX;
 
 static inline char *
 part_at(const memory_t *memory, int part)

@@ -1,5 +1,22 @@
 /* Hot: a span from its begin to its row. A part of `_recorder.c`. */
 
+/* Free a Frame that is not kept; but keep it where that has not been looked at yet. */
+static SELDOM void
+free_frame_object(Frame *self)
+{
+    int is_elsewhere = frame_memory != NULL && memory_of(self->frame) != frame_memory;
+    if (!is_elsewhere && free_frame_object_count < OBJECTS_KEPT) {
+        free_frame_objects[free_frame_object_count++] = self;
+        return;
+    }
+    if (is_elsewhere && frame_objects_elsewhere > 0 && --frame_objects_elsewhere == 0)
+        frame_objects_kept = OBJECTS_KEPT;
+    frame_object_count--;
+    PyObject_GC_UnTrack(self);
+    free_lines_in(self->frame, PART_FRAMES);
+    PyObject_GC_Del(self);
+}
+
 /* A frame that is given up is kept for the next span. What it holds is let go of while it is whole and held: code of the
  * host's may run, and the collector look at it. */
 static void
@@ -16,13 +33,10 @@ Frame_dealloc(Frame *self)
     if (frame->published != NULL)
         Py_DECREF(take_published(frame));
     frame->start_ns = 0; /* whoever looks for open spans passes it */
-    if ((uintptr_t)frame - frames_at < frames_bytes && free_frame_object_count < OBJECTS_KEPT) {
+    if (free_frame_object_count < frame_objects_kept)
         free_frame_objects[free_frame_object_count++] = self;
-        return;
-    }
-    PyObject_GC_UnTrack(self);
-    free_lines_in(frame, PART_FRAMES);
-    PyObject_GC_Del(self);
+    else
+        free_frame_object(self);
 }
 
 static inline Frame *
@@ -36,6 +50,7 @@ new_frame_object(void)
         free_lines_in(frame, PART_FRAMES);
         return NULL;
     }
+    frame_object_count++;
     made->frame = frame;
     made->stretch = NULL;
     frame->self = (PyObject *)made;

@@ -225,14 +225,14 @@ class Mapped:
         head = self._read_head()
         found: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
-        rows = self._slot_of(rings["rows"], "rows")
+        rows = self._slot_of(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
         for slot in np.flatnonzero((rings["generation"] == head["generation"]) & (rings["number"] != 0)).tolist():
             ring = rings[slot]
             capacity = int(ring["capacity"])
-            is_held = rows[slot] >= 0 and capacity & (capacity - 1) == 0 and rows[slot] + capacity <= part.slots
+            is_held = capacity > 0 <= rows[slot] <= part.slots - capacity and capacity & (capacity - 1) == 0
             found[int(ring["number"])] = _Ring(
-                slot, int(ring["number"]), int(rows[slot]) if is_held else -1, capacity if is_held else 0,
+                slot, int(ring["number"]), rows[slot] if is_held else -1, capacity if is_held else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["folded"]), int(ring["too_short"]), int(ring["thread_id"]),
                 label_of(ring["label"]) if ring["thread_id"] else "(ended threads)",
             )  # fmt: skip
