@@ -391,7 +391,7 @@ def _fork_in_a_storm(recorder: Any, forks: int) -> None:
         for thread in threads:
             thread.join()
     mapped = read(recorder)
-    assert lines(mapped.tally()) == lines(recorder.tally())
+    assert sorted(lines(mapped.tally())) == sorted(lines(recorder.tally()))  # threads may come in another order
     assert sum(row.totals.calls for row in mapped.tally().rows()) == sum(calls)
     assert mapped.open_spans() == []
 
@@ -556,8 +556,15 @@ def _victim() -> tuple[subprocess.Popen[bytes], Mapped]:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory without a name here")
-@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_what_a_process_recorded_that_was_killed_is_all_there(times: int) -> None:
+@pytest.mark.parametrize(
+    ("times", "pure"),
+    [(5, ""), (2, "1"), pytest.param(50, "", marks=pytest.mark.slow)],
+    ids=["native", "pure", "often"],
+)
+def test_what_a_process_recorded_that_was_killed_is_all_there(
+    times: int, pure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTRUMENT_PURE", pure)
     for _ in range(times):
         process, mapped = _victim()
         try:
@@ -566,19 +573,20 @@ def test_what_a_process_recorded_that_was_killed_is_all_there(times: int) -> Non
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(30)
-        _is_whole(mapped)
+        # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack,
+        # in Python those of one for each thread.
+        _is_whole(mapped, unfinished=2 if pure or _native is None else 1)
         mapped.close()
 
 
-def _is_whole(mapped: Mapped) -> None:
+def _is_whole(mapped: Mapped, unfinished: int) -> None:
     header = mapped.header
     assert (header.state, header.service, header.is_moving) == ("running", "victim", False)
     tally, losses = mapped.tally(), mapped.losses()
     calls = sum(row.totals.calls for row in tally.rows())
     rings = [ring for ring in mapped.rows() if ring.thread_id]
     heads, held = sum(ring.head for ring in rings), sum(len(ring.rows) for ring in rings)
-    # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack.
-    assert 0 <= heads - calls <= 1
+    assert 0 <= heads - calls <= unfinished
     assert held >= 0.999 * (heads - losses.get("spans overwritten by newer ones", 0)) - len(rings)
     rows = np.concatenate([ring.rows for ring in rings]) if rings else np.zeros(0, ROWS)
     tree, open_spans = mapped.tree(), mapped.open_spans()
@@ -594,7 +602,7 @@ def _is_whole(mapped: Mapped) -> None:
     known = names.keys() | {span.span_id for span in open_spans}
     late = rows[(rows["start_ns"] > oldest_ns) & (rows["parent_id"] != 0)]
     lacking = {int(parent) for parent in late["parent_id"]} - known
-    assert len(lacking) <= 1, "a span that is open is not named"
+    assert len(lacking) <= unfinished, "a span that is open is not named"
     if calls:
         assert "serving" in {span.site.name for span in open_spans}
 

@@ -97,8 +97,9 @@ class Session(Recorded):
         limits = self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
         RECORDER.begin(limits.ring_bytes, self._facts(), folder, limits.disk_bytes)
-        if folder and RECORDER.no_memory:
-            self.account.complain(f"limits.ring_dir: nothing outlives this process: {RECORDER.no_memory}")
+        if RECORDER.no_memory:
+            told = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
+            self.account.complain(f"limits.ring_dir: {told}" if folder else told, log=bool(folder))
         if self.profile.export.summary is not None:
             prepare(self.profile.export.summary.views)
         self._begin()
