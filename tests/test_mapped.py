@@ -147,6 +147,21 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
     assert {site.name: site.attributes for site in mapped.sites()}["outer"] == (("rank", 3),)
 
 
+def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> None:
+    mapped = read(recorder)
+    recorder.wrap(lambda: None, Site("one"))()
+    first = mapped.tree()
+    with recorder.scope("two"):
+        assert [site.name for site in mapped.tree().upwards(len(mapped.tree()) - 1)] == ["two"]
+        assert mapped.tree() is mapped.tree()
+        assert mapped.tree() is not first
+        recorder.wrap(lambda: None, Site("three"))()
+    assert [site.name for site in mapped.tree().upwards(len(mapped.tree()) - 1)] == ["three", "two"]
+    recorder.reset()
+    recorder.wrap(lambda: None, Site("four"))()
+    assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]
+
+
 def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: Any) -> None:
     seen: list[Any] = []
 

@@ -352,6 +352,8 @@ class _Recording(Muting, Readback):
             self.reset()
             if self._memory_of is not None:
                 self.tell(self._facts)
+                if not self.no_memory and self.memory_fd < 0:
+                    self.no_memory = "this forked child could not be given a memory of its own"
         self._forget_all()
 
 

@@ -68,6 +68,8 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
 """A row as others read it; `rare` is an address in the process, and of no use elsewhere."""
+_NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
+_CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
 _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 _HISTOGRAM = np.dtype([("bucket", "<u4"), ("times", "<u8")])  # as `tally.PACKED`
 
@@ -89,6 +91,10 @@ class Mapped:
 
     def __init__(self, fd: int) -> None:
         self._fd = os.dup(fd)
+        self._told: dict[int, Site] = {}
+        self._told_until = 0, 0  # of which generation, and how many bytes of its facts
+        self._known = -1, b""  # of which generation, and the nodes of the tree that is known
+        self._tree = CallTree()
         try:
             self._read_head()
         except BaseException:
@@ -138,6 +144,7 @@ class Mapped:
             end = offset + stride * slots
         self._parts: Mapping[str, layout.Part] = parts
         self._base = int(head["address"])
+        self._generation = int(head["generation"])
         self._object_bytes = int(head["object_bytes"])
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
             raise TraceError("the rings of a recording begin where they cannot; it is damaged")
@@ -185,15 +192,25 @@ class Mapped:
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _facts_of_sites(self) -> dict[int, Site]:
-        """The sites by the addresses by which nodes name them."""
+        """The sites by the addresses by which nodes name them: those told of since the last time are added."""
         part = self._parts["facts"]
-        data = self._bytes(part.offset, min(part.used, part.slots))
-        return {int(fact["site"]): site_of(facts_in(text)) for fact, text in records(data, _FACT)}
+        generation, until = self._told_until
+        if generation != self._generation or part.used < until:
+            self._told, until = {}, 0
+        data = self._bytes(part.offset + until, min(part.used, part.slots) - until)
+        for fact, text in records(data, _FACT):
+            self._told[int(fact["site"])] = site_of(facts_in(text))
+            until += int(fact["size_bytes"])
+        self._told_until = self._generation, until
+        return self._told
 
     def tree(self) -> CallTree:
-        """The call paths that are known by now."""
+        """The call paths that are known by now: the same object as long as none is added."""
         self._read_head()
-        nodes = self._slots("nodes", _type(layout.NODE))
+        nodes = self._slots("nodes", _NODE)
+        columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
+        if self._known == (self._generation, columns):
+            return self._tree
         known = np.flatnonzero(nodes["is_known"] != 0)
         index = nodes["index"][known].astype(np.int64)
         # The nodes of a tree are numbered one after another; of two of one number, as a damaged file has, the first.
@@ -213,7 +230,7 @@ class Mapped:
         addresses, numbers = np.unique(nodes["site"][known], return_inverse=True)
         tree.sites.extend(told.get(int(address)) or Site(UNKNOWN) for address in addresses)
         tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
-        self._node_numbers = number_of
+        self._node_numbers, self._tree, self._known = number_of, tree, (self._generation, columns)
         return tree
 
     def sites(self) -> list[Site]:
@@ -298,13 +315,13 @@ class Mapped:
 
     def open_spans(self) -> list[OpenSpan]:
         """The spans that have begun and not ended, in the order in which they began."""
-        tree, kind = self.tree(), _type(layout.FRAME)
+        tree = self.tree()
         number_of = self._node_numbers
         rings = {ring.slot: ring for ring in self._rings()}
         ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
         found: dict[int, OpenSpan] = {}
         for _ in range(TRIES):
-            before, frames = self._slots("frames", kind), self._slots("frames", kind)
+            before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
             sound = (frames["state"] != 0) & (frames["start_ns"] > 0) & (frames["start_ns"] < FARTHEST_NS)
             sound &= (frames["span_id"] != 0) & (frames["span_id"] >> np.uint64(63) == 0)
@@ -358,7 +375,7 @@ class Mapped:
         """The totals of all calls by now, by call path and thread, as the process itself would tell them."""
         tree, rings = self.tree(), self._rings()
         books: dict[int, list[tuple[int, Totals]]] = {ring.number: [] for ring in rings}
-        totals = self._slots("totals", _type(layout.TOTALS))
+        totals = self._slots("totals", _TOTALS)
         own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
         totals = totals[own]
@@ -370,8 +387,8 @@ class Mapped:
 
     def _histograms(self, totals: Records) -> list[bytes]:
         """The histogram of each, packed; a bucket may be there more than once."""
-        chunks = self._slots("chunks", _type(layout.CHUNK))
-        highs = self._slots("highs", _type(layout.HIGH))
+        chunks = self._slots("chunks", _CHUNK)
+        highs = self._slots("highs", _HIGH)
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
