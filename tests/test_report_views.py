@@ -156,7 +156,7 @@ def hostile() -> Trace:
         notes=HOSTILE, cost=Cost(10**12, 1e9, 1, 10**15),
         samples=[Sample(name, number, 5, 1e300) for number, name in enumerate((*HOSTILE, *GAUGES))],
         allocations=[
-            Allocation(-(10 ** (number % 2)), number * MS, number % 3, 10**20 * (-1) ** number, number % 5, 10**21, 7)
+            Allocation(-(10 ** (number % 2)), number * MS, number % 3, 10**18 * (-1) ** number, number % 5, 10**18, 7)
             for number in range(40)
         ], watched=(3 * MS, 19 * MS),
         gpus=[Gpu(number, name, name) for number, name in enumerate(HOSTILE)],
