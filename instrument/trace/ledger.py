@@ -112,18 +112,25 @@ def turns_of(trace: Trace, joined: Joined) -> Turns:
     )
     in_batch = np.full(len(batches.row), names[SHARE])
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_batch])
-    # By when spans began, also before the request; what begins and ends with a time between spans comes after it.
     spans, none = np.concatenate([work.row, batches.row]), np.full(len(between.row), NONE)
-    begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
-    finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])
-    by_id = np.concatenate([none, trace.span_id[spans]])
-    is_span = np.arange(len(starts)) >= len(none)
-    order = np.lexsort((np.arange(len(starts)), by_id, is_span, -finishes, begins))
-    ranks = np.empty(len(starts), dtype=np.int64)
-    ranks[order] = np.arange(len(order))
+    ranks = _ranks(trace, between, spans)
+    del work, batches, between, in_batch  # as much memory as the columns of the trace, which `turns` wants again
     taken, begun, ended = turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[taken]
     return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
+
+
+def _ranks(trace: Trace, between: _Stretches, spans: Int64s) -> Int64s:
+    """Times between spans and then spans by when these began, also before the request; what begins and ends with a time
+    between spans comes after it."""
+    begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
+    finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])
+    by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])
+    is_span = np.arange(len(begins)) >= len(between.row)
+    order = np.lexsort((np.arange(len(begins)), by_id, is_span, -finishes, begins))
+    ranks = np.empty(len(begins), dtype=np.int64)
+    ranks[order] = np.arange(len(order))
+    return ranks
 
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:

@@ -18,19 +18,24 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
         return filled, filled, filled
-    groups, starts, ends = groups[filled], starts[filled], ends[filled]
+    edges, place_of = _edges(groups[filled], starts[filled], ends[filled])
+    ranked = highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
+    taken = np.flatnonzero(ranked != NONE)  # nothing goes on from a group's last edge to the next group's first
+    with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
+    with_rank[ranks[filled]] = filled
+    return with_rank[ranked[taken]], edges[taken], edges[taken + 1]
+
+
+def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+    """The times at which any interval of a group begins or ends, each once for its group and by group, and the place
+    among them of each begin and then of each end."""
     times, of_edges = np.concatenate([starts, ends]), np.concatenate([groups, groups])
     order = np.lexsort((times, of_edges))
     times, of_edges = times[order], of_edges[order]
     is_new = np.concatenate([[True], (times[1:] != times[:-1]) | (of_edges[1:] != of_edges[:-1])])
     place_of = np.empty(len(order), dtype=np.int64)
     place_of[order] = np.cumsum(is_new) - 1
-    edges = times[is_new]
-    ranked = highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
-    taken = np.flatnonzero(ranked != NONE)  # nothing goes on from a group's last edge to the next group's first
-    with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
-    with_rank[ranks[filled]] = filled
-    return with_rank[ranked[taken]], edges[taken], edges[taken + 1]
+    return times[is_new], place_of
 
 
 def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
