@@ -246,6 +246,24 @@ print(*(one["how"] for one in ask()[0]))
     assert (done.returncode, done.stdout) == (0, "goodbye\n"), done.stderr
 
 
+def test_an_agent_ends_with_the_last_process_also_where_the_first_one_was_killed() -> None:
+    service = begin(f"""{ASK}
+import engine, sys
+engine.step(1)
+if os.fork() == 0:
+    engine.step(1)
+    sys.stdin.readline()
+    sys.exit()
+while len([one for one in ask()[0] if one["has_recorded"]]) < 2: time.sleep(0.01)
+os.kill(os.getpid(), 9)
+""")
+    service.wait(60)
+    (agent,) = agents()
+    _, errors = service.communicate("\n", timeout=60)
+    assert "(in order)" in errors
+    until(lambda: not Path(f"/proc/{agent}").exists())
+
+
 ENDS = {
     "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "leaves without cleaning up": "os._exit(3)",
@@ -304,7 +322,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     died = (
         f"Process {service.pid} ended without a goodbye: it died in `(hang|say_and_hang)` of request `POST /generate`, "
     )
-    assert re.search(rf"{died}{age}; also open were what ran in `hang`, {age}\.", words)
+    assert re.search(rf"{died}{age}; 1 more was open: `hang` \([\d.]+ (s|ms|us)\)\.", words)
     spans = file.load(path).trace().spans
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
 

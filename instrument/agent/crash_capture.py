@@ -47,21 +47,30 @@ def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:
         by_root.setdefault(span.root_id, []).append(span)
     if not by_root:
         return f"{how}; no span was open"
-    told = [_within(its, end_ns) for its in sorted(by_root.values(), key=lambda its: -its[-1].start_ns)]
-    more = len(told) - REQUESTS_TOLD
-    also = [*told[1:REQUESTS_TOLD], *([f"{more} more"] if more > 0 else [])]
-    return "".join([f"{how}: it died {told[0]}", f"; also open were what ran {', '.join(also)}" if also else ""])
+    first, *others = sorted(by_root.values(), key=lambda its: -its[-1].start_ns)
+    told = [_in_short(its, end_ns) for its in others[:REQUESTS_TOLD]]
+    more = len(others) - REQUESTS_TOLD
+    told += [f"{more} more"] if more > 0 else []
+    also = f"; {len(others)} more {'was' if len(others) == 1 else 'were'} open: {', '.join(told)}" if told else ""
+    return f"{how}: it died in {_within(first, end_ns)}{also}"
+
+
+def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
+    """The outermost and the innermost span of those of a tree that are open."""
+    return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
 def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
-    """The innermost span of a tree, and the request around it with its age."""
-    last, first = max(spans, key=lambda span: span.start_ns), min(spans, key=lambda span: span.start_ns)
-    age = f"{_length(end_ns - first.start_ns)} after it began"
-    if last is first:
-        kind = "request " if first.site.kind == "request" else ""
-        return f"in {kind}`{first.site.name}`, {age}"
+    first, last = _ends(spans)
     kind = "request " if first.site.kind == "request" else ""
-    return f"in `{last.site.name}` of {kind}`{first.site.name}`, {age}"
+    inner = "" if last is first else f"`{last.site.name}` of "
+    return f"{inner}{kind}`{first.site.name}`, {_length(end_ns - first.start_ns)} after it began"
+
+
+def _in_short(spans: Sequence[OpenSpan], end_ns: int) -> str:
+    first, last = _ends(spans)
+    inner = "" if last is first else f", in `{last.site.name}`"
+    return f"`{first.site.name}` ({_length(end_ns - first.start_ns)}{inner})"
 
 
 def _length(time_ns: int) -> str:

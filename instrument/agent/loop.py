@@ -33,6 +33,9 @@ PACKETS_AT_ONCE = 64
 GRACE_S = 0.3
 """How long nobody must have been left of a run before it is over: a child may be about to join."""
 
+AGAIN_S = 5.0
+"""How often it is looked whether a run is over, whatever has been heard of it."""
+
 STATUS_S = 0.3
 """How long after a process vanished the one who reaps it may still tell its exit status."""
 
@@ -92,6 +95,7 @@ class Agent:
             if run.first_fd >= 0:
                 self._selector.register(run.first_fd, selectors.EVENT_READ, self._first_exited)
             self._after(START_S, self._say_if_nobody_joined)
+        self._after(AGAIN_S, self._look_again)
 
     # ---------------------------------------------------------------- the loop
 
@@ -139,6 +143,16 @@ class Agent:
         self._ends_at = self._ends_at or time.monotonic() + END_S
         self._after(END_S, self._end_if_done)
         self._end_if_done()
+
+    def _look_again(self) -> None:
+        """Whether a run is over without anything having said so."""
+        self._after(AGAIN_S, self._look_again)
+        for run in list(self.runs.values()):
+            for process in run.living():
+                if process.exit_fd < 0 and process.connection is None and process.has_exited() is not False:
+                    self._vanished(process)
+            self._report_if_due(run)
+            self._end_of(run)
 
     def _end_if_done(self) -> None:
         """End where the run is over and has been told of, or the time after a signal is up."""
@@ -324,7 +338,12 @@ class Agent:
         if connection is None or any(one.is_saving for one in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-        self._jobs.start(departure.report_of(run), lambda answer: self._send(connection, {"goodbye": answer}))
+
+        def then(answer: Any) -> None:
+            self._send(connection, {"goodbye": answer})
+            self._end_of(run)
+
+        self._jobs.start(departure.report_of(run), then)
 
     def _saved(self, process: Process) -> None:
         """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
