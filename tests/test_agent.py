@@ -32,7 +32,11 @@ export:
 """
 
 ENGINE = """
-import time
+import os, time
+from instrument.sessions import membership
+
+if "IMPATIENT" not in os.environ:  # a machine with other work is no agent that is slow or gone
+    membership.ALIVE_S = membership.REPORT_S = 60
 
 def step(x):
     return x + 1
@@ -63,12 +67,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
     try:
-        until(lambda: not list(runs.iterdir()), 10)
+        until(lambda: not list(runs.iterdir()))
     finally:
         shutil.rmtree(runs)
 
 
-def until(found: Callable[[], Any], wait_s: float = 30) -> Any:
+def until(found: Callable[[], Any], wait_s: float = 60) -> Any:
     """What is found once it is true."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
@@ -105,7 +109,7 @@ def agents() -> list[int]:
 
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
     answers = []
-    with run_folder.called(folder / run_folder.SOCKET, 10) as caller:
+    with run_folder.called(folder / run_folder.SOCKET, 60) as caller:
         packets.send(caller, message)
         while True:
             answer, _ = packets.receive(caller)
@@ -127,7 +131,7 @@ from instrument import chrome
 from instrument.runtime import packets, run_folder
 
 def ask():
-    with run_folder.called(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 10) as caller:
+    with run_folder.called(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
         packets.send(caller, {"ask": "processes"})
         found = []
         while True:
@@ -239,7 +243,7 @@ for file in files: os.fstat(file)
 import instrument
 instrument.stop()
 for file in files: os.fstat(file)
-until = time.monotonic() + 20
+until = time.monotonic() + 60
 while time.monotonic() < until and not [one for one in ask()[0] if one["how"] == "goodbye"]: time.sleep(0.01)
 print(*(one["how"] for one in ask()[0]))
 """)
@@ -348,7 +352,10 @@ def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed()
     assert (service.returncode, out) == (-signal.SIGKILL, "")
 
 
-def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_end() -> None:
+def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPATIENT", "1")
     service = begin("""
         import engine, sys
         engine.step(1)
@@ -424,7 +431,7 @@ def test_what_is_no_packet_is_refused_and_the_agent_goes_on() -> None:
     (folder,) = run_folder.found()
     for data in HOSTILE:
         with socket.socket(packets.FAMILY, packets.KIND) as caller:
-            caller.settimeout(20)
+            caller.settimeout(60)
             caller.connect(str(folder / run_folder.SOCKET))
             socket.send_fds(caller, [data or b" "], [0] * 5)
             assert caller.recv(100) == b""
@@ -460,7 +467,7 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
 def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
     folder = run_folder.make("20260101T000000-999999999")
     (folder / "left.npz").touch()
-    mine = run_folder.make(f"20260101T000000-{os.getpid()}")
+    mine = run_folder.make(f"20260101T000000-{os.getppid()}")
     run_folder.remove_abandoned()
     assert run_folder.found() == [mine]
     run_folder.remove(mine)

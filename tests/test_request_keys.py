@@ -218,7 +218,7 @@ def handle(request_id):
     with instrument.scope("tokenise", phase="prepare"):
         time.sleep(0.002)
     submit(request_id)
-    ANSWERS[request_id].wait(10)
+    ANSWERS[request_id].wait(60)
     with instrument.scope("detokenise", phase="post"):
         time.sleep(0.002)
 
