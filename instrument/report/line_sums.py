@@ -150,7 +150,12 @@ def added(rows: Rows, groups: NDArray[Any], count: int) -> Rows:
 
 def together(rows: Rows) -> Sum:
     """Several sums as one."""
-    return Sum(*added(rows, np.zeros(len(rows), dtype=np.int64), 1)[0].tolist())
+    rows = rows[rows[:, CALLS] != 0]
+    if not len(rows):
+        return Sum(*[0] * WIDTH)
+    found = rows.sum(axis=0)
+    found[MIN], found[MAX], found[FIRST] = rows[:, MIN].min(), rows[:, MAX].max(), rows[:, FIRST].min()
+    return Sum(*found.tolist())
 
 
 def _array(lines: Numbers) -> Rows:
