@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import crash_capture, run_report
+from instrument.agent import crash_capture, exit_status, run_report
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import Part
 
@@ -70,6 +70,8 @@ def line_of(process: Process, answer: Answer) -> str:
 
 
 def _way(process: Process) -> str:
+    if exit_status.oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
+        return "ended without a goodbye (killed for want of memory, as its control group has it)"
     return f"ended without a goodbye{_how(process.status)}"
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, run_report, telling
+from instrument.agent import departure, exit_status, run_report, telling
 from instrument.agent.jobs import Jobs
 from instrument.agent.peer import Connection
 from instrument.agent.processes import GOODBYE, REPLACED, VANISHED, Process, Run, exit_fd_of, image_of
@@ -302,6 +302,8 @@ class Agent:
         )  # fmt: skip
         self._connections[connection] = process
         process.has_recorded = bool(facts.get("records"))
+        process.memory_events = exit_status.memory_events(connection.pid)
+        process.oom_kills = exit_status.oom_kills(process.memory_events)
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
@@ -398,6 +400,8 @@ class Agent:
         process.ended_ns, process.how = time.monotonic_ns(), how
         if process.exit_fd >= 0:
             self._selector.unregister(process.exit_fd)
+            if how == VANISHED and process.status is None:
+                process.status = exit_status.status_of(process.exit_fd, process.pid)
             os.close(process.exit_fd)
             process.exit_fd = -1
         self._trim(process.run)

@@ -29,6 +29,8 @@ class Process:
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
+    `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
+    them when it joined.
     """
 
     run: Run
@@ -47,6 +49,8 @@ class Process:
     ended_ns: int = 0
     how: str = ""
     status: int | None = None
+    memory_events: Path | None = None
+    oom_kills: int = 0
     image: bytes = b""
 
     @property
