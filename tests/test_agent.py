@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -417,6 +418,7 @@ HOSTILE = [
     b'{"join": 1}',
     b'{"join": {}}',
     b'{"join": {"pid": "x", "started": []}}',
+    b'{"join": {"pid": 1e999, "started": 1e999}}',
     b'{"goodbye": {}}',
     b'{"answer": {}, "number": 1}',
     b'{"ended": 1, "status": 9}',
@@ -563,6 +565,23 @@ def test_live_shows_requests_in_flight_with_where_they_are(service: subprocess.P
     assert (endpoint["name"], endpoint["requests"], endpoint["errors"]) == ("GET /fast", 100, 0)
     assert endpoint["p50_ns"] <= endpoint["p99_ns"]
     assert {place["name"] for place in seen["places"]} == {"GET /fast", "step"}
+
+
+def test_live_draws_its_screen_anew_until_it_is_told_to_end(service: subprocess.Popen[str]) -> None:
+    pytest.importorskip("rich")
+    ours, theirs = pty.openpty()
+    words = [*INSTRUMENT, "live", str(service.pid), "--every", "0.1"]
+    looking = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"GET /slow") < 2:
+        shown += os.read(ours, 1 << 16)
+    serve_one(service)
+    while b"GET /fast" not in shown.rpartition(b"Endpoint")[2]:
+        shown += os.read(ours, 1 << 16)
+    looking.send_signal(signal.SIGINT)
+    assert looking.wait(30) == 0
+    os.close(ours)
 
 
 def test_each_look_tells_of_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:

@@ -212,7 +212,7 @@ class Agent:
                 return
             try:
                 kept = self._heard(connection, message, descriptors)
-            except (TypeError, ValueError, KeyError, AttributeError):
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError):
                 kept = []
                 connection.is_broken = True  # it is JSON, and says nothing that we know
             for descriptor in descriptors:

@@ -95,7 +95,8 @@ class Screen:
         """As text, each table bounded to `ROWS`."""
         living = [one for one in self.processes if one.state == "running"]
         lines = [
-            f"Run {safe(self.run)}: {len(living)} processes, {len(self.in_flight)} requests in flight; "
+            f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, "
+            f"{_count(len(self.in_flight), 'request')} in flight; "
             f"rates and shares of {number(self.window_ns / 1e9)} s",
             "",
         ]
@@ -130,6 +131,10 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     blanks = [""] * (len(header) - 1)
     shown = [*rows[:ROWS], *([[f"({more} more)", *blanks]] if more > 0 else [])]
     return [*named_table(header, shown, 0), ""] if rows else []
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural * (number != 1)}"
 
 
 def _seconds(time_ns: int) -> str:

@@ -53,7 +53,10 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
             if options.once:
                 return 0
             time.sleep(options.every)
-            screen = look()
+            try:
+                screen = look()
+            except InstrumentError:
+                return 0  # it is over
     try:
         from rich.live import Live
         from rich.text import Text
@@ -65,6 +68,12 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
         with Live(Text("\n".join(screen.lines())), screen=True, auto_refresh=False) as shown:
             while True:
                 time.sleep(options.every)
-                shown.update(Text("\n".join(look().lines())), refresh=True)
+                try:
+                    screen = look()
+                except InstrumentError:
+                    break  # it is over
+                shown.update(Text("\n".join(screen.lines())), refresh=True)
     except KeyboardInterrupt:
         return 0
+    print("\n".join(screen.lines()))
+    return 0
