@@ -260,6 +260,25 @@ def test_threads_that_have_ended_and_were_given_up_stay_counted(make_recorder: A
     assert sum(len(ring.rows) for ring in mapped.rows()) + recorder.ended_rows == 60
 
 
+def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> None:
+    function = recorder.wrap(lambda: None, Site("f"))
+    held = [threading.Event() for _ in range(3)]
+    staying = [threading.Thread(target=lambda event=event: (function(), event.wait())) for event in held]
+    for thread in staying:
+        thread.start()
+    for _ in range(200):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    mapped = read(recorder)
+    for event, thread in zip(held, staying, strict=True):
+        event.set()
+        thread.join()
+    rings = mapped.rows()
+    assert sum(len(ring.rows) for ring in rings) == sum(ring.head for ring in rings) == 203 - recorder.ended_rows
+    assert "rows that only the process itself could read" not in mapped.losses()
+
+
 def test_what_is_private_for_want_of_room_is_counted(recorder: Any) -> None:
     parts, _ = memory_layout.planned(1 << 26, is_sparse=True)
 

@@ -111,35 +111,42 @@ mapped_bytes(uint64_t capacity)
     return (capacity * sizeof(row_t) + page - 1) / page * page;
 }
 
-/* Room for rows where others can read them, at a place that is a multiple of its size; NULL without. */
+/* Room for rows where others can read them: the first that is large enough; NULL without. */
 static row_t *
 take_rows(memory_t *memory, size_t bytes)
 {
-    size_t wanted = memory == NULL ? 0 : bytes / memory->page_bytes;
-    if (memory == NULL)
-        return NULL;
-    for (size_t first = 0; first + wanted <= memory->pages; first += wanted) {
-        if (memchr(memory->taken + first, 1, wanted) != NULL)
+    size_t wanted = bytes / memory->page_bytes;
+    for (size_t first = 0; first + wanted <= memory->pages;) {
+        const unsigned char *other = memchr(memory->taken + first, 1, wanted);
+        if (other != NULL) {
+            first = (size_t)(other - memory->taken) + 1;
             continue;
+        }
         memset(memory->taken + first, 1, wanted);
         size_t end = (first + wanted) * memory->page_bytes / sizeof(row_t);
         if (end > memory->at->parts[PART_ROWS].used)
             memory->at->parts[PART_ROWS].used = end;
         return (row_t *)(part_at(memory, PART_ROWS) + first * memory->page_bytes);
     }
-    memory->at->parts[PART_ROWS].unseen += bytes / sizeof(row_t);
     return NULL;
 }
 
 /* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
- * which the C library does not do with the heap that it keeps for each thread. */
+ * which the C library does not do with the heap that it keeps for each thread. Where others could read fewer only, it is
+ * fewer. */
 static row_t *
-map_rows(memory_t *memory, uint64_t capacity)
+map_rows(memory_t *memory, uint64_t *capacity)
 {
-    size_t bytes = mapped_bytes(capacity);
-    void *rows = take_rows(memory, bytes);
-    if (rows == NULL)
-        rows = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (uint64_t some = *capacity; memory != NULL && some >= SMALLEST_RING; some /= 2) {
+        row_t *rows = take_rows(memory, mapped_bytes(some));
+        if (rows != NULL) {
+            *capacity = some;
+            return rows;
+        }
+    }
+    if (memory != NULL)
+        memory->at->parts[PART_ROWS].unseen += *capacity;
+    void *rows = mmap(NULL, mapped_bytes(*capacity), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return rows == MAP_FAILED ? NULL : rows;
 }
 

@@ -420,10 +420,10 @@ new_ring(Core *core)
     }
     ring->name = name;
     write_label(ring->label, name);
+    ring->thread_id = (long)PyThread_get_thread_native_id();
+    ring->rows = map_rows(core->memory, &capacity);
     ring->capacity = capacity;
     ring->mask = capacity - 1;
-    ring->thread_id = (long)PyThread_get_thread_native_id();
-    ring->rows = map_rows(core->memory, capacity);
     if (ring->rows == NULL) {
         Py_DECREF(ring);
         return (Ring *)PyErr_NoMemory();

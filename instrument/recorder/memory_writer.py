@@ -19,7 +19,7 @@ from instrument.recorder.chains import Frame
 from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
-from instrument.recording.ring import Ring, Row, is_too_short, self_ns
+from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, self_ns
 from instrument.recording.spans import Site
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
@@ -195,17 +195,39 @@ class MemoryWriter:
             return place
 
     def _take_rows(self, capacity: int) -> tuple[int, int]:
-        """Where rows lie, and how many: none where there is no room."""
-        part, free, used = self._parts["rows"], self._free_rows.get(capacity), self._used["rows"]
-        if free:
-            return free.pop(), capacity
-        if used + capacity > part.slots:
+        """Where rows lie, and how many: fewer where there is no room for as many, or none."""
+        part, used = self._parts["rows"], self._used["rows"]
+        if used + capacity <= part.slots and not self._free_rows.get(capacity):
+            self._used["rows"] = used + capacity
+            self._count("rows", "used", used + capacity)
+            return part.offset + used * part.stride, capacity
+        larger = min((size for size, free in self._free_rows.items() if free and size >= capacity), default=0)
+        if not larger and capacity > SMALLEST_RING:
+            return self._take_rows(capacity // 2)
+        if not larger:
             self._unseen["rows"] += capacity
             self._count("rows", "unseen", self._unseen["rows"])
             return 0, 0
-        self._used["rows"] = used + capacity
-        self._count("rows", "used", used + capacity)
-        return part.offset + used * part.stride, capacity
+        at = self._free_rows[larger].pop()
+        self._give_rows(at, larger, capacity)
+        return at, capacity
+
+    def _give_rows(self, at: int, had: int, kept: int) -> None:
+        """Give back what lies behind the rows that are kept, in pieces of sizes of powers of two."""
+        while had > kept:
+            had //= 2
+            self._free_rows.setdefault(had, []).append(at + had * layout.ROW.size)
+
+    def shrink(self, ring: Ring) -> None:
+        """A ring has no more rows than this."""
+        place = self._rings.get(ring)
+        if place is None or place.capacity <= ring.capacity or self._pid != _getpid():
+            return
+        with self._lock:
+            self._give_rows(place.rows, place.capacity, ring.capacity)
+            place.capacity = ring.capacity
+            _U64.pack_into(self.map, place.at + layout.RING.fields["mask"][0], ring.capacity - 1)
+            _U64.pack_into(self.map, place.at + layout.RING.fields["capacity"][0], ring.capacity)
 
     def give_up(self, ring: Ring, ended: Mapping[int, Totals], ended_rows: int, ended_too_short: int) -> None:
         """A thread's ring has gone, and its totals are among those of the threads that have ended."""

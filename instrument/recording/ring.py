@@ -300,8 +300,11 @@ class _Local(local):
     mark: _Mark
 
 
-class Giver(Protocol):
-    """Is told of rings that go."""
+class Outside(Protocol):
+    """Where rings lie for others to read: is told of those that shrink and go."""
+
+    def shrink(self, ring: Ring, /) -> None:
+        """A ring has no more rows than this."""
 
     def give_up(self, ring: Ring, ended: Mapping[int, Totals], ended_rows: int, ended_too_short: int, /) -> None:
         """A ring has gone; these are the totals and counts of all that have."""
@@ -314,7 +317,7 @@ class Rings:
     """
 
     def __init__(
-        self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str], writer: Giver | None = None
+        self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str], writer: Outside | None = None
     ) -> None:
         self.local = _Local()
         self.ended_totals: dict[int, Totals] = {}
@@ -356,6 +359,8 @@ class Rings:
         ended = [ring for ring in self._rings if ring.ended]
         for ring in ended:
             ring.shrink()
+            if self._writer is not None:
+                self._writer.shrink(ring)
         while ended and (len(ended) > ENDED_RINGS_KEPT or self._free() < self._budget // 32):
             ring = ended.pop(0)
             for index, totals in ring.copied_totals().items():
