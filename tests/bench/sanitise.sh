@@ -47,7 +47,7 @@ export ASAN_OPTIONS=detect_leaks=0:log_path=$findings:exitcode=86:allocator_may_
 export UBSAN_OPTIONS=print_stacktrace=1:log_path=$findings:exitcode=86
 export TSAN_OPTIONS=log_path=$findings:exitcode=86:report_signal_unsafe=0
 LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not native.why_missing(), native.why_missing()'
-tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_parentage.py
+tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_mapped.py tests/test_programs.py tests/test_parentage.py
     tests/test_functions.py tests/test_capture.py
     tests/test_spans.py tests/test_tally.py tests/test_lines.py tests/test_chrome.py tests/test_chrome_allocations.py
     tests/test_chrome_foreign.py tests/test_report_phases.py)
