@@ -189,7 +189,7 @@ def test_a_service_is_given_numpy_only_where_its_profile_asks_for_files() -> Non
         assert len(arrays["span_id_steps"]) == 1
 
 
-@pytest.mark.parametrize("text", [ALONE, BOTH])
+@pytest.mark.parametrize("text", [ALONE, BOTH, "export: {summary: {to: stderr}}"])
 def test_without_numpy_a_service_runs_and_the_notes_say_that_nothing_is_written(text: str) -> None:
     done = python(HIDES_NUMPY + PROGRAM, text)
     assert (done.returncode, done.stdout.count(saving.WITHOUT_NUMPY)) == (0, 1), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -45,7 +46,8 @@ def prepare(views: Sequence[str]) -> None:
     """
     for name in views:
         if name in VIEW_OF:
-            _imported(name)
+            with suppress(ImportError):  # where numpy is not to be had, the session says so
+                _imported(name)
 
 
 def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ RECORDING = ".npz"
 """How the names of recordings end."""
 
 WITHOUT_NUMPY = (
-    "numpy is not installed, so no recordings and no Chrome traces are written; install it (pip install numpy)"
+    "numpy is not installed, so no recordings, no Chrome traces and no reports are written; install it "
+    "(pip install numpy)"
 )
 
 
@@ -154,6 +155,8 @@ class Saving:
 
     def print_summary(self, wanted: Summary, limit_ns: int) -> None:
         """Tell what has been recorded where the profile asks for it; who reads it has so long."""
+        if why_no_files():  # which has been told
+            return
         # Workers of one service write to one stream: which of them this is stands in each.
         text = self._session.summary() + f"\nProcess: {os.getpid()}\n"
         for path in self.newest:
@@ -175,13 +178,12 @@ class Saving:
         """Import what files of spans and the report take, also for the end: what is imported then makes Python forget
         that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
         export = self._session.profile.export
-        if export.summary is not None or is_asked(export):
+        is_wanted = export.summary is not None or is_asked(export)
+        if is_wanted:
             prepare_columns()
         shares = bool(os.environ.get(run_folder.VARIABLE)) and self._session.report_of_run() is not None
-        if not is_asked(export) and not shares:
-            return
-        problem = why_no_files()
-        if not problem:
+        if is_asked(export) or shares:
             prepare()
-        elif is_asked(export):
+        problem = why_no_files() if is_wanted else ""
+        if problem:
             self._session.account.complain(f"export: {problem}")
