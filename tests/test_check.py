@@ -170,7 +170,6 @@ def test_the_document_has_this_shape() -> None:
         "settings": [{"setting": "str", "value": "str", "from": "str"}],
         "exports": ["str"],
         "recorder": {"kind": "str", "why_not_native": "str"},
-        "traces": {"kind": "str", "why_not_native": "str"},
         "python": {"version": "str", "implementation": "str"},
         "device": {"driver": "str", "bindings": "str", "rocm": "str", "problem": "str"},
         "nvml": {"why_not_read": "str"},

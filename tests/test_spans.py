@@ -11,19 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument import native
 from instrument.recording.spans import (
     DeviceInterval,
     Interval,
-    PureDeviceInterval,
-    PureSpan,
     RemoteParent,
     Site,
     Span,
     covered_ns,
 )
-
-table = native.find("_spans")
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))))
 
@@ -54,17 +49,14 @@ def test_elapsed_counts_time_that_host_and_device_share_once() -> None:
 
 
 SITE = Site("x")
-TWINS = pytest.mark.parametrize("kind", [Span, PureSpan], ids=["in use", "twin in Python"])
-INTERVALS = pytest.mark.parametrize("kind", [DeviceInterval, PureDeviceInterval], ids=["in use", "twin in Python"])
 NUMBERS = (5, 0, 5, 7, 0, 100, 130, 30, 20)
 
 
-@TWINS
-def test_a_span_is_a_dataclass_whose_fields_can_be_set(kind: Any) -> None:
-    span = kind(SITE, *NUMBERS)
-    assert [field.name for field in dataclasses.fields(kind)] == list(kind.__slots__) == list(kind.__match_args__)
+def test_a_span_is_a_dataclass_whose_fields_can_be_set() -> None:
+    span = Span(SITE, *NUMBERS)
+    assert [field.name for field in dataclasses.fields(Span)] == list(Span.__slots__) == list(Span.__match_args__)
     assert (span.error, span.attributes, span.device, span.clipped, span.remote) == (None, {}, (), False, None)
-    assert kind(SITE, *NUMBERS[:-1], self_ns=20) == kind(**dict(zip(kind.__slots__, (SITE, *NUMBERS), strict=False)))
+    assert Span(SITE, *NUMBERS[:-1], self_ns=20) == Span(**dict(zip(Span.__slots__, (SITE, *NUMBERS), strict=False)))
     span.attributes["key"] = "kept"
     span.error, span.clipped, span.remote, span.span_id = "OSError", True, RemoteParent(1, 2), -(2**63)
     assert dataclasses.astuple(dataclasses.replace(span, site=7, remote=None)) == (
@@ -72,15 +64,14 @@ def test_a_span_is_a_dataclass_whose_fields_can_be_set(kind: Any) -> None:
     )  # fmt: skip
     span.error = None
     assert span.error is None
-    assert kind(SITE, *NUMBERS).attributes == {}
+    assert Span(SITE, *NUMBERS).attributes == {}
     attributes: dict[str, Any] = {}
-    assert kind(SITE, *NUMBERS, attributes=attributes).attributes is attributes
+    assert Span(SITE, *NUMBERS, attributes=attributes).attributes is attributes
 
 
-@TWINS
-def test_spans_are_equal_by_value_and_have_no_hash(kind: Any) -> None:
-    span = kind(SITE, *NUMBERS)
-    for name in kind.__slots__:
+def test_spans_are_equal_by_value_and_have_no_hash() -> None:
+    span = Span(SITE, *NUMBERS)
+    for name in Span.__slots__:
         other = copy.copy(span)
         assert other == span
         setattr(other, name, 2**62 if isinstance(getattr(span, name), int) and name != "clipped" else not name)
@@ -92,8 +83,7 @@ def test_spans_are_equal_by_value_and_have_no_hash(kind: Any) -> None:
     assert repr(span).endswith("self_ns=20, error=None, attributes={}, device=(), clipped=False, remote=None)")
 
 
-@TWINS
-def test_a_span_misses_and_refuses_arguments_as_any_function_does(kind: Any) -> None:
+def test_a_span_misses_and_refuses_arguments_as_any_function_does() -> None:
     for arguments, named in [
         ((), {}),
         ((SITE, 1), {}),
@@ -101,11 +91,11 @@ def test_a_span_misses_and_refuses_arguments_as_any_function_does(kind: Any) -> 
         ((SITE, *NUMBERS), {"x": 1}),
     ]:
         with pytest.raises(TypeError, match="argument"):
-            kind(*arguments, **named)
+            Span(*arguments, **named)
     with pytest.raises(TypeError, match="argument"):
-        kind(SITE, *NUMBERS, None, {}, (), False, None, None)
+        Span(SITE, *NUMBERS, None, {}, (), False, None, None)
     with pytest.raises(AttributeError):
-        kind(SITE, *NUMBERS).other = 1
+        Span(SITE, *NUMBERS).other = 1
 
 
 def test_what_a_span_in_use_holds_survives_a_pickle_and_copies() -> None:
@@ -134,11 +124,10 @@ def test_a_class_of_ones_own_may_be_made_of_a_span() -> None:
     assert (one.more, one.total_ns, one.attributes) == ("x", 30, {})
 
 
-@INTERVALS
-def test_an_interval_is_frozen_and_compared_by_value(kind: Any) -> None:
-    one = kind(0, 7, 10, 20)
-    assert one == kind(device=0, stream=7, start_ns=10, end_ns=20, label="exclusive", uncertainty_ns=0)
-    assert len({one, kind(0, 7, 10, 20), dataclasses.replace(one, label="stale")}) == 2
+def test_an_interval_is_frozen_and_compared_by_value() -> None:
+    one = DeviceInterval(0, 7, 10, 20)
+    assert one == DeviceInterval(device=0, stream=7, start_ns=10, end_ns=20, label="exclusive", uncertainty_ns=0)
+    assert len({one, DeviceInterval(0, 7, 10, 20), dataclasses.replace(one, label="stale")}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'stream'"):
         one.stream = 5
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -146,16 +135,3 @@ def test_an_interval_is_frozen_and_compared_by_value(kind: Any) -> None:
     assert repr(one) == (
         "DeviceInterval(device=0, stream=7, start_ns=10, end_ns=20, label='exclusive', uncertainty_ns=0)"
     )
-
-
-@pytest.mark.skipif(Span is PureSpan, reason="no native spans in use")
-def test_a_native_span_holds_numbers_of_64_bits_and_says_so() -> None:
-    span = made(1, 0, 5, 7)
-    with pytest.raises(OverflowError, match="start_ns of a Span is a number of 64 bits"):
-        span.start_ns = 2**63
-    with pytest.raises(TypeError, match="end_ns of a Span is a whole number; found float"):
-        Span(SITE, 1, 0, 1, 1, 0, 0, 1.5, 0, 0)  # type: ignore[arg-type]
-    span.start_ns, span.end_ns = -(2**63), 2**63 - 1
-    assert span.total_ns == span.elapsed_ns == 2**64 - 1
-    with pytest.raises(AttributeError, match="cannot be deleted"):
-        del span.site

@@ -32,8 +32,7 @@ def facts_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
             {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
         ],
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
-        "recorder": _native_or_pure("recorder"),
-        "traces": _native_or_pure("traces"),
+        "recorder": _recorder(),
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.found() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
@@ -55,7 +54,7 @@ def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str,
         print(f"  {NO_EXPORT}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
-    print(f"{_twins_line()}, Python {platform.python_version()}")
+    print(f"{_recorder_line()}, Python {platform.python_version()}")
     if _asks_for_device_time(profile):
         print(f"device: {_device_line(cuda.found())}")
     why = _why_no_gpu(profile)
@@ -92,23 +91,15 @@ def _device_line(found: dict[str, str]) -> str:
     return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
 
 
-def _native_or_pure(part: str) -> dict[str, str]:
-    """Whether the recorder, or what reads and writes traces, runs in C, and why not."""
-    missing = native.why_missing()
-    why = "; ".join(
-        dict.fromkeys(why for name, why in missing.items() if (name == "_recorder") == (part == "recorder"))
-    )
+def _recorder() -> dict[str, str]:
+    """Whether the recorder runs in C, and why not."""
+    why = native.why_missing().get("_recorder", "")
     return {"kind": "pure" if why else "native", "why_not_native": why}
 
 
-def _twins_line() -> str:
-    """Which twins are in use, in one word where they were built together as they should be."""
-    recorder, traces = (_native_or_pure(part) for part in ("recorder", "traces"))
-    shown = [
-        f"{part}: native" if facts["kind"] == "native" else f"{part}: pure Python ({facts['why_not_native']})"
-        for part, facts in (("recorder", recorder), ("traces", traces))
-    ]
-    return ", ".join(shown[:1] if traces == recorder or recorder["kind"] == traces["kind"] else shown)
+def _recorder_line() -> str:
+    why = native.why_missing().get("_recorder", "")
+    return f"recorder: pure Python ({why})" if why else "recorder: native"
 
 
 def _why_no_gpu(profile: Profile) -> str:

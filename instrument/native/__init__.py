@@ -1,7 +1,7 @@
-"""The native parts of the package, whose sources lie here, and which of them are in use instead of their twins.
+"""The native recorder, whose sources lie here, and whether it is in use instead of its twin in Python.
 
-They are built together, if there is a compiler, and behave as their twins do; without them the service is slower and
-the answers are the same. `INSTRUMENT_PURE=1` says that they are not wanted.
+It is built if there is a compiler, and behaves as its twin does; without it the service is slower and the answers are
+the same. `INSTRUMENT_PURE=1` says that it is not wanted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-PARTS = ("_recorder", "_spans")
+PARTS = ("_recorder",)
 """The native modules of the package."""
 
 

@@ -48,25 +48,15 @@ class Held(NamedTuple):
 
 def span_of(row: Row, site: Site, thread_id: int) -> Span:
     """The span that a row of a site and a thread stands for."""
-    total_ns = row[6] - row[5]
-    attributes = row[10]
+    _, span_id, parent_id, root_id, task_id, start_ns, end_ns, _, active_ns, error, attributes = row
     remote: RemoteParent | None = None
     if attributes and (REMOTE in attributes or STREAM in attributes):
         attributes = dict(attributes)
         remote = remote_of(attributes.pop(REMOTE, None))
         attributes.pop(STREAM, None)
+    if active_ns < 0:
+        active_ns = end_ns - start_ns
     return Span(
-        site=site,
-        span_id=row[1],
-        parent_id=row[2],
-        root_id=row[3],
-        thread_id=thread_id,
-        task_id=row[4],
-        start_ns=row[5],
-        end_ns=row[6],
-        active_ns=row[8] if row[8] >= 0 else total_ns,
-        self_ns=self_ns(row),
-        error=row[9],
-        attributes=attributes or {},
-        remote=remote,
-    )
+        site, span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns(row), error,
+        attributes or {}, (), False, remote,
+    )  # fmt: skip

@@ -3,8 +3,7 @@
 Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
 recorded or shown, so that a trace saved by one process reads in another.
 
-`Span` and `DeviceInterval` have a twin in C (`_spans.c`), which takes a third of the memory: a saved trace is a million
-of them. There a number is one of 64 bits, else `OverflowError` is raised. As many allocations are `Allocations`.
+Of many spans there are columns, see `instrument.trace.columns`. As many allocations are `Allocations`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter, le
 from struct import Struct, error
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
-
-from instrument import native
+from typing import Any, NamedTuple, overload
 
 PREPARING: tuple[str, ...] = ("load", "compile")
 """The phases that make a service ready: to load a model, and to compile it."""
@@ -257,14 +254,6 @@ class Span:
         if not self.device:
             return self.end_ns - self.start_ns
         return covered_ns([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)])
-
-
-PureSpan, PureDeviceInterval = Span, DeviceInterval
-
-_native = native.find("_spans")
-if not TYPE_CHECKING and _native is not None:
-    _native.adopt(PureSpan, PureDeviceInterval)
-    Span, DeviceInterval = _native.Span, _native.DeviceInterval
 
 
 @dataclass(frozen=True, slots=True)
