@@ -317,7 +317,10 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         assert list(items()) == [1]
     with pytest.raises(KeyError), recorder.scope("failing"):
         raise KeyError
-    with recorder.scope("outer"), recorder.scope("inner"):
+    with (
+        recorder.scope("outer", kind="request", attributes={"route": "/b"}),
+        recorder.scope("inner", attributes={"not": "told of before it ends"}),
+    ):
         saved = saved_of(read(recorder))
         file = write(tmp_path / "a.npz", saved.columns, saved.facts, saved.tally)
     loaded = load(file).trace()
@@ -325,6 +328,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
     assert sorted(by_name) == ["failing", "inner", "items", "outer", "request"]
     assert {name for name, span in by_name.items() if span.clipped} == {"outer", "inner"}
     assert {name for name, span in by_name.items() if span.attributes.get(OPEN)} == {"outer", "inner"}
+    assert by_name["outer"].attributes["route"] == "/b"
     assert by_name["inner"].parent_id == by_name["outer"].span_id
     assert by_name["outer"].self_ns == by_name["outer"].total_ns - by_name["inner"].total_ns
     assert by_name["failing"].error == "KeyError"

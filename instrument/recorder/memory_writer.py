@@ -300,7 +300,7 @@ class MemoryWriter:
             _U64.pack_into(self.map, at, _U64.unpack_from(self.map, at)[0] + 1)
         else:
             if row[8] >= 0 or row[9] is not None or row[10] is not None:
-                self._put_detail(row)
+                self.put_detail(row[1], row[8], row[9], row[10])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
                 task, children_ns = row[4] >> 4 & (1 << 32) - 1, min(row[7], _FARTHEST)
@@ -309,9 +309,12 @@ class MemoryWriter:
             _U64.pack_into(self.map, place.at + layout.RING.fields["head"][0], place.head)
         self._add(place, row, node)
 
-    def _put_detail(self, row: Row) -> None:
-        facts: dict[str, Any] = {} if row[9] is None else {"error": row[9]}
-        text = _text({**facts, "attributes": _told(row[10].items())}) if row[10] is not None else _text(facts)
+    def put_detail(self, span_id: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
+        """What few spans have beside their numbers."""
+        if self._pid != _getpid():
+            return
+        facts: dict[str, Any] = {} if error is None else {"error": error}
+        text = _text({**facts, "attributes": _told(attributes.items())}) if attributes is not None else _text(facts)
         if len(text) > _TEXT_BYTES:
             text = _text(facts)
         part = self._parts["details"]
@@ -323,7 +326,7 @@ class MemoryWriter:
                     _DETAIL.pack_into(self.map, part.offset + used % part.slots, 0, 0, 0, 0)
                 used += room
             at = part.offset + used % part.slots
-            _DETAIL.pack_into(self.map, at, row[1], row[8], size, len(text))
+            _DETAIL.pack_into(self.map, at, span_id, active_ns, size, len(text))
             self.map[at + _DETAIL.size : at + _DETAIL.size + len(text)] = text
             self._used["details"] = used + size
             self._count("details", "used", used + size)

@@ -179,6 +179,8 @@ class Core(Opened):
             ring.top = frame
             frame[7] = frame[9] = _clock()
             if self._writer is not None:
+                if site.kind == "request" and frame[10]:
+                    self._writer.put_detail(span_id, -1, None, frame[10])  # who it is, should it never end
                 self._writer.begin(frame)
             if (site.device or self.watches_all) and self.begin_device is not None:
                 self._begin_on_device(frame)

@@ -47,6 +47,12 @@ class Header(NamedTuple):
         return str(self.origin.get("digest", ""))
 
     @property
+    def resource(self) -> Mapping[str, Any]:
+        """Attributes of the resource that it said it is, none where it said nothing."""
+        found = self.facts.get("resource")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def origin(self) -> Mapping[str, Any]:
         """What `spans.Origin` has, as far as it is said."""
         found = self.facts.get("origin")

@@ -23,6 +23,9 @@ OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
 
 
+_NOTHING = Detail(-1, None, {})
+
+
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
     """The spans that a recording holds, the open ones cut at the end and marked, and its tally.
 
@@ -96,8 +99,8 @@ class _Columns:
         errors: dict[str, int] = {}
         remote: dict[int, RemoteParent] = {}
         attributes = GatheredAttributes()
-        for row, own in enumerate(span_id[:count].tolist()):
-            detail = details.get(own)
+        for row, own in enumerate(span_id.tolist()):
+            detail = details.get(own, _NOTHING if row >= count else None)
             if detail is None:
                 continue
             if detail.active_ns >= 0:
@@ -109,10 +112,10 @@ class _Columns:
             caller = remote_of(tuple(noted) if isinstance(noted, list) and len(noted) == 2 else noted)
             if caller is not None:
                 remote[row] = caller
+            if row >= count:
+                told[OPEN] = True
             if told:
                 attributes.add(row, written(told))
-        for row in range(count, len(span_id)):
-            attributes.add(row, written({OPEN: True}))
         return Trace(
             sites=tuple(sites),
             errors=tuple(errors),
