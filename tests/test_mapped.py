@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -341,6 +342,17 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         for number in ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "active_ns", "self_ns", "thread_id"):
             assert getattr(by_name[name], number) == getattr(ours[name], number), (name, number)
     assert loaded.origin.pid == os.getpid()
+
+
+def test_a_recorder_that_goes_closes_its_memory(make_recorder: Any) -> None:
+    one = type(make_recorder())(1 << 20)
+    one.begin(1 << 20, {})
+    fd = one.memory_fd
+    os.fstat(fd)
+    del one
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 # -------------------------------------------------------------------- forks and ends

@@ -7,6 +7,7 @@ that it lies at the address 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -64,6 +65,11 @@ class MemoryWriter:
         self._number = 0
         self._put_header("is_python", 1)
         self._clear()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing left to ask
+            if self.own_fd() >= 0:
+                os.close(self.fd)
 
     def own_fd(self) -> int:
         """The descriptor, -1 where a service has closed it."""
