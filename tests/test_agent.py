@@ -192,6 +192,26 @@ def test_of_several_processes_the_last_one_prints_one_report_of_all(method: str)
     assert set(done.stdout.split()) <= set(told)
 
 
+def test_what_many_spans_come_to_is_read_from_the_memory_of_processes_that_have_left() -> None:
+    done = run("""
+        import multiprocessing
+        import engine
+
+        def work(count):
+            for x in range(count): engine.step(x)
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                pool.map(work, [20_000] * 8, chunksize=1)
+                pool.close()
+                pool.join()
+    """)
+    assert (done.returncode, done.stderr.count("Summary of shop")) == (0, 1), done.stderr
+    (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "160000"
+    assert "Cost: not known" not in done.stderr
+
+
 def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     service = begin("""
         import engine, os, subprocess, sys

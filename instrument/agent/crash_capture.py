@@ -10,16 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan
+    from instrument.recording.spans import Trace
 
 REQUESTS_TOLD = 5
 """The most requests that were open which the sentence names; the file has all of them."""
 
 
-def capture(fd: int, path: str, *, how: str = "", since_ns: int = 0, end_ns: int | None = None) -> Mapping[str, Any]:
+def capture(
+    fd: int,
+    path: str,
+    *,
+    how: str = "",
+    since_ns: int = 0,
+    end_ns: int | None = None,
+    said: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
     """Save what a recording in memory holds, that which ended before `since_ns` left out.
 
     Where `how` is given its process has gone, in that way, at `end_ns` as far as is known; what was open then is told
-    in the file and in the answer, under `died`. Raises `TraceError` for what is no sound recording.
+    in the file and in the answer, under `died`. What it `said` of costs and losses as it left is told, too.
+    Raises `TraceError` for what is no sound recording.
     """
     from dataclasses import replace
 
@@ -34,10 +44,26 @@ def capture(fd: int, path: str, *, how: str = "", since_ns: int = 0, end_ns: int
         if how:
             died = death_of(mapped.open_spans(), saved.facts.end_ns, how)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.")
-        file.write(path, saved.columns, facts, saved.tally)
+        file.write(path, saved.columns, _with(facts, said or {}), saved.tally)
     finally:
         mapped.close()
     return {"path": path, "died": died, "spans": len(saved.columns)}
+
+
+def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
+    """What a trace knows, with what its process said of it. Raises `TraceError` for what is not as it should be."""
+    from dataclasses import replace
+
+    from instrument.errors import TraceError
+    from instrument.recording.spans import Cost
+
+    if not said:
+        return facts
+    try:
+        cost = Cost(**said["cost"])
+        return replace(facts, cost=cost, losses=dict(said["losses"]), notes=tuple(map(str, said["notes"])))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise TraceError(f"a process said goodbye in words of another version: {problem}") from problem
 
 
 def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:

@@ -51,7 +51,8 @@ def _line_in_report(process: Process) -> str:
 def capture_of(process: Process, path: str) -> Callable[[], Answer]:
     """What saves what a process has left in memory; of one that vanished also what it was in the middle of."""
     how = _way(process) if process.how == VANISHED else ""
-    return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=process.ended_ns or None)
+    end_ns, said = process.ended_ns or None, process.goodbye or {}
+    return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
 
 
 def place_of_capture(process: Process, folder: Path | None) -> str:

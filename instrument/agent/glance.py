@@ -37,6 +37,20 @@ def holds_anything(fd: int) -> bool:
         return False
 
 
+def rows_held(fd: int) -> int:
+    """How many spans the rings of a recording hold, about; 0 for what is no recording."""
+    try:
+        head = os.pread(fd, layout.HEADER.size, 0)
+        generation, inner = (_number(head, layout.HEADER, name) for name in ("generation", "object_bytes"))
+        return sum(
+            min(_number(ring, layout.RING, "head", inner), _number(ring, layout.RING, "capacity", inner))
+            for ring in _slots(fd, head, "rings")[1]
+            if _number(ring, layout.RING, "generation", inner) == generation
+        )
+    except (OSError, struct.error, OverflowError):
+        return 0
+
+
 def _slots(fd: int, head: bytes, name: str) -> tuple[layout.Part, Iterator[bytes]]:
     """A part, and its slots that were ever taken."""
     at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(name) * layout.PART.size

@@ -27,7 +27,8 @@ class Process:
 
     It `hears` what it is asked where it has a thread for that, which begins when it first records.
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
-    `saved` is the file with what it has left for the run's report, which is being written while `is_saving`.
+    `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
+    by the process where it `saves_itself`.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
     `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
     them when it joined.
@@ -46,6 +47,7 @@ class Process:
     goodbye: dict[str, Any] | None = None
     saved: str = ""
     is_saving: bool = False
+    saves_itself: bool = False
     ended_ns: int = 0
     how: str = ""
     status: int | None = None

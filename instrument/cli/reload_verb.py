@@ -101,7 +101,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
     try:
         with client.asked(None if options.pid is None else str(options.pid)) as runs:
             for run in runs:
-                pids = [member.pid for member in run.members if member.lives]
+                pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
                 its: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
                 if run.problem or not pids:
                     continue
@@ -112,6 +112,16 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
     except InstrumentError:
         pass  # there is no run; processes may listen by themselves
     return answers
+
+
+def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
+    """Whether a process runs the file that is named, if any is; one that is named itself may be given another one."""
+    if not options.profile or options.pid is not None:
+        return True
+    try:
+        return Path(str(member.facts["folder"]), str(member.facts["profile"])).samefile(options.profile)
+    except OSError:
+        return False
 
 
 def _say_who_of_these_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:

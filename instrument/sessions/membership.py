@@ -64,17 +64,21 @@ class Membership:
         self.close()
         if not self.path:
             return ""
-        self.joins += 1
+        problem = self._joined()
+        self.joins += 1  # when it is done: the thread for control goes on from there
+        return problem
+
+    def _joined(self) -> str:
         try:
             connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
                 packets.send(connection, {"join": self._told()}, self._memory_if_there())
-                self._fd = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+                descriptor = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
             finally:
                 connection.close()
-            self._identity = _identity(self._fd)
+            self._identity, self._fd = _identity(descriptor), descriptor
         except (OSError, ValueError) as error:
             self.close()
             gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
@@ -146,7 +150,8 @@ class Membership:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print. It is neither where the process has nobody beside it, or the agent is slow or gone.
+        to print, or `late` where that was not there in time. It is {} where the process has nobody beside it, or the
+        agent is slow or gone.
         """
         if not self.path:
             return {}
@@ -160,7 +165,7 @@ class Membership:
                 save(str(answer["save"]))
                 self.tell({"saved": True})
             if answer.get("wait"):
-                answer = self._answer(REPORT_S)
+                answer = self._answer(REPORT_S) or {"late": True}
             return answer
         finally:
             self.close()
@@ -248,6 +253,7 @@ class RunFacts:
         notes = [note[:NOTE_TOLD] for note in self._session.notes()[:NOTES_TOLD]]
         return {
             "calls": RECORDER.calls,
+            "is_timed": self._session.times_devices,
             "losses": dict(self._session.losses()),
             "notes": notes,
             "cost": asdict(self._session.cost()),

@@ -160,6 +160,11 @@ class Recorded:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
         return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample)), ""
 
+    @property
+    def times_devices(self) -> bool:
+        """Whether spans have had their times on a device taken."""
+        return self._timing is not None and self._timing.timer is not None
+
     def origin(self) -> Origin:
         """Which process this is, with a fresh pair of monotonic and wall clock."""
         monotonic_ns, realtime_ns = clock.pair()

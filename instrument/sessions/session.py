@@ -27,13 +27,13 @@ from instrument.recording.spans import (
     Span,
 )
 from instrument.report.summary import prepare
-from instrument.runtime.faults import FAULTS
+from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.lock import SessionLock
-from instrument.sessions.membership import Membership, RunFacts
+from instrument.sessions.membership import REPORT_S, Membership, RunFacts
 from instrument.sessions.meter import Ended
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
@@ -368,7 +368,9 @@ class Session(Recorded):
         answer = self._membership.leave(self._facts_told.at_end(), self._facts_told.save if shares else None)
         if wanted is None or answer.get("others"):
             return
-        if answer.get("report"):
+        if answer.get("late"):
+            logger.warning("the report of the run was not there within %g s; its agent writes it once it is", REPORT_S)
+        elif answer.get("report"):
             self._saving.tell(wanted, str(answer["report"]), EXIT_LIMIT_NS)
         elif tells:
             self._saving.print_summary(wanted, EXIT_LIMIT_NS)
