@@ -30,7 +30,11 @@ _PARTS = struct.Struct("<50Q")
 _ROW = struct.Struct("<QQQqqqQII")
 _RING = struct.Struct("<QQQQ")
 _SUMS = struct.Struct("<Qqqqqq")
-_FRAME = struct.Struct("<QQQQQ")
+_FRAME, _FRAME_END = struct.Struct("<QQQQQq"), struct.Struct("<qQ")
+_NODE, _START, _CHILDREN, _STATE = (
+    layout.FRAME.fields[name][0] for name in ("node", "start_ns", "children_ns", "state")
+)
+_HEAD = layout.RING.fields["head"][0]
 _DETAIL = struct.Struct("<QqII")
 _LABEL = struct.Struct(f"{layout.LABEL_BYTES}s")
 _FACT = struct.Struct("<QII")
@@ -264,29 +268,30 @@ class MemoryWriter:
         """A span is open, or goes on elsewhere."""
         if self._pid != _getpid():
             return
-        at = self._frames.get(frame[1]) or self._take("frames")
-        node, place = self._nodes.get(frame[0]), self._ring(frame[5])
-        if not at or node is None or place is None:
+        node, place = self._nodes.get(frame[0]), self._rings.get(frame[5]) or self._ring(frame[5])
+        if node is None or place is None:
             return
-        self._frames[frame[1]] = at
-        fields = layout.FRAME.fields
-        _FRAME.pack_into(self.map, at + fields["node"][0], node, frame[1], frame[2], frame[3], frame[8])
-        _U64.pack_into(self.map, at + fields["ring"][0], place.at)
-        _I64.pack_into(self.map, at + fields["children_ns"][0], min(frame[4], _FARTHEST))
-        self.map[at + fields["state"][0]] = 1
-        _I64.pack_into(self.map, at + fields["start_ns"][0], frame[7])
+        at = self._frames.get(frame[1])
+        if at is None:
+            at = self._take("frames")
+            if not at:
+                return
+            self._frames[frame[1]] = at
+            self.map[at + _STATE] = 1
+        _FRAME_END.pack_into(self.map, at + _CHILDREN, min(_FARTHEST, frame[4]), place.at)
+        _FRAME.pack_into(self.map, at + _NODE, node, frame[1], frame[2], frame[3], frame[8], frame[7])
 
     def add_children(self, frame: Frame) -> None:
         """An open span has more time of children."""
         at = self._frames.get(frame[1])
         if at and self._pid == _getpid():
-            _I64.pack_into(self.map, at + layout.FRAME.fields["children_ns"][0], min(frame[4], _FARTHEST))
+            _I64.pack_into(self.map, at + _CHILDREN, min(_FARTHEST, frame[4]))
 
     def end(self, frame: Frame) -> None:
         """A span is open no more."""
         at = self._frames.pop(frame[1], 0)
         if at and self._pid == _getpid():
-            _I64.pack_into(self.map, at + layout.FRAME.fields["start_ns"][0], 0)
+            _I64.pack_into(self.map, at + _START, 0)
             self._free["frames"].append(at)
 
     def end_all(self) -> None:
@@ -298,7 +303,7 @@ class MemoryWriter:
 
     def store(self, ring: Ring, row: Row, node: Node) -> None:
         """A span has ended."""
-        place = self._ring(ring)
+        place = self._rings.get(ring) or self._ring(ring)
         if place is None or self._pid != _getpid():
             return
         if node.site.min_ns and is_too_short(row, node.site.min_ns):
@@ -312,7 +317,7 @@ class MemoryWriter:
                 task, children_ns = row[4] >> 4 & (1 << 32) - 1, min(row[7], _FARTHEST)
                 _ROW.pack_into(self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns, 0, row[0], task)
             place.head += 1
-            _U64.pack_into(self.map, place.at + layout.RING.fields["head"][0], place.head)
+            _U64.pack_into(self.map, place.at + _HEAD, place.head)
         self._add(place, row, node)
 
     def put_detail(self, span_id: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
@@ -366,11 +371,13 @@ class MemoryWriter:
         size = row[10].get("bytes") if row[10] and node.site.kind == "copy" else None
         if isinstance(size, int) and 0 <= size < 1 << 64:
             self._add_to(at, "moved_bytes", size)
-        is_inner = node.inner is node
+        if node.inner is not node:
+            total_ns += duration
+        of_self_ns += self_ns(row)
         _SUMS.pack_into(
-            self.map, at, calls + 1, min(total_ns + (0 if is_inner else duration), _FARTHEST),
-            min(of_self_ns + self_ns(row), _FARTHEST), min(min_ns, duration), max(max_ns, duration),
-            min(first_ns, row[5]),
+            self.map, at, calls + 1, min(_FARTHEST, total_ns),
+            min(_FARTHEST, of_self_ns), min(min_ns, duration),
+            max(max_ns, duration), min(first_ns, row[5]),
         )  # fmt: skip
 
     def _add_to(self, at: int, name: str, more: int) -> None:
