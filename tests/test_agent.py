@@ -251,6 +251,14 @@ print(*(one["how"] or "lives" for one in ask()[0]))
     assert "without a goodbye" not in done.stderr
 
 
+def test_a_service_that_may_have_few_descriptors_joins_all_the_same() -> None:
+    Path("main.py").write_text(f"{ASK}\nimport engine; engine.step(1); print(len(ask()[0]))")
+    words = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *words]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 def test_a_daemon_that_closes_all_that_it_finds_open_stays_a_process_of_its_run() -> None:
     done = run(f"""{ASK}
 import engine

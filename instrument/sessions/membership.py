@@ -75,7 +75,7 @@ class Membership:
                 connection.setblocking(False)
                 connection.connect(self.path)
                 packets.send(connection, {"join": self._told()}, self._memory_if_there())
-                descriptor = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+                descriptor = _out_of_the_way(connection.fileno())
             finally:
                 connection.close()
             self._identity, self._fd = _identity(descriptor), descriptor
@@ -211,6 +211,14 @@ def _identity(descriptor: int) -> tuple[int, int]:
     except OSError:
         return (-1, -1)
     return facts.st_dev, facts.st_ino
+
+
+def _out_of_the_way(descriptor: int) -> int:
+    """A copy of a descriptor under a high number; under any, where the process may not have as many."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+    except OSError:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def _target_of(descriptor: int) -> str:
