@@ -132,7 +132,7 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
     assert lines(mapped.tally()) == lines(recorder.tally())
     assert mapped.tally().threads == recorder.tally().threads
     assert mapped.threads() == recorder.threads()
-    rows = {row[1]: row for _, rows in recorder.take().rings for row in rows}
+    rows = {row[1]: row for ring in recorder.rings() for row in ring.newest(0)[0]}
     assert ids_of(mapped) == sorted(rows)
     tree = mapped.tree()
     for ring in mapped.rows():
