@@ -52,11 +52,8 @@ def unpacked(parts: Iterable[Mapping[int, int] | bytes]) -> dict[int, int]:
     """The sum of histograms, some of which are packed; of one, the lowest bucket first."""
     found: dict[int, int] = {}
     for part in parts:
-        more = dict(PACKED.iter_unpack(part)) if isinstance(part, bytes) else part
-        if found:
-            merge(found, more)
-        else:
-            found.update(more)
+        for bucket, times in PACKED.iter_unpack(part) if isinstance(part, bytes) else part.items():
+            found[bucket] = found.get(bucket, 0) + times  # one that is read from outside may have a bucket twice
     return found
 
 
