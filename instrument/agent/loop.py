@@ -292,6 +292,7 @@ class Agent:
         name = str(facts.get("run", ""))[:64]
         run = self._run if self._run is not None else self.runs.setdefault(name, Run(name))
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
+        image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
         known = next((one for one in run.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
         is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
@@ -302,7 +303,7 @@ class Agent:
             self._replaced(known)
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
-            exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image_of(connection.pid),
+            exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image or image_of(connection.pid),
         )  # fmt: skip
         self._connections[connection] = process
         process.has_recorded = bool(facts.get("records"))

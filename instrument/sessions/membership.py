@@ -101,6 +101,7 @@ class Membership:
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
             "stderr": _target_of(2),
+            "image": _image(),
         }
 
     @property
@@ -219,6 +220,14 @@ def _out_of_the_way(descriptor: int) -> int:
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
     except OSError:
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _image() -> str:
+    """What tells this program from the one that the process runs after an exec; "" where it cannot be told."""
+    try:
+        return Path("/proc/self/auxv").read_bytes().hex()
+    except OSError:
+        return ""
 
 
 def _target_of(descriptor: int) -> str:
