@@ -21,6 +21,7 @@ from instrument.recording.spans import DeviceInterval, Site, Span, Trace
 from instrument.recording.tally import OVERFLOW, Tally, Totals
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
+from instrument.trace.of_rows import columns_of
 
 
 def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:
@@ -426,8 +427,8 @@ def test_rows_that_were_taken_before_a_reset_keep_their_sites(recorder: Any) -> 
     taken = recorder.take()
     recorder.reset()
     _names_deep(recorder, 5, "after")
-    spans = recorder.spans_of(taken, 0, time.monotonic_ns())
-    assert sorted(span.site.name for span in spans) == ["before", "call"]
+    trace = columns_of(taken, 0, time.monotonic_ns())
+    assert sorted(trace.sites[site].name for site in trace.site.tolist()) == ["before", "call"]
 
 
 def test_a_context_copied_before_a_reset_begins_its_path_anew(recorder: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +28,35 @@ UNSOUND = {
 
 
 def written(path: Path, spans: list[tuple[int, int, int]]) -> Path:
-    """A file as `instrument.dump` writes it, with ids and parents as in a damaged one."""
-    site = Site("work", "request", device=True)
+    """A file as `instrument.dump` writes it, whose ids, parents and times were then changed to these."""
+    site = Site("work", "op", device=True)
     made = [
-        Span(site, own, parent, 1, 1, 0, at_ns, at_ns + 9, 9, 9, device=(DeviceInterval(0, 7, at_ns, at_ns + 5),))
-        for own, parent, at_ns in spans
+        Span(
+            site,
+            100 + n,
+            0,
+            100 + n,
+            n + 1,
+            0,
+            9 * n,
+            9 * n + 9,
+            9,
+            9,
+            device=(DeviceInterval(0, 7, 9 * n, 9 * n + 5),),
+        )
+        for n in range(len(spans))
     ]
-    return chrome.dump(path, Trace(Origin(1, "shop", 0, 0), 0, 100, made))
+    chrome.dump(path, Trace(Origin(1, "shop", 0, 0), 0, 100, made))
+    head, *events = path.read_text().split("\n{")
+    for n, (own, parent, at_ns) in enumerate(spans):
+        for place, event in enumerate(events):
+            if f'"id":{100 + n}' in event:
+                event = re.sub(r'"ts":[0-9.]+', f'"ts":{at_ns // 1000}.{at_ns % 1000:03}', event)
+                events[place] = event.replace(f'"id":{100 + n}', f'"id":{own},"parent":{parent}')
+            elif f'"owner":{100 + n}' in event:
+                events[place] = event.replace(f'"owner":{100 + n}', f'"owner":{own}')
+    path.write_text("\n{".join([head, *events]))
+    return path
 
 
 @pytest.mark.parametrize("case", UNSOUND)
