@@ -16,6 +16,7 @@ from instrument.cli.option_values import Verbs, count, size_bytes, time_ns, view
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
+from instrument.runtime import compression
 from instrument.runtime.memory_limit import bound_bytes, within_memory
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.summary import prepare
     from instrument.trace import file  # noqa: F401
 
+    compression.damages()
     prepare(tuple(VIEWS))
     with within_memory(files, options.memory):
         return _reported(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[Non
     resource.setrlimit(resource.RLIMIT_DATA, (min([int(bound * SHARE_OF_DATA), *known]), most))
     try:
         yield
-    except MemoryError:
+    except (MemoryError, OSError) as problem:
+        if isinstance(problem, OSError) and problem.errno != errno.ENOMEM:
+            raise
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # what is told now needs some, too
         raise InstrumentError(
             f"report: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust it, give "
