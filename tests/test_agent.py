@@ -192,6 +192,7 @@ def test_of_several_processes_the_last_one_prints_one_report_of_all(method: str)
     assert set(done.stdout.split()) <= set(told)
 
 
+@pytest.mark.slow
 def test_what_many_spans_come_to_is_read_from_the_memory_of_processes_that_have_left() -> None:
     done = run("""
         import multiprocessing
@@ -212,6 +213,7 @@ def test_what_many_spans_come_to_is_read_from_the_memory_of_processes_that_have_
     assert "Cost: not known" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     service = begin("""
         import engine, os, subprocess, sys
@@ -229,6 +231,7 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert errors.partition("Processes:")[2].count("in order") == 2
 
 
+@pytest.mark.slow
 def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
     Path("profile.yaml").write_text(PROFILE.replace("stderr", "'summaries/{pid}.txt'"))
     done = run(MULTIPROCESSING, "fork")
@@ -236,6 +239,7 @@ def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
     assert {path.stem for path in Path("summaries").iterdir()} == set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_program_that_becomes_another_one_ends_without_a_word_and_the_other_joins() -> None:
     done = run(f"""{ASK}
 import engine, sys
@@ -251,6 +255,7 @@ print(*(one["how"] or "lives" for one in ask()[0]))
     assert "without a goodbye" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_service_that_may_have_few_descriptors_joins_all_the_same() -> None:
     Path("main.py").write_text(f"{ASK}\nimport engine; engine.step(1); print(len(ask()[0]))")
     words = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
@@ -259,6 +264,7 @@ def test_a_service_that_may_have_few_descriptors_joins_all_the_same() -> None:
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_daemon_that_closes_all_that_it_finds_open_stays_a_process_of_its_run() -> None:
     done = run(f"""{ASK}
 import engine
@@ -279,6 +285,7 @@ print(*(one["how"] for one in ask()[0]))
     assert (done.returncode, done.stdout) == (0, "goodbye\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_an_agent_ends_with_the_last_process_also_where_the_first_one_was_killed() -> None:
     service = begin(f"""{ASK}
 import engine, sys

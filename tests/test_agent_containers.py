@@ -79,6 +79,7 @@ def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lo
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_as_the_first_process_it_hands_signals_on() -> None:
     done = first("""
         import engine, os, signal, sys, time
@@ -100,6 +101,7 @@ def beside(*words: str) -> subprocess.Popen[str]:
     return agent
 
 
+@pytest.mark.slow
 def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,6 +128,7 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
     path.parent.rmdir()
 
 
+@pytest.mark.slow
 def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> None:
     service = begin("""
         import engine, sys

@@ -364,6 +364,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("pure", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_torch_profiler_with_stacks_finds_the_modules_of_an_instrumented_loop(tmp_path: Path, pure: str) -> None:
     """It reads `self` in whatever stands around the call of modules; where there is none, the process dies."""
     (tmp_path / "profile.yaml").write_text("phases: auto")

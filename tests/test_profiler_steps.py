@@ -1026,6 +1026,7 @@ profiler.step()
 
 
 @pytest.mark.parametrize("where", ["between steps", "in a step", "in a handler that waits"])
+@pytest.mark.slow
 def test_a_sigterm_delivers_the_partial_window_before_the_session_ends(where: str) -> None:
     Path("profile.yaml").write_text("export: {chrome: {path: whole.json}}\n")
     Path("train.py").write_text(

@@ -285,7 +285,10 @@ export:
 
 @pytest.mark.parametrize(
     "export",
-    ["recording: {path: 'traces/{service}-{pid}.npz'}", "chrome: {path: 'traces/{service}-{pid}.json.gz'}"],
+    [
+        "recording: {path: 'traces/{service}-{pid}.npz'}",
+        pytest.param("chrome: {path: 'traces/{service}-{pid}.json.gz'}", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_is_followed_into_the_engine_of_another_process(export: str, tmp_path: Path) -> None:
     (tmp_path / "service.py").write_text(SERVICE)

@@ -317,6 +317,7 @@ def test_a_handler_of_every_name_has_no_more_endpoints_than_the_limit(
 
 @pytest.mark.parametrize("shape", ["unary_unary", "unary_stream"])
 @pytest.mark.parametrize("way", ["cancelled", "timed out"])
+@pytest.mark.slow
 def test_calls_that_are_cancelled_or_late_are_named(served: Served, shape: str, way: str) -> None:
     arrived, release = threading.Event(), threading.Event()
 

@@ -105,6 +105,7 @@ def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
     family.undo()
 
 
+@pytest.mark.slow
 def test_every_name_that_is_installed_here_is_where_the_table_says(select: Callable[[str], Selection]) -> None:
     for target in (*LOADS, *COMPILES):
         with contextlib.suppress(ImportError):

@@ -267,6 +267,7 @@ def registries() -> Any:
     ids=[*("few-native" if kind.native else "few-pure" for kind in RECORDERS), "many"],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
+@pytest.mark.slow
 def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
     late: bool,
     many: bool,
