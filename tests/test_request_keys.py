@@ -33,6 +33,9 @@ def tokens(request_id):
 async def stream(request_id):
     yield 1
 
+def spread(*parts, request_id="left out"):
+    return parts
+
 def add(request):
     return request
 
@@ -45,18 +48,17 @@ def step(output):
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module of a service, which is imported once a session runs."""
     (tmp_path / "keyed_engine.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield sys.modules.setdefault("keyed_engine_marker", types.ModuleType("keyed_engine_marker"))
+    yield
     sys.modules.pop("keyed_engine", None)
-    sys.modules.pop("keyed_engine_marker", None)
     FAULTS.clear()
 
 
 @pytest.fixture
-def recorded(engine: types.ModuleType) -> Callable[..., list[Span]]:
+def recorded(engine: None) -> Callable[..., list[Span]]:
     """The spans of calls of the module's functions under some rules."""
 
     def run(rules: str, *calls: tuple[str, tuple[Any, ...]]) -> list[Span]:
@@ -115,6 +117,7 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
          ("generate", ("cmpl-r6-0",)), "r6"),
         ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
+        ("match: 'keyed_engine:spread', key: request_id", ("spread", ("a", "b", "c")), "left out"),
         ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), "of ASKED"),
     ],
 )  # fmt: skip
@@ -171,16 +174,27 @@ class Endless(list[str]):
 def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
     rule: str, make: Callable[[], object], recorded: Callable[..., list[Span]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (make(),)))
+    given = make()
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
     assert KEY not in span.attributes
     assert BATCH_KEYS not in span.attributes
     assert "secret" not in caplog.text
+    is_nothing = isinstance(given, dict) and rule == "batch: output.ids"  # None: there are no requests
+    assert list(FAULTS.counts_of_rules().values()) == ([] if is_nothing else [1])
 
 
 def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
     assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]
     assert list(FAULTS.counts_of_rules().values()) == [1]
+
+
+@pytest.mark.parametrize("path", ["output", "return"])
+def test_a_large_batch_is_whole_wherever_it_is_read(path: str, recorded: Callable[..., list[Span]]) -> None:
+    batch = {f"r{number}": number for number in range(500)}
+    (span,) = recorded(f"{{match: 'keyed_engine:step', batch: {path}}}", ("step", (batch,)))
+    assert span.attributes[BATCH_KEYS] == tuple(batch)
+    assert span.attributes[BATCH_WEIGHTS] == tuple(batch.values())
 
 
 def test_scopes_and_bind_name_requests_in_code() -> None:

@@ -88,6 +88,7 @@ class Agent:
         self._questions: dict[int, Question] = {}
         self._numbers = 0
         self.faults = 0
+        self.refused = 0
         self._ends_at = 0.0
         self._is_over = False
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -216,15 +217,22 @@ class Agent:
                 return
             try:
                 kept = self._heard(connection, message, descriptors)
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError):
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
                 kept = []
-                connection.is_broken = True  # it is JSON, and says nothing that we know
+                connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
+                self._note_refused(problem)
             for descriptor in descriptors:
                 if descriptor not in kept:
                     os.close(descriptor)
             if connection.is_broken:
                 self._drop(connection)
                 return
+
+    def _note_refused(self, problem: Exception) -> None:
+        self.refused += 1
+        if self.refused == 1 and self._says is not None:
+            words = f"{type(problem).__name__}: {problem!s:.200}"
+            self._says(f"instrument: the agent could not take what a process told it, later ones are counted: {words}")
 
     def _watch(self, connection: Connection) -> None:
         """Go on with a connection: wait until more can be sent where anything waits to be."""

@@ -18,17 +18,44 @@ from instrument.recording.spans import VALUE_LIMIT, AttributeValue
 from instrument.runtime.faults import FAULTS
 
 
-class _LeftOut:
+class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
     """Stands for an argument that a call leaves out, and for a part that an argument has not."""
+
+
+class Parameter(NamedTuple):
+    """Where calls of a function have one of its parameters: by its position, -1 for none, else by its name."""
+
+    name: str
+    position: int
+    default: Any
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives for it, `LEFT_OUT` for nothing."""
+        return args[self.position] if 0 <= self.position < len(args) else kwargs.get(self.name, self.default)
+
+
+def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
+    """A parameter of the function by its name, or in words why it has none."""
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return f"{function!r} does not tell its parameters"
+    found = parameters.get(name)
+    if found is None:
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return Parameter(name, -1, LEFT_OUT)
+        return f"no argument {name}, found {', '.join(parameters) or 'none'}"
+    if found.kind in (found.VAR_POSITIONAL, found.VAR_KEYWORD):
+        return f"{name} stands for many arguments; name one of them"
+    position = -1 if found.kind is found.KEYWORD_ONLY else list(parameters).index(name)
+    return Parameter(name, position, LEFT_OUT if found.default is found.empty else found.default)
 
 
 class _Wanted(NamedTuple):
     """One attribute: how it is called, where its argument stands, the way from there, and what is taken of it."""
 
     name: str
-    argument: str
-    place: int
-    default: Any
+    parameter: Parameter
     path: tuple[str, ...]
     take: Callable[[Any], AttributeValue]
     asked: str
@@ -47,13 +74,12 @@ class Reader:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         attributes = {}
         for wanted in self._wanted:
-            place = wanted.place
-            value = args[place] if 0 <= place < len(args) else kwargs.get(wanted.argument, wanted.default)
-            if value is not _LeftOut:
+            value = wanted.parameter.of(args, kwargs)
+            if value is not LEFT_OUT:
                 part = ""
                 try:
                     for part in wanted.path:
-                        value = _part(value, part)
+                        value = part_of(value, part)
                     part = ""
                     attributes[wanted.name] = wanted.take(value)
                 except Exception as error:  # whose text may hold what nobody asked for
@@ -70,37 +96,23 @@ def reader(
 
     `place` is that of the rule, for the log.
     """
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None, [f"{function!r} does not tell its parameters"] if wanted else []
     found: list[_Wanted] = []
-    missing = []
-    places = {name: index for index, name in enumerate(parameters)}
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    missing: dict[str, None] = {}  # each once: a function that tells no parameters says so of all
     for one in wanted:
         name, *path = one.argument.split(".")
-        parameter = parameters.get(name)
-        if parameter is None and not takes_any:
-            missing.append(f"no argument {name}, found {', '.join(parameters) or 'none'}")
-            continue
-        if parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            missing.append(f"{name} stands for many arguments; name one of them")
-            continue
-        default, index = _LeftOut, -1
-        if parameter is not None and parameter.default is not parameter.empty:
-            default = parameter.default
-        if parameter is not None and parameter.kind is not parameter.KEYWORD_ONLY:
-            index = places[name]
-        found.append(_Wanted(one.name, name, index, default, tuple(path), _TAKEN[one.record], one.argument))
-    return (Reader(found, place) if found else None), missing
+        parameter = parameter_of(function, name)
+        if isinstance(parameter, str):
+            missing[parameter] = None
+        else:
+            found.append(_Wanted(one.name, parameter, tuple(path), _TAKEN[one.record], one.argument))
+    return (Reader(found, place) if found else None), list(missing)
 
 
-def _part(value: Any, name: str) -> Any:
+def part_of(value: Any, name: str) -> Any:
     """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
     if isinstance_of(value, dict):
-        found = dict.get(value, name, _LeftOut)
-        if found is not _LeftOut:
+        found = dict.get(value, name, LEFT_OUT)
+        if found is not LEFT_OUT:
             return found
     elif isinstance_of(value, Mapping) and name in value:
         return value[name]

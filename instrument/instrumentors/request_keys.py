@@ -9,7 +9,6 @@ cannot be read is left out, counted and named.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -17,6 +16,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
+from instrument.instrumentors.arguments import LEFT_OUT, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import key_text
 from instrument.recorder.wrapping import Attributes
@@ -28,8 +28,6 @@ EACH = "[]"
 
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
-
-_LEFT_OUT = object()
 
 
 class KeyReader:
@@ -66,29 +64,15 @@ class KeyReader:
 
     def _read_of_call(self, function: Callable[..., Any], name: str, wanted: RequestKeys) -> Attributes | None:
         first = re.split(r"[.\[]", wanted.argument, maxsplit=1)[0]
-        try:
-            parameters = dict(inspect.signature(function).parameters)
-        except (TypeError, ValueError):
-            self.missing.append(f"{function!r} does not tell its parameters")
+        parameter = parameter_of(function, first)
+        if isinstance(parameter, str):
+            self.missing.append(parameter)
             return None
-        parameter = parameters.get(first)
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        if parameter is None and not takes_any:
-            self.missing.append(f"no argument {first}, found {', '.join(parameters) or 'none'}")
-            return None
-        if parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            self.missing.append(f"{first} stands for many arguments; name one of them")
-            return None
-        default: Any = _LEFT_OUT
-        if parameter is not None and parameter.default is not parameter.empty:
-            default = parameter.default
-        is_placed = parameter is not None and parameter.kind is not parameter.KEYWORD_ONLY
-        place = list(parameters).index(first) if is_placed else len(parameters)
 
         def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
-            value = args[place] if place < len(args) else kwargs.get(first, default)
+            value = parameter.of(args, kwargs)
             try:
-                return {} if value is _LEFT_OUT else read(value)
+                return {} if value is LEFT_OUT else read(value)
             except Exception as error:
                 return complain(value, error)
 
@@ -148,6 +132,8 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
         for step in steps:
             value = _part(value, step)
         key = text(value)
+        if not key and value is not None and value != "":
+            raise TypeError("it is no key")  # and is counted and named as what cannot be read
         return {KEY: key} if key else {}
 
     return read

@@ -51,7 +51,7 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
         if type(name) is not str or not name:
             complain(REFUSED, f"asked for an attribute, found {_kind(name)} for its name; allowed: text, not empty")
             continue
-        found = _value(value)
+        found = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if found is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one of these"
             complain(REFUSED, f"asked for attribute {name:.60}, found {_kind(value)}; allowed: {allowed}")
@@ -88,12 +88,15 @@ def keys_told(key: object, batch: object, complain: Complain) -> dict[str, Attri
     if batch is None:
         return told
     try:
-        given = list(islice(batch, BATCH_LIMIT))  # type: ignore[call-overload]
+        given = list(islice(batch, BATCH_LIMIT + 1))  # type: ignore[call-overload]
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
         complain(REFUSED, f"asked for a batch, found {_kind(batch)}, {_kind(error)} when reading it")
         return told
+    if len(given) > BATCH_LIMIT:
+        complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
+        del given[BATCH_LIMIT:]
     told[BATCH_KEYS] = tuple(map(key_text, given))
     if weights is not None and {int, float}.issuperset(map(type, weights)) and len(weights) == len(given):
         told[BATCH_WEIGHTS] = tuple(weights)
@@ -126,11 +129,11 @@ def status_attributes(code: object, description: object, error_type: object) -> 
     return found
 
 
-def _value(value: object) -> AttributeValue | None:
+def _value(value: object, most: int) -> AttributeValue | None:
     if issubclass(type(value), list):
-        given = list.__getitem__(cast("list[Any]", value), slice(ATTRIBUTE_LIMIT))
+        given = list.__getitem__(cast("list[Any]", value), slice(most))
     elif issubclass(type(value), tuple):
-        given = list(tuple.__getitem__(cast("tuple[Any, ...]", value), slice(ATTRIBUTE_LIMIT)))
+        given = list(tuple.__getitem__(cast("tuple[Any, ...]", value), slice(most)))
     else:
         return _scalar(value)
     items = [_scalar(item) for item in given]

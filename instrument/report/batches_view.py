@@ -108,7 +108,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     for place, name in enumerate(names):
         by_name.setdefault(name, []).append(place)
     found = [
-        _batches(name, trace, served, rows[places], bool(has_weights[places].any())) for name, places in by_name.items()
+        _batches(name, trace, served, rows[places], bool(has_weights[places].all())) for name, places in by_name.items()
     ]
     found.sort(key=lambda one: (-one.summed_ns, one.name))
 

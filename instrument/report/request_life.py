@@ -29,6 +29,9 @@ FEW = 40
 SMALL = 200
 """Where there are many turns, one that is a smaller part of the wall has no line of its own."""
 
+MOST_DIGITS = 19
+"""A number of fewer digits is one of 64 bits."""
+
 BAR = 32
 """Columns of a bar, which stand for the wall."""
 
@@ -132,8 +135,8 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
 
 def _place_of(trace: Trace, joined: Joined, asked: str) -> int:
     by_key = [place for place, keys in joined.keys.items() if asked in keys]
-    if not by_key and asked.isdecimal():
-        rows = np.flatnonzero(trace.span_id[joined.rows] == min(int(asked), 1 << 62))
+    if not by_key and asked.isdecimal() and len(asked) < MOST_DIGITS:
+        rows = np.flatnonzero(trace.span_id[joined.rows] == int(asked))
         by_key = rows.tolist()
     if by_key:
         return max(by_key, key=lambda place: int(trace.total_ns[joined.rows[place]]))
