@@ -185,6 +185,7 @@ def test_openmetrics_has_exemplars_of_the_traces_that_are_kept() -> None:
             assert sample.exemplar.labels["trace_id"] == f"{ids.trace_id(span.span_id):032x}"
             assert sample.exemplar.value == span.total_ns / 1e9 <= float(sample.labels["le"])
         assert "span_id" not in instrument.prometheus()
+        instrument.stop()  # while the collector is there, or the end waits for it
 
 
 def test_openmetrics_points_to_no_trace_that_goes_nowhere() -> None:

@@ -299,6 +299,7 @@ def test_a_collector_that_asks_to_wait_gets_no_metrics_meanwhile_and_spans_go_on
         assert any("asks to wait for 30 s" in note for note in session.notes())
 
 
+@pytest.mark.slow
 def test_without_a_collector_what_was_not_told_is_counted_and_the_end_is_not_late() -> None:
     session = instrument.start(profile("http://127.0.0.1:9"))
     assert session is not None

@@ -337,6 +337,7 @@ def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
     assert len(server.taken) == (7 if fate == "exported" else 0)
 
 
+@pytest.mark.slow
 def test_spans_wait_in_the_queue_as_long_as_the_collector_asks_for() -> None:
     with collecting(first(1, refuse_with(429, Retry_After="3"))) as server, exporting(server.settings) as exporter:
         for number in range(20):

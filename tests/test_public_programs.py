@@ -557,6 +557,7 @@ def test_each_worker_that_gunicorn_forks_writes_a_trace(folder: Path, stop: sign
 
 
 @needs("uvicorn")
+@pytest.mark.slow
 def test_each_worker_that_uvicorn_spawns_writes_a_trace(folder: Path) -> None:
     write("shop.py", SHOP)
     write_profile(

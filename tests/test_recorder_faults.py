@@ -492,6 +492,7 @@ def test_a_sub_interpreter_gets_the_twin_and_the_main_one_goes_on(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_still_record(kind: str) -> None:
     printed = run(
         kind,

@@ -113,6 +113,7 @@ def test_a_thread_that_ends_while_it_is_needed_is_said_once_and_begun_anew(
     assert "instrument-test" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
     as_in_a_service: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
