@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from test_ledger import API, ENGINE, made
 
@@ -70,8 +71,8 @@ class Service:
         joined = join(trace)
         found = ledger(trace, joined)
         place = next(place for place, keys in joined.keys.items() if keys == (key,))
-        its = [one for one, row in zip(found.times, joined.rows, strict=True) if trace.sites[trace.site[row]] == CHAT]
-        told = blame(trace, joined, found, place, typical_times(its))
+        its = np.flatnonzero(trace.of_sites([site == CHAT for site in trace.sites])[joined.rows])
+        told = blame(trace, joined, found, place, typical_times(found, its))
         assert told is not None
         assert told.excess_ns > SLOW // 3
         return told.part, told.cause.name if told.cause else "", told.cause.request if told.cause else ""

@@ -71,8 +71,8 @@ def times_of(spans: list[Span]) -> dict[int, dict[str, int]]:
     """By the id of each request its ledger."""
     trace = trace_of(spans)
     joined = join(trace)
-    ids = trace.span_id[joined.rows].tolist()
-    return dict(zip(ids, map(dict, ledger(trace, joined).times), strict=True))
+    found, ids = ledger(trace, joined), trace.span_id[joined.rows].tolist()
+    return {span_id: found.parts_of(place) for place, span_id in enumerate(ids)}
 
 
 def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
@@ -158,8 +158,19 @@ def test_what_is_no_key_and_no_batch_harms_nothing(attributes: dict[str, object]
     trace = trace_of(spans)
     joined = join(trace)
     found = ledger(trace, joined)
-    assert sum(found.times[0].values()) == 100
+    assert sum(found.parts_of(0).values()) == 100
     assert int(found.given_ns.sum()) in (0, 40)
+
+
+def test_a_phase_by_the_name_of_no_phase_adds_up_to_the_wall() -> None:
+    assert times_of([made(1, CHAT, 0, 100), made(2, Site("unknown", "phase"), 10, 50, 1)]) == {1: {"unknown": 100}}
+
+
+def test_requests_of_years_are_added_up_exactly() -> None:
+    years_ns = 1 << 61
+    spans = [made(number, CHAT, 0, years_ns) for number in (1, 2, 3)]
+    spans += [made(number + 3, TOKENISE, 0, years_ns - number, number) for number in (1, 2, 3)]
+    assert times_of(spans)[3] == {"tokenise": years_ns - 3, "unknown": 3}
 
 
 # Random engines against a reference, ns by ns.
@@ -298,16 +309,18 @@ def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed:
     found = ledger(trace, joined)
     assert found.given_ns.tolist() == shares(trace, joined)
     for place, row in enumerate(joined.rows.tolist()):
-        assert found.times[place] == reference(trace, joined, place)
-        assert sum(found.times[place].values()) == int(trace.total_ns[row])
+        assert found.parts_of(place) == reference(trace, joined, place)
+        assert sum(found.parts_of(place).values()) == int(trace.total_ns[row])
         moments = timeline(trace, joined, place)
         edges = [int(trace.start_ns[row]), *(edge for one in moments for edge in one[1:3]), int(trace.end_ns[row])]
         assert edges[::2] == edges[1::2]  # from its begin to its end, without a gap
         spent = Counter[str]()
         for one in moments:
             spent[one.part] += one.end_ns - one.start_ns
-        in_batches = found.times[place].get("share of batches", 0) + found.times[place].get("waiting in batches", 0)
-        assert spent == Counter({**found.times[place], "share of batches": in_batches, "waiting in batches": 0}), (
+        in_batches = found.parts_of(place).get("share of batches", 0) + found.parts_of(place).get(
+            "waiting in batches", 0
+        )
+        assert spent == Counter({**found.parts_of(place), "share of batches": in_batches, "waiting in batches": 0}), (
             "but for zeros"
         )
 
@@ -333,4 +346,4 @@ def test_a_hundred_thousand_batches_are_given_out_exactly_once() -> None:
     sums = np.bincount(joined.served.batch, found.given_ns.astype(np.float64), len(trace)).astype(np.int64)
     assert (sums[len(keys) :] == trace.total_ns[len(keys) :]).all()
     for place, row in enumerate(joined.rows.tolist()):
-        assert sum(found.times[place].values()) == int(trace.total_ns[row])
+        assert sum(found.parts_of(place).values()) == int(trace.total_ns[row])

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import pytest
 
+from instrument.recording.spans import Site, Span
 from instrument.report.answers import Answers, Streams
+from instrument.trace.of_spans import columns_of_spans
+
+CHAT = Site("POST /chat", "request")
 
 
 def attributes(**given: object) -> dict[str, object]:
     return {name.replace("__", "."): value for name, value in given.items()}
 
 
+def answers_of(*told: Mapping[str, Any]) -> Answers:
+    spans = [Span(CHAT, number + 1, 0, number + 1, 1, 0, 0, 10, 10, 0) for number in range(len(told))]
+    for span, its in zip(spans, told, strict=True):
+        span.attributes = its
+    return Answers.of(columns_of_spans(spans).attributes, np.arange(len(spans)))
+
+
 def test_answers_are_counted_by_the_class_of_their_status() -> None:
-    answers = Answers()
-    for status in (200, 204, 301, 404, 499, 503):
-        answers.add(attributes(http__response__status_code=status))
+    statuses = (200, 204, 301, 404, 499, 503)
+    answers = answers_of(*(attributes(http__response__status_code=status) for status in statuses))
     assert answers.statuses() == {"2xx": 2, "3xx": 1, "4xx": 2, "5xx": 1}
     assert answers.streams() is None
 
 
 def test_the_time_of_an_item_is_shared_by_those_after_the_first() -> None:
-    answers = Answers()
-    answers.add(attributes(first_item_ns=100, last_item_ns=400, items=4, longest_gap_ns=250))
-    answers.add(attributes(first_item_ns=300, last_item_ns=300, items=1))
+    answers = answers_of(
+        attributes(first_item_ns=100, last_item_ns=400, items=4, longest_gap_ns=250),
+        attributes(first_item_ns=300, last_item_ns=300, items=1),
+    )
     assert answers.streams() == Streams(2, 5, 100, 300, 100, 100, 250)
 
 
-def test_endpoints_together_have_the_answers_of_each() -> None:
-    first, second = Answers(), Answers()
-    first.add(attributes(http__response__status_code=200, first_item_ns=1, last_item_ns=3, items=3, longest_gap_ns=2))
-    second.add(attributes(http__response__status_code=500, first_item_ns=2, last_item_ns=2, items=1))
-    first.merge(second)
-    assert first.statuses() == {"2xx": 1, "5xx": 1}
-    assert first.streams() == Streams(2, 4, 1, 2, 1, 1, 2)
+def test_of_some_requests_only_their_answers_are_told() -> None:
+    answers = answers_of(
+        attributes(http__response__status_code=200, first_item_ns=1, last_item_ns=3, items=3, longest_gap_ns=2),
+        {},
+        attributes(http__response__status_code=500, first_item_ns=2, last_item_ns=2, items=1),
+    )
+    assert answers.told().tolist() == [0, 2]
+    assert answers.streams() == Streams(2, 4, 1, 2, 1, 1, 2)
+    last = answers.only(np.array([2]))
+    assert last.statuses() == {"5xx": 1}
+    assert last.streams() == Streams(1, 1, 2, 2, None, None, None)
 
 
 @pytest.mark.parametrize("found", ["200", None, True, -1, 99, 600, 10**30, [200], 200.0])
 def test_a_status_that_is_none_is_not_counted(found: object) -> None:
-    answers = Answers()
-    answers.add(attributes(http__response__status_code=found, first_item_ns=found, items=found))
+    answers = answers_of(attributes(http__response__status_code=found, first_item_ns=found, items=found))
     assert answers.statuses() == {}

@@ -7,14 +7,20 @@ to the last one, shared evenly by those after the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from instrument.recorder.http_status import STATUS
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP
+from instrument.trace.columns import Attributes, Int64s
+from instrument.trace.forest import NONE
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+
+TOLD = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,56 +37,52 @@ class Streams:
     longest_gap_ns: int | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Answers:
-    """What the spans of an endpoint's requests say of their answers, as they come."""
+    """What the spans of requests say of their answers, a row for each request, `NONE` where one does not say it."""
 
-    classes: dict[str, int] = field(default_factory=dict)
-    firsts: list[int] = field(default_factory=list)
-    per_item: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-    items: int = 0
+    status: Int64s
+    first_ns: Int64s
+    items: Int64s
+    last_ns: Int64s
+    longest_gap_ns: Int64s
 
-    def add(self, attributes: Mapping[str, object]) -> None:
-        """A request has ended, whose span has these."""
-        if not attributes:
-            return
-        status = _number(attributes, STATUS)
-        if status is not None and 100 <= status < 600:
-            name = CLASSES[status // 100 - 1]
-            self.classes[name] = self.classes.get(name, 0) + 1
-        first_ns, items = _number(attributes, FIRST_ITEM), _number(attributes, ITEMS)
-        if first_ns is None or not items:
-            return
-        self.firsts.append(first_ns)
-        self.items += items
-        last_ns, gap_ns = _number(attributes, LAST_ITEM), _number(attributes, LONGEST_GAP)
-        if last_ns is not None and items > 1:
-            self.per_item.append(max(last_ns - first_ns, 0) // (items - 1))
-        if gap_ns is not None:
-            self.gaps.append(gap_ns)
+    @classmethod
+    def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
+        """Those of the requests in some rows, which are in order."""
+        return cls(*(_numbers(attributes, name, rows) for name in TOLD))
 
-    def merge(self, other: Answers) -> None:
-        """Take those of another endpoint on."""
-        for name, count in other.classes.items():
-            self.classes[name] = self.classes.get(name, 0) + count
-        self.firsts += other.firsts
-        self.per_item += other.per_item
-        self.gaps += other.gaps
-        self.items += other.items
+    def only(self, places: Int64s) -> Answers:
+        """Those of some of the requests."""
+        columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
+        return Answers(*(column[places] for column in columns))
+
+    def told(self) -> Int64s:
+        """The places of requests of which anything is known."""
+        return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
 
     def statuses(self) -> dict[str, int]:
         """How many answers there were of each class, in their order."""
-        return {name: self.classes[name] for name in CLASSES if name in self.classes}
+        counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
+        return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def streams(self) -> Streams | None:
         """Those in parts, None without any."""
-        if not self.firsts:
+        its = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
+        if not len(its.items):
             return None
-        first_p50_ns, first_p99_ns = percentiles_of(sorted(self.firsts), (0.5, 0.99))
-        item = _both(sorted(self.per_item))
-        longest_ns = max(self.gaps, default=None)
-        return Streams(len(self.firsts), self.items, first_p50_ns, first_p99_ns, *item, longest_ns)
+        has_more = (its.last_ns != NONE) & (its.items > 1)
+        per_item_ns = np.maximum(its.last_ns - its.first_ns, 0)[has_more] // (its.items[has_more] - 1)
+        first_p50_ns, first_p99_ns = percentiles_of(np.sort(its.first_ns).tolist(), (0.5, 0.99))
+        longest_ns = int(its.longest_gap_ns.max())
+        return Streams(
+            len(its.items),
+            sum(its.items.tolist()),
+            first_p50_ns,
+            first_p99_ns,
+            *_both(np.sort(per_item_ns).tolist()),
+            None if longest_ns == NONE else longest_ns,
+        )
 
 
 def _both(times: Sequence[int]) -> tuple[int | None, int | None]:
@@ -90,7 +92,11 @@ def _both(times: Sequence[int]) -> tuple[int | None, int | None]:
     return p50_ns, p99_ns
 
 
-def _number(attributes: Mapping[str, object], name: str) -> int | None:
+def _numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
     """An attribute that is a number, as no file need have it."""
-    found = attributes.get(name)
-    return found if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < 1 << 63 else None
+    found = np.full(len(rows), NONE, dtype=np.int64)
+    places = np.flatnonzero(np.isin(rows, attributes.having(name)))
+    for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+            found[place] = value
+    return found

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import benchmark
 from instrument.report.device_view import Device, device
+from instrument.report.endpoint_times import Endpoint, PhaseTime
 from instrument.report.loops import Loops
 from instrument.report.phases_view import Phases, phases
-from instrument.report.requests_view import Endpoint, PhaseTime, RequestTimes, requests
+from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.self_times_view import FunctionTimes, ops, path_text
 from instrument.report.table import (
     LINE,

@@ -114,9 +114,9 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
-    names = [trace.sites[number].name for number in trace.site[joined.rows].tolist()]
-    alike = [its for its, name in zip(found.times, names, strict=True) if name == site.name]
-    told = blame(trace, joined, found, place, typical_times(alike)) if len(alike) >= ENOUGH else None
+    is_alike = trace.of_sites([one.name == site.name for one in trace.sites])
+    alike = np.flatnonzero(is_alike[joined.rows])
+    told = blame(trace, joined, found, place, typical_times(found, alike)) if len(alike) >= ENOUGH else None
     moments = timeline(trace, joined, place)
     error = int(trace.error[row])
     return RequestLife(
@@ -126,7 +126,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
         begin_ns=begin_ns - recording.facts.start_ns,
         wall_ns=int(trace.total_ns[row]),
         error="" if error == NONE else trace.errors[error],
-        parts=found.times[place],
+        parts=found.parts_of(place),
         blame=told,
         turns=tuple(_turns(trace, joined, found, moments, begin_ns)),
         _options=options,

@@ -15,17 +15,16 @@ device are `copy in` and `copy out` and other copies `copy`, layers are `compute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
-from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
-from instrument.report.answers import CLASSES, Answers, Streams
+from instrument.report.answers import CLASSES
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_view import endpoint_table, other_endpoints
+from instrument.report.endpoint_times import Endpoint, PhaseTime, WholeRequests, phase_times
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -42,19 +41,12 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.utilisation import EndpointUse, requests_within, utilisation
+from instrument.report.utilisation import EndpointUse, request_of_spans, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
-from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger, ledger
-
-IN_ORDER = (
-    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
-    "copy", "copy out", TRANSPORT, "post",
-)  # fmt: skip
-"""Phases as they mostly follow each other; others come after them, by their time."""
+from instrument.trace.ledger import Ledger, ledger
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -70,57 +62,6 @@ SLOWEST = 5
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
 """Wall time that is farther from 1970 is none: the file is damaged, or its clock was."""
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTime:
-    """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
-
-    The mean and the percentiles, exact by nearest rank, are over the requests that had it. One with `remaining` stands
-    for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
-    """
-
-    name: str
-    requests: int | None
-    summed_ns: int
-    mean_ns: float | None
-    p50_ns: int | None
-    p99_ns: int | None
-    ratio: float | None
-    remaining: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
-    every request has some, perhaps 0.
-
-    `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
-    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
-    `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
-    out.
-    """
-
-    name: str
-    requests: int
-    errors: int
-    wall_ns: int
-    mean_ns: float
-    p50_ns: int
-    p90_ns: int
-    p99_ns: int
-    min_ns: int
-    max_ns: int
-    ratio: float | None
-    phases: tuple[PhaseTime, ...]
-    unknown_ns: int
-    unknown_mean_ns: float
-    unknown_p50_ns: int
-    unknown_p99_ns: int
-    unknown_ratio: float | None
-    statuses: Mapping[str, int] = field(default_factory=dict)
-    streams: Streams | None = None
-    remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,35 +159,19 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = requests_within(trace, joined.owner, recording.facts.held)
-    of_requests = _of_requests(recording, whole)
-    walls = trace.total_ns[whole]
-    wall_ns = sum(walls.tolist())
-    longest = np.lexsort((trace.start_ns[whole], -walls))[: options.rows or SLOWEST].tolist()
-    found: dict[str, _Found] = {}
-    for one in of_requests:
-        name = trace.sites[trace.site[one.row]].name
-        if name not in found:
-            found[name] = _Found()
-        found[name].add(trace, one)
-    endpoints = [_endpoint(name, one, wall_ns, options) for name, one in found.items()]
+    its = WholeRequests.of(trace, joined, recording.once(request_ledger), whole)
+    endpoints = its.endpoints(options)
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
-
-    def rest(others: Sequence[Endpoint]) -> Endpoint:
-        together = _Found()
-        for endpoint in others:
-            together.merge(found[endpoint.name])
-        return _endpoint("", together, wall_ns, options, remaining=len(others))
-
     return RequestTimes(
         coverage=Coverage.of_recording(recording),
         requests=len(whole),
         requests_cut=cut,
-        wall_ns=wall_ns,
-        endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
+        wall_ns=sum(its.wall_ns.tolist()),
+        endpoints=bounded(endpoints, options, lambda one: one.wall_ns, lambda others: its.rest(others, options)),
         devices=_devices(recording, options),
-        slowest=_slowest([of_requests[place] for place in longest], of_requests, recording, options),
+        slowest=_slowest(its, recording, options),
         blocked=blocked_loops(trace, options),
         _options=options,
     )
@@ -255,114 +180,14 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 # From spans to times.
 
 
-class _Request(NamedTuple):
-    """A request by its row, the time of each phase that has any of its wall, and the time that none has."""
-
-    row: int
-    phases: Mapping[str, int]
-    unknown_ns: int
-
-
 def joined_requests(recording: Recording) -> Joined:
     """The requests of a recording, joined by their keys."""
-    return join(recording.columns)
+    return join(recording.columns, recording.once(request_of_spans))
 
 
 def request_ledger(recording: Recording) -> Ledger:
     """What each of them was spent on."""
     return ledger(recording.columns, recording.once(joined_requests))
-
-
-def _of_requests(recording: Recording, whole: Int64s) -> list[_Request]:
-    """What each of the whole requests spent its wall on, in their order."""
-    joined, times = recording.once(joined_requests), recording.once(request_ledger).times
-    found = []
-    for row, place in zip(whole.tolist(), joined.of[whole].tolist(), strict=True):
-        phases = {name: time_ns for name, time_ns in times[place].items() if name != UNKNOWN}
-        found.append(_Request(row, phases, times[place].get(UNKNOWN, 0)))
-    return found
-
-
-@dataclass(slots=True)
-class _Found:
-    """The requests of a name as they come: walls, errors, by phase the times of those that had any, and of no phase."""
-
-    walls: list[int] = field(default_factory=list)
-    errors: int = 0
-    phases: dict[str, list[int]] = field(default_factory=dict)
-    unknown: list[int] = field(default_factory=list)
-    answers: Answers = field(default_factory=Answers)
-
-    def add(self, trace: Trace, one: _Request) -> None:
-        self.walls.append(int(trace.total_ns[one.row]))
-        self.errors += bool(trace.error[one.row] != NONE)
-        self.unknown.append(one.unknown_ns)
-        self.answers.add(trace.attributes[one.row])
-        for name, time_ns in one.phases.items():
-            self.phases.setdefault(name, []).append(time_ns)
-
-    def merge(self, other: _Found) -> None:
-        self.walls += other.walls
-        self.errors += other.errors
-        self.unknown += other.unknown
-        self.answers.merge(other.answers)
-        for name, times in other.phases.items():
-            self.phases.setdefault(name, []).extend(times)
-
-
-def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining: int = 0) -> Endpoint:
-    walls = sorted(found.walls)
-    count, wall_ns = len(walls), sum(walls)
-    p50_ns, p90_ns, p99_ns = percentiles_of(walls, (0.5, 0.9, 0.99))
-    unknown = sorted(found.unknown)
-    unknown_ns = sum(unknown)
-    unknown_p50_ns, unknown_p99_ns = percentiles_of(unknown, (0.5, 0.99))
-    return Endpoint(
-        name=name,
-        requests=count,
-        errors=found.errors,
-        wall_ns=wall_ns,
-        mean_ns=wall_ns / count,
-        p50_ns=p50_ns,
-        p90_ns=p90_ns,
-        p99_ns=p99_ns,
-        min_ns=walls[0],
-        max_ns=walls[-1],
-        ratio=share(wall_ns, all_ns),
-        phases=_phases(found, options),
-        unknown_ns=unknown_ns,
-        unknown_mean_ns=unknown_ns / count,
-        unknown_p50_ns=unknown_p50_ns,
-        unknown_p99_ns=unknown_p99_ns,
-        unknown_ratio=share(unknown_ns, wall_ns),
-        statuses=found.answers.statuses(),
-        streams=found.answers.streams(),
-        remaining=remaining,
-    )
-
-
-def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
-    """In the order of `IN_ORDER`; where there are more than the options leave, those with the most time."""
-    wall_ns = sum(found.walls)
-
-    def phase(name: str, times: Sequence[int]) -> PhaseTime:
-        summed_ns, (p50_ns, p99_ns) = sum(times), percentiles_of(times, (0.5, 0.99))
-        mean_ns, ratio = summed_ns / len(times), share(summed_ns, wall_ns)
-        return PhaseTime(name, len(times), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
-
-    def rest(others: Sequence[PhaseTime]) -> PhaseTime:
-        summed_ns = sum(one.summed_ns for one in others)
-        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
-
-    all_of_it = [phase(name, sorted(times)) for name, times in found.phases.items()]
-    all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
-    shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
-    return tuple(sorted(shown, key=_place))
-
-
-def _place(phase: PhaseTime) -> tuple[bool, int]:
-    place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
-    return bool(phase.remaining), place
 
 
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
@@ -375,33 +200,29 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
     )
 
 
-def _slowest(
-    slowest: Sequence[_Request], all_of_it: Sequence[_Request], recording: Recording, options: Options
-) -> tuple[SlowRequest, ...]:
+def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
     """The slowest requests, each beside those of its endpoint."""
-    trace, joined = recording.columns, recording.once(joined_requests)
-    of_sites: dict[str, list[_Request]] = {}
-    for one in all_of_it:
-        of_sites.setdefault(trace.sites[trace.site[one.row]].name, []).append(one)
-    typical: dict[str, Mapping[str, int]] = {}
-    found = []
-    for one in slowest:
-        name, place = trace.sites[trace.site[one.row]].name, int(joined.of[one.row])
-        told = None
-        if len(of_sites[name]) >= ENOUGH:
-            if name not in typical:
-                typical[name] = typical_times([{**its.phases, UNKNOWN: its.unknown_ns} for its in of_sites[name]])
-            told = blame(trace, joined, recording.once(request_ledger), place, typical[name])
-            if told is not None and told.excess_ns * NOTABLE < int(trace.total_ns[one.row]):
+    trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
+    typical: dict[int, Mapping[str, int]] = {}
+    slowest = []
+    longest = np.lexsort((trace.start_ns[its.rows], -its.wall_ns))[: options.rows or SLOWEST]
+    for which in longest.tolist():
+        endpoint, place, told = int(its.endpoint[which]), int(its.place[which]), None
+        if endpoint not in typical:
+            alike = its.place[its.endpoint == endpoint]
+            typical[endpoint] = typical_times(found, alike) if len(alike) >= ENOUGH else {}
+        if typical[endpoint]:
+            told = blame(trace, joined, found, place, typical[endpoint])
+            if told is not None and told.excess_ns * NOTABLE < int(its.wall_ns[which]):
                 told = None
-        slow = _slow(one, recording, options)
-        found.append(replace(slow, keys=joined.keys.get(place, ()), blame=told))
-    return tuple(found)
+        slow = _slow(its, which, recording, options)
+        slowest.append(replace(slow, keys=joined.keys.get(place, ()), blame=told))
+    return tuple(slowest)
 
 
-def _slow(one: _Request, recording: Recording, options: Options) -> SlowRequest:
-    trace, facts, row = recording.columns, recording.facts, one.row
-    site, start_ns, error = trace.sites[trace.site[row]], int(trace.start_ns[row]), int(trace.error[row])
+def _slow(its: WholeRequests, which: int, recording: Recording, options: Options) -> SlowRequest:
+    trace, facts, row = recording.columns, recording.facts, int(its.rows[which])
+    start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(its.wall_ns[which])
     realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
     known = 0 < realtime_ns < YEARS_NS
     began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
@@ -411,20 +232,19 @@ def _slow(one: _Request, recording: Recording, options: Options) -> SlowRequest:
         trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    found = _Found()
-    found.add(trace, one)
+    unknown_ns = int(its.unknown_ns[which])
     return SlowRequest(
-        name=site.name,
+        name=its.names[its.endpoint[which]],
         begin_ns=start_ns - facts.start_ns,
         began=began.replace("+00:00", "Z"),
-        wall_ns=int(trace.total_ns[row]),
+        wall_ns=wall_ns,
         error="" if error == NONE else trace.errors[error],
         span_id=int(trace.span_id[row]),
         trace_id=trace_id,
         collector_span_id=own_id,
-        phases=_phases(found, options),
-        unknown_ns=one.unknown_ns,
-        unknown_ratio=share(one.unknown_ns, int(trace.total_ns[row])),
+        phases=phase_times(its.phases_of(which), wall_ns, options),
+        unknown_ns=unknown_ns,
+        unknown_ratio=share(unknown_ns, wall_ns),
     )
 
 

@@ -311,7 +311,7 @@ def utilisation(recording: Recording) -> Utilisation:
     """What each device did in the part of the window of which every span is held."""
     trace, (first, last) = recording.columns, recording.facts.held
     window = first, max(first, last)
-    owner = owners(trace, trace.of_kind("request"))
+    owner = recording.once(request_of_spans)
     whole, cut = requests_within(trace, owner, window)
     is_request = trace.of_kind("request")
     in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
@@ -346,6 +346,11 @@ def utilisation(recording: Recording) -> Utilisation:
         _trace=trace,
         _uses=uses,
     )
+
+
+def request_of_spans(recording: Recording) -> Int32s:
+    """Of each span the row of the topmost request at or above it."""
+    return owners(recording.columns, recording.columns.of_kind("request"))
 
 
 def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int64s, int]:

@@ -16,6 +16,7 @@ from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE, nearest, rows_of
+from instrument.trace.groups import Groups
 from instrument.trace.intervals import Union, union
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, timeline
@@ -51,15 +52,23 @@ class Blame:
         return self.part_ns - self.typical_ns
 
 
-def typical_times(times: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of the requests of an endpoint the median of each part, of which a request may have none."""
-    names = {name for its in times for name in its}
-    return {name: percentiles_of(sorted(its.get(name, 0) for its in times), (0.5,))[0] for name in names}
+def typical_times(found: Ledger, places: Int64s) -> dict[str, int]:
+    """Of some requests the median of each part, of which a request may have none."""
+    is_one = np.zeros(int(max(found.request.max(initial=-1), places.max(initial=-1))) + 1, dtype=np.bool_)
+    is_one[places] = True
+    rows = np.flatnonzero(is_one[found.request])
+    typical = {}
+    for members in Groups(found.part[rows], len(found.names)).members():
+        times = np.zeros(len(places), dtype=np.int64)
+        times[len(places) - len(members) :] = np.sort(found.time_ns[rows[members]])
+        name = found.names[found.part[rows[members[0]]]]
+        typical[name] = percentiles_of(times.tolist(), (0.5,))[0]
+    return typical
 
 
 def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
     """What made the request at a place slower than is typical; None for one that no part of is."""
-    times = found.times[place]
+    times = found.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
         return None

@@ -64,9 +64,10 @@ class Joined:
         return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
 
 
-def join(trace: Trace) -> Joined:
-    """The requests of the trace, with what serves them anywhere in it."""
-    owner = owners(trace, trace.of_kind("request"))
+def join(trace: Trace, owner: Int32s | None = None) -> Joined:
+    """The requests of the trace, with what serves them anywhere in it. `owner` is that of each row, if it is known."""
+    if owner is None:
+        owner = owners(trace, trace.of_kind("request"))
     keyed = trace.attributes.having(KEY)
     told = trace.attributes.values(KEY, keyed)
     is_text = np.array([isinstance(one, str) and bool(one) for one in told], dtype=np.bool_)

@@ -16,7 +16,6 @@ batch's time is given out by weight, exactly once: of `length` ns and weights w 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,14 +52,24 @@ def phase_of(site: Site) -> str | None:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What requests were spent on: `times[place][part]`, which add up to the walls; only parts with any time.
+    """What requests were spent on: a row for each part that a request had any time of, which add up to its wall.
 
-    `given_ns` is, of each pair of a batch and a request in it, how much of the batch that request is given; over those
-    of a batch it adds up to its length.
+    The rows of a request lie together, by its place; `part` is a place among `names`. `given_ns` is, of each pair of a
+    batch and a request in it, how much of the batch that request is given; over those of a batch it adds up to its
+    length.
     """
 
-    times: tuple[Mapping[str, int], ...]
+    names: tuple[str, ...]
+    request: Int64s
+    part: Int64s
+    time_ns: Int64s
     given_ns: Int64s
+
+    def parts_of(self, place: int) -> dict[str, int]:
+        """The time of each part that one request had any of."""
+        first, last = np.searchsorted(self.request, [place, place + 1])
+        its = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
+        return {self.names[part]: time_ns for part, time_ns in its}
 
 
 def given_ns(served: Served, trace: Trace) -> Int64s:
@@ -124,10 +133,15 @@ def _ranks(trace: Trace, between: _Stretches, spans: Int64s) -> Int64s:
     """Times between spans and then spans by when these began, also before the request; what begins and ends with a time
     between spans comes after it."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
-    finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])
-    by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])
-    is_span = np.arange(len(begins)) >= len(between.row)
-    order = np.lexsort((np.arange(len(begins)), by_id, is_span, -finishes, begins))
+    order = np.argsort(begins, kind="stable")
+    in_order = begins[order]
+    is_tied = in_order[1:] == in_order[:-1]
+    tied = np.flatnonzero(np.append(is_tied, [False]) | np.append([False], is_tied))
+    if len(tied):  # of a few: all keys for all spans would take five times as long
+        its = order[tied]
+        finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[its]
+        by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[its]
+        order[tied] = its[np.lexsort((its, by_id, its >= len(between.row), -finishes, begins[its]))]
     ranks = np.empty(len(begins), dtype=np.int64)
     ranks[order] = np.arange(len(order))
     return ranks
@@ -136,20 +150,25 @@ def _ranks(trace: Trace, between: _Stretches, spans: Int64s) -> Int64s:
 def ledger(trace: Trace, joined: Joined) -> Ledger:
     """What each request was spent on."""
     given, found = given_ns(joined.served, trace), turns_of(trace, joined)
-    times: list[dict[str, int]] = [{} for _ in joined.rows]
-    _add_batches(times, joined, given, found.pair, found.length_ns)
-    own = np.flatnonzero(found.pair == NONE)
-    groups, firsts = numbered(found.request[own], found.part[own])
-    sums = Groups(groups, len(firsts)).sums(found.length_ns[own]).tolist()
-    keys = zip(found.request[own[firsts]].tolist(), found.part[own[firsts]].tolist(), sums, strict=True)
-    for place, number, time_ns in keys:
-        name = found.names[number]
-        times[place][name] = times[place].get(name, 0) + time_ns
-    for its, wall_ns in zip(times, trace.total_ns[joined.rows].tolist(), strict=True):
-        left = wall_ns - sum(its.values())
-        if left:
-            its[UNKNOWN] = left
-    return Ledger(tuple(times), given)
+    numbers = {name: number for number, name in enumerate(found.names)}
+    unknown = numbers.setdefault(UNKNOWN, len(numbers))
+    own = found.pair == NONE
+    its, shares, waiting = _in_batches(given, found.pair[~own], found.length_ns[~own])
+    of_batches = joined.served.request[its]
+    waits = numbers.setdefault(WAITING, len(numbers))
+    request = np.concatenate([found.request[own], of_batches, of_batches])
+    part = np.concatenate([found.part[own], np.full(len(its), numbers[SHARE]), np.full(len(its), waits)])
+    time_ns = np.concatenate([found.length_ns[own], shares, waiting])
+    told_ns = Groups(request, len(joined.rows)).sums(time_ns).astype(np.int64)  # at most the wall
+    request = np.concatenate([request, np.arange(len(joined.rows))])
+    part = np.concatenate([part, np.full(len(joined.rows), unknown)])
+    time_ns = np.concatenate([time_ns, trace.total_ns[joined.rows] - told_ns])
+    has_time = time_ns > 0
+    request, part, time_ns = request[has_time], part[has_time], time_ns[has_time]
+    groups, firsts = numbered(request, part)
+    order = np.lexsort((part[firsts], request[firsts]))
+    sums = Groups(groups, len(firsts)).sums(time_ns)[order].astype(np.int64)
+    return Ledger(tuple(numbers), request[firsts[order]], part[firsts[order]], sums, given)
 
 
 class Moment(NamedTuple):
@@ -188,19 +207,13 @@ def timeline(trace: Trace, joined: Joined, place: int) -> list[Moment]:
     return moments
 
 
-def _add_batches(times: list[dict[str, int]], joined: Joined, given: Int64s, pairs: Int64s, lengths: Int64s) -> None:
-    """Turns in batches, as shares of them and waiting for the others."""
-    within = np.flatnonzero(pairs != NONE)
-    groups, firsts = numbered(pairs[within])
-    spent = Groups(groups, len(firsts)).sums(lengths[within])
-    its = pairs[within[firsts]]
+def _in_batches(given: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The pairs that had turns in batches, and of each the time as its share of them and waiting for the others."""
+    groups, firsts = numbered(pairs)
+    spent = Groups(groups, len(firsts)).sums(lengths)
+    its = pairs[firsts]
     shares = np.minimum(spent, given[its])
-    for place, share_ns, waiting_ns in zip(
-        joined.served.request[its].tolist(), shares.tolist(), (spent - shares).tolist(), strict=True
-    ):
-        for name, time_ns in ((SHARE, share_ns), (WAITING, waiting_ns)):
-            if time_ns:
-                times[place][name] = times[place].get(name, 0) + time_ns
+    return its, shares, spent - shares
 
 
 _Part = tuple[Int64s, Int64s, Int64s, int]

@@ -1,0 +1,238 @@
+"""What the requests of each endpoint took, and with what: their walls, errors, phases and answers, from columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from instrument.recording.histogram import percentiles_of
+from instrument.report.answers import Answers, Streams
+from instrument.report.table import bounded, share
+from instrument.report.view import Options
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, numbered
+from instrument.trace.joined import Joined
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
+
+IN_ORDER = (
+    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
+    "copy", "copy out", TRANSPORT, "post",
+)  # fmt: skip
+"""Phases as they mostly follow each other; others come after them, by their time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
+
+    The mean and the percentiles, exact by nearest rank, are over the requests that had it. One with `remaining` stands
+    for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
+    """
+
+    name: str
+    requests: int | None
+    summed_ns: int
+    mean_ns: float | None
+    p50_ns: int | None
+    p99_ns: int | None
+    ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
+    every request has some, perhaps 0.
+
+    `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
+    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
+    `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
+    out.
+    """
+
+    name: str
+    requests: int
+    errors: int
+    wall_ns: int
+    mean_ns: float
+    p50_ns: int
+    p90_ns: int
+    p99_ns: int
+    min_ns: int
+    max_ns: int
+    ratio: float | None
+    phases: tuple[PhaseTime, ...]
+    unknown_ns: int
+    unknown_mean_ns: float
+    unknown_p50_ns: int
+    unknown_p99_ns: int
+    unknown_ratio: float | None
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    streams: Streams | None = None
+    remaining: int = 0
+
+
+@dataclass(frozen=True)
+class WholeRequests:
+    """The requests that a report is of, a row for each, and a row for each part that one of them had any time of.
+
+    `place` is that among all requests of the trace, `endpoint` one in `names` and `part` one in `parts`. The parts of a
+    request lie together; `unknown_ns`, in which no phase ran, is none of them.
+    """
+
+    names: tuple[str, ...]
+    rows: Int64s
+    place: Int64s
+    endpoint: Int64s
+    wall_ns: Int64s
+    failed: Bools
+    unknown_ns: Int64s
+    answers: Answers
+    parts: tuple[str, ...]
+    request: Int64s
+    part: Int64s
+    time_ns: Int64s
+
+    @classmethod
+    def of(cls, trace: Trace, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
+        """Those in some rows."""
+        numbers: dict[str, int] = {}
+        of_site = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites], dtype=np.int64)
+        places = joined.of[rows]
+        number_of = np.full(len(joined.rows), NONE, dtype=np.int64)
+        number_of[places] = np.arange(len(rows))
+        request = number_of[found.request]
+        is_known = np.array([name != UNKNOWN for name in found.names], dtype=np.bool_)[found.part]
+        unknown_ns, without = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
+        unknown_ns[request[without]] = found.time_ns[without]
+        kept = np.flatnonzero((request != NONE) & is_known)
+        kept = kept[np.argsort(request[kept], kind="stable")]
+        return cls(
+            names=tuple(numbers),
+            rows=rows,
+            place=places,
+            endpoint=of_site[trace.site[rows]],
+            wall_ns=trace.total_ns[rows],
+            failed=trace.error[rows] != NONE,
+            unknown_ns=unknown_ns,
+            answers=Answers.of(trace.attributes, rows),
+            parts=found.names,
+            request=request[kept],
+            part=found.part[kept],
+            time_ns=found.time_ns[kept],
+        )
+
+    def endpoints(self, options: Options) -> list[Endpoint]:
+        """Those of the requests, in any order."""
+        return self._come_to(self.endpoint, self.names, options)
+
+    def rest(self, others: Sequence[Endpoint], options: Options) -> Endpoint:
+        """The requests of several endpoints together."""
+        left_out = {one.name for one in others}
+        is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
+        groups = np.where(is_other[self.endpoint], 0, NONE)
+        return self._come_to(groups, ("",), options, remaining=len(others))[0]
+
+    def _come_to(
+        self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
+    ) -> list[Endpoint]:  # fmt: skip
+        """What the requests of each group that has any come to."""
+        count, all_ns = len(names), sum(self.wall_ns.tolist())
+        walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
+        failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
+        phases, answers = self._times_of_phases(groups, count), self._answers(groups, count)
+        found = []
+        for number, name in enumerate(names):
+            its, nothing_ran = walls[number], unknown[number]
+            if not its:
+                continue
+            requests, wall_ns, unknown_ns = len(its), sum(its), sum(nothing_ran)
+            p50_ns, p90_ns, p99_ns = percentiles_of(its, (0.5, 0.9, 0.99))
+            unknown_p50_ns, unknown_p99_ns = percentiles_of(nothing_ran, (0.5, 0.99))
+            answered = answers.get(number)
+            found.append(
+                Endpoint(
+                    name=name,
+                    requests=requests,
+                    errors=failed[number],
+                    wall_ns=wall_ns,
+                    mean_ns=wall_ns / requests,
+                    p50_ns=p50_ns,
+                    p90_ns=p90_ns,
+                    p99_ns=p99_ns,
+                    min_ns=its[0],
+                    max_ns=its[-1],
+                    ratio=share(wall_ns, all_ns),
+                    phases=phase_times(phases.get(number, {}), wall_ns, options),
+                    unknown_ns=unknown_ns,
+                    unknown_mean_ns=unknown_ns / requests,
+                    unknown_p50_ns=unknown_p50_ns,
+                    unknown_p99_ns=unknown_p99_ns,
+                    unknown_ratio=share(unknown_ns, wall_ns),
+                    statuses=answered.statuses() if answered else {},
+                    streams=answered.streams() if answered else None,
+                    remaining=remaining,
+                )
+            )
+        return found
+
+    def _times_of_phases(self, groups: Int64s, count: int) -> dict[int, dict[str, list[int]]]:
+        """By group and phase the times of the requests that had it, in order."""
+        its = groups[self.request]
+        kept = its != NONE
+        numbers, firsts = numbered(its[kept], self.part[kept])
+        times = _in_order(numbers, len(firsts), self.time_ns[kept])
+        found: dict[int, dict[str, list[int]]] = {}
+        for group, part, of_phase in zip(
+            its[kept][firsts].tolist(), self.part[kept][firsts].tolist(), times, strict=True
+        ):
+            found.setdefault(group, {})[self.parts[part]] = of_phase
+        return found
+
+    def _answers(self, groups: Int64s, count: int) -> dict[int, Answers]:
+        """By group what its requests say of their answers, of those that say anything."""
+        told = self.answers.told()
+        members = Groups(groups[told], count).members()
+        return {int(groups[told[its[0]]]): self.answers.only(told[its]) for its in members}
+
+    def phases_of(self, number: int) -> dict[str, list[int]]:
+        """The phases of one request, each with its one time."""
+        first, last = np.searchsorted(self.request, [number, number + 1])
+        its = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
+        return {self.parts[part]: [time_ns] for part, time_ns in its}
+
+
+def _in_order(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
+    """The times of each group, the shortest first."""
+    order = np.lexsort((times, groups))
+    edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
+    in_order = times[order].tolist()
+    return [in_order[first:last] for first, last in pairwise(edges)]
+
+
+def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
+    """Phases by the times of each, in the order of `IN_ORDER`; where there are more than the options leave, those with
+    the most time."""
+
+    def phase(name: str, its: Sequence[int]) -> PhaseTime:
+        summed_ns, (p50_ns, p99_ns) = sum(its), percentiles_of(its, (0.5, 0.99))
+        mean_ns, ratio = summed_ns / len(its), share(summed_ns, wall_ns)
+        return PhaseTime(name, len(its), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
+
+    def rest(others: Sequence[PhaseTime]) -> PhaseTime:
+        summed_ns = sum(one.summed_ns for one in others)
+        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
+
+    all_of_it = [phase(name, its) for name, its in times.items()]
+    all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
+    shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
+    return tuple(sorted(shown, key=_place))
+
+
+def _place(phase: PhaseTime) -> tuple[bool, int]:
+    place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
+    return bool(phase.remaining), place
