@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver
-from instrument.device.interval_ring import Intervals
 from instrument.device.pairs import Driver, Pair
 from instrument.device.resolver import LAUNCH_NS, Resolver
 from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
+from instrument.recording.interval_ring import Intervals
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import DeviceInterval, Site, Span, Work, covered_ns
 

@@ -24,10 +24,12 @@ from trees import outline, tree_of
 
 import instrument
 from instrument import chrome
+from instrument.cli import main
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site
 from instrument.sessions.session import Session
+from instrument.trace import file
 
 pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.fake_driver
@@ -484,6 +486,56 @@ def test_numba_is_timed_on_its_streams() -> None:
         "named own",
         "memcpy d2h own",
     ]
+
+
+KILLED = """
+import os, sys, time
+import instrument
+from driver import FakeDriver
+from fake_torch_cuda import fake_torch
+from instrument.profile.keys import loads
+fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))
+fake.reset(virtual=False)
+torch = sys.modules["torch"] = fake_torch(fake)
+running = instrument.start(loads("limits: {ring: 1MiB, ring_dir: ./rings}\\ndevice: {host: 100ms}"))
+torch.cuda.init()
+torch.work(200_000_000)
+with instrument.scope("request", kind="request"):
+    for number in range(3):
+        with instrument.scope("decode", device=True):
+            torch.work(20_000_000)
+    now = time.monotonic_ns()
+    while not running._timing.is_settled(now):
+        time.sleep(0.01)
+    while not running._gauges.samples(0, time.monotonic_ns()):
+        time.sleep(0.01)
+    print("settled", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"])
+def test_device_times_and_gauges_of_a_process_outlive_it(
+    pure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {**os.environ, **environment(), "PYTHONPATH": str(Path(__file__).parent), "INSTRUMENT_PURE": pure}
+    victim = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=tmp_path, env=env, text=True)
+    assert victim.stdout is not None
+    with victim:
+        assert victim.stdout.readline() == "settled\n"
+        victim.kill()
+    monkeypatch.chdir(tmp_path)
+    assert main(["recover", "rings"]) == 0
+    (path,) = Path("rings").glob("*.npz")
+    trace = file.load(path).trace()
+    lengths = [round((part.end_ns - part.start_ns) / MS) for span in trace.spans for part in span.device]
+    assert lengths == [20, 20, 20]
+    assert {span.site.name for span in trace.spans if span.device} == {"decode"}
+    memory = [sample.value for sample in trace.samples if (sample.name, sample.device) == ("process_memory", -1)]
+    assert memory
+    assert all(value is not None and value > 1 << 20 for value in memory)
+    open_ns = next(span.total_ns for span in trace.spans if span.clipped)
+    assert open_ns >= 200 * MS, "the process lived when its devices did"
 
 
 # -------------------------------------------------------------------- torch's allocator

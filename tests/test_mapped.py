@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from instrument import native
 from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
+from instrument.recording.gauge_ring import Readings
+from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, Intervals
 from instrument.recording.mapped import ROWS, Mapped
-from instrument.recording.spans import REMOTE, Site
+from instrument.recording.spans import REMOTE, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.file import load, write
 from instrument.trace.of_memory import OPEN, saved_of
@@ -36,6 +39,7 @@ _native = native.find("_recorder")
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
     "CHUNK": "chunk_t", "FRAME": "frame_t", "ROW": "row_t", "FACT": "fact_t", "DETAIL": "detail_t",
+    "INTERVAL": "interval_t", "SAMPLE": "sample_t",
 }  # fmt: skip
 
 
@@ -83,14 +87,15 @@ def test_the_layout_in_python_is_that_of_the_native_recorder() -> None:
     for name, kind in C_NAMES.items():
         record = getattr(memory_layout, name)
         for field, (offset, code) in record.fields.items():
-            length = int(code[:-1] or 1) * {"Q": 8, "q": 8, "I": 4, "H": 2, "B": 1, "s": 1}[code[-1]]
+            length = int(code[:-1] or 1) * {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "H": 2, "B": 1, "s": 1}[code[-1]]
             inner = {"ended_rows": "counted.ended_rows", "ended_too_short": "counted.ended_too_short",
                      "reasons": "counted.reasons"}.get(field, field) if name == "HEADER" else field  # fmt: skip
             wanted[f"{kind}.{inner}"] = offset + (before if name == "RING" else 0), length
     assert {field: place for field, place in found.items() if not field.endswith(".")} == wanted
     sizes = {field.removesuffix("."): size for field, (_, size) in found.items() if field.endswith(".")}
-    assert sizes["recording_t"] == memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
     kinds = {"rings": "Ring", "nodes": "node_t", "totals": "totals_t", "chunks": "chunk_t", "frames": "frame_t"}
+    kinds |= {"intervals": "interval_t", "samples": "sample_t", "rows": "row_t"}
+    assert sizes["recording_t"] == memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
     for part, kind in kinds.items():
         assert sizes[kind] <= memory_layout.STRIDES[part], part
 
@@ -161,6 +166,27 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
     recorder.reset()
     recorder.wrap(lambda: None, Site("four"))()
     assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]
+
+
+def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
+    intervals, mapped = Intervals(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
+    assert len(mapped.intervals()) == 0
+    for number in range(1, 300):
+        intervals.add(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)
+        found = mapped.intervals()
+        # The slot that is written next is left out, for another process cannot know whether that has begun.
+        assert found["span_id"].tolist() == list(range(max(number - 62, 1), number + 1))
+    assert found[-1].tolist() == (299, 1, 1 << 40, 299_000, 299_005, LABELS.index("overlapped"), 7)
+    recorder.reset()
+    assert len(mapped.intervals()) == 0
+
+
+def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
+    readings, mapped = Readings(partial(recorder.room_for, "samples")), read(recorder)
+    told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.SAMPLES + 10)]
+    told.append(Sample("temperature", 3, 1 << 40, None))
+    readings.add(told)
+    assert mapped.samples() == told[-memory_layout.SAMPLES + 1 :]
 
 
 def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: Any) -> None:
@@ -671,6 +697,11 @@ def _copied(recorder: Any) -> int:
 
     for _ in range(40):
         function(3)
+    intervals = Intervals(1 << 14, partial(recorder.room_for, "intervals"))
+    for ring in recorder.rings():
+        for row in ring.newest(0)[0]:
+            intervals.add(row[1], 0, 7, row[5], row[6], "exclusive")
+    Readings(partial(recorder.room_for, "samples")).add([Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
     thread = threading.Thread(target=function, args=(2,))
     thread.start()
     thread.join()
@@ -684,8 +715,9 @@ def _copied(recorder: Any) -> int:
 
 def _used(fd: int) -> list[tuple[int, int]]:
     """What is used of a recording's parts: where, and how much."""
-    table = array.array("Q", os.pread(fd, 400, memory_layout.HEADER.fields["parts"][0]))
-    parts = [memory_layout.Part(*table[at : at + 5]) for at in range(0, 50, 5)]
+    count = len(memory_layout.PARTS)
+    table = array.array("Q", os.pread(fd, 40 * count, memory_layout.HEADER.fields["parts"][0]))
+    parts = [memory_layout.Part(*table[at : at + 5]) for at in range(0, 5 * count, 5)]
     return [(part.offset, min(part.used, part.slots, 1 << 18) * part.stride) for part in parts if part.used]
 
 
@@ -751,6 +783,8 @@ def _look_at_all(fd: int) -> None:
         mapped.tally()
         mapped.rows()
         mapped.details()
+        mapped.intervals()
+        mapped.samples()
         mapped.losses()
         with contextlib.suppress(TraceError):
             saved_of(mapped)

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from instrument.device.interval_columns import CELL
-from instrument.device.interval_ring import INTERVAL_BYTES
 from instrument.native import find
+from instrument.recording.interval_ring import INTERVAL_BYTES
 from instrument.recording.ring import PACKED_ROW
 from instrument.recording.spans import REMOTE, Origin, RemoteParent, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
+from instrument.trace.interval_columns import CELL
 from instrument.trace.of_rows import ROW
 from instrument.trace.of_spans import spans_of
 

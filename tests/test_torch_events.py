@@ -20,10 +20,10 @@ import pytest
 from driver import FakeDriver, value
 from fake_torch_cuda import AcceleratorError, fake_torch
 
-from instrument.device.interval_ring import Intervals
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, error_of
+from instrument.recording.interval_ring import Intervals
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site, Span
 

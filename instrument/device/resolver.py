@@ -12,10 +12,10 @@ from operator import attrgetter
 
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Moment
-from instrument.device.interval_ring import Intervals
 from instrument.device.pairs import Context, Driver, Held, Pair, Times
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
+from instrument.recording.interval_ring import Intervals
 from instrument.recording.rows import STREAM
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread

@@ -3,7 +3,7 @@
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
 of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
 to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
-the labels (`instrument.device.interval_ring.LABELS`) are about.
+the labels (`instrument.recording.interval_ring.LABELS`) are about.
 
 Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
 is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
-from instrument.device.interval_ring import LABELS, Intervals
 from instrument.device.nvtx import Ranges
 from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.interval_ring import LABELS, Intervals
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
 from instrument.runtime import imports
@@ -317,9 +317,12 @@ class Timing:
         self._hosts: list[ModuleType] = []
         self._numba = streams.NumbaStreams(0)
         self._undos: list[Callable[[], None]] = []
-        self.intervals = Intervals(memory_bytes)
+        self.intervals = self._new_intervals()
         self.timer: Timer | None = None
         self.reason = ""
+
+    def _new_intervals(self) -> Intervals:
+        return Intervals(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
 
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from when there is something to time; returns the way back."""
@@ -391,7 +394,7 @@ class Timing:
 
     def after_fork_in_child(self) -> None:
         """The child of a process that uses CUDA cannot use it, and what it inherits is not its own to give back."""
-        self.intervals = Intervals(self._memory_bytes)
+        self.intervals = self._new_intervals()
         if self.timer is not None:
             before = self.timer
             self._inherited.append(before)
@@ -408,9 +411,9 @@ class Timing:
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
         """The intervals that are known by now of spans by their ids, as columns."""
-        from instrument.device.interval_columns import device_intervals
+        from instrument.trace.interval_columns import cells_in, device_intervals
 
-        return device_intervals(self.intervals, span_id)
+        return device_intervals(cells_in(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
         """Whether the device time of every span that had ended by then is known, or never will be."""

@@ -101,6 +101,7 @@ begin_generation(Core *core)
     recording_t *at = core->memory->at;
     at->generation++;
     at->parts[PART_FACTS].used = at->parts[PART_DETAILS].used = 0;
+    at->parts[PART_INTERVALS].used = at->parts[PART_SAMPLES].used = 0;
     for (int number = 0; number < PART_COUNT; number++)
         at->parts[number].unseen = 0;
     if (core->told_sites != NULL)
@@ -209,6 +210,19 @@ Core_memory_head(Core *self, void *Py_UNUSED(closure))
         Py_RETURN_NONE;
     const part_t *text = &self->memory->at->parts[PART_TEXT];
     return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)(text->offset + text->slots), PyBUF_WRITE);
+}
+
+/* A part that Python writes, whole; None without a memory. */
+static PyObject *
+Core_memory_part(Core *self, PyObject *argument)
+{
+    unsigned long number = PyLong_AsUnsignedLong(argument);
+    if (number == (unsigned long)-1 && PyErr_Occurred())
+        return NULL;
+    if (self->memory == NULL || number >= PART_COUNT)
+        Py_RETURN_NONE;
+    const part_t *part = &self->memory->at->parts[number];
+    return PyMemoryView_FromMemory(part_at(self->memory, (int)number), (Py_ssize_t)(part->slots * part->stride), PyBUF_WRITE);
 }
 
 /* For tests: put counters near their ends, the next span's identity and the calling thread's head. */

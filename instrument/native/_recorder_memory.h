@@ -170,11 +170,11 @@ unmap_rows(void *rows, size_t bytes, size_t written)
 static THREAD_LOCAL char *fork_copy; /* what a child takes over of all memories, one after another */
 static THREAD_LOCAL size_t fork_copy_bytes;
 
-/* How much of a part a child takes over: all but rows and their details, which it begins without. */
+/* How much of a part a child takes over: all but rows and what belongs to them, which it begins without. */
 static size_t
 inherited_bytes(const part_t *part, int number)
 {
-    if (number == PART_ROWS || number == PART_DETAILS)
+    if (number == PART_ROWS || number == PART_DETAILS || number == PART_INTERVALS || number == PART_SAMPLES)
         return 0;
     return (part->used < part->slots ? part->used : part->slots) * part->stride;
 }
@@ -300,6 +300,7 @@ after_fork_in_child(void)
         memory->at->state = STATE_FORKED;
         memory->at->start_ticks = 0;
         memory->at->parts[PART_DETAILS].used = 0;
+        memory->at->parts[PART_INTERVALS].used = memory->at->parts[PART_SAMPLES].used = 0;
     }
     drop_fork_copy();
 }
@@ -313,7 +314,8 @@ is_sound(const recording_t *head, size_t size_bytes)
     const uint64_t least[PART_COUNT] = {
         [PART_TEXT] = 1, [PART_RINGS] = sizeof(Ring), [PART_NODES] = sizeof(node_t), [PART_TOTALS] = sizeof(totals_t),
         [PART_CHUNKS] = sizeof(chunk_t), [PART_HIGHS] = 64 * sizeof(uint64_t), [PART_FRAMES] = sizeof(frame_t),
-        [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_ROWS] = sizeof(row_t),
+        [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_INTERVALS] = sizeof(interval_t),
+        [PART_SAMPLES] = sizeof(sample_t), [PART_ROWS] = sizeof(row_t),
     };
     uint64_t end = sizeof *head;
     if (memcmp(head->magic, RECORDING_MAGIC, sizeof head->magic) != 0 || head->version != RECORDING_VERSION)

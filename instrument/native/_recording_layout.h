@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 1
+#define RECORDING_VERSION 2
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 
@@ -23,6 +23,8 @@ enum {
     PART_FRAMES,
     PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
     PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
+    PART_INTERVALS, /* of devices, and */
+    PART_SAMPLES, /* readings of gauges: rings that Python writes, whose `used` counts the slots ever written */
     PART_ROWS,
     PART_COUNT,
 };
@@ -55,6 +57,7 @@ typedef struct {
     uint64_t moving;                   /* odd while totals and nodes change hands */
     uint64_t is_python;                /* the recorder in Python: totals lack the rows from `folded` on */
     counted_t counted;
+    uint64_t interval_slots; /* so many of the part are the ring */
     part_t parts[PART_COUNT];
 } recording_t;
 
@@ -62,6 +65,21 @@ typedef struct {
     uint64_t site; /* as nodes name it */
     uint32_t size_bytes, text_bytes;
 } fact_t; /* and JSON behind it */
+
+typedef struct {
+    uint64_t span_id;
+    int64_t device;
+    uint64_t stream;
+    int64_t start_ns, end_ns, label, uncertainty_ns;
+} interval_t;
+
+typedef struct {
+    int64_t at_ns;
+    int32_t device;
+    uint32_t is_told;
+    double value;
+    char name[40];
+} sample_t;
 
 #define DETAIL_BLOCK_BYTES (64 << 10) /* no record crosses from one into the next */
 

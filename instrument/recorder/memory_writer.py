@@ -26,7 +26,7 @@ from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
 
 _U16, _U32, _U64, _I64 = (struct.Struct(f"<{code}") for code in "HIQq")
-_PARTS = struct.Struct("<50Q")
+_PARTS = struct.Struct(f"<{5 * len(layout.PARTS)}Q")
 _ROW = struct.Struct("<QQQqqqQII")
 _RING = struct.Struct("<QQQQ")
 _SUMS = struct.Struct("<Qqqqqq")
@@ -64,7 +64,7 @@ class MemoryWriter:
         self._pid = _getpid()
         self._lock = RLock()
         table = _PARTS.unpack_from(self.map, layout.HEADER.fields["parts"][0])
-        of_parts = [layout.Part(*table[at : at + 5]) for at in range(0, 50, 5)]
+        of_parts = [layout.Part(*table[at : at + 5]) for at in range(0, len(table), 5)]
         self._parts = dict(zip(layout.PARTS, of_parts, strict=True))
         self._number = 0
         self._put_header("is_python", 1)
@@ -84,6 +84,11 @@ class MemoryWriter:
         return self.fd if (found.st_dev, found.st_ino) == self._identity else -1
 
     # ---------------------------------------------------------------- parts
+
+    def part(self, name: str) -> memoryview:
+        """A part, to be written by who knows how."""
+        part = self._parts[name]
+        return memoryview(self.map)[part.offset : part.offset + part.slots * part.stride]
 
     def _header(self, name: str) -> int:
         return int(_U64.unpack_from(self.map, layout.HEADER.fields[name][0])[0])

@@ -104,6 +104,10 @@ class Core(Opened):
         """The memory's header and the text behind it, to be written."""
         return None if self._writer is None else memoryview(self._writer.map)[: layout.ALIGNED_BYTES]
 
+    def _memory_part(self, number: int, /) -> memoryview | None:
+        """A part of the memory to be written, by its number."""
+        return None if self._writer is None else self._writer.part(layout.PARTS[number])
+
     def attach(self, fd: int, is_file: bool, /) -> None:
         """Record into a file from the next reset on, which is the recorder's from then on."""
         from instrument.recorder.memory_writer import MemoryWriter

@@ -29,9 +29,10 @@ from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.muting import Muting
 from instrument.recorder.readback import Readback
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.recording.memory_layout import GOODBYE, RUNNING
+from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
+from instrument.recording.slot_ring import Room
 from instrument.recording.spans import PHASES, REMOTE, AttributeValue, Site, link_of
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.faults import FAULTS
@@ -329,6 +330,11 @@ class _Recording(Muting, Readback):
             from instrument.recording import memory
 
             memory.say_whose(self._memory_head, RUNNING, facts)
+
+    def room_for(self, name: str) -> Room | None:
+        """Where a part of the recording lies that Python writes; None where nobody else can read what is recorded."""
+        head, part = self._memory_head, self._memory_part(PARTS.index(name))
+        return None if head is None or part is None else Room(head, name, part)
 
     def say_goodbye(self) -> None:
         """Say in the memory that the session has ended in order; a file goes, for all was told that was to be."""

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import LAST_BUCKET
+from instrument.recording.interval_ring import LABELS
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
+    MOST_DEVICES,
     UNKNOWN,
     Detail,
     Header,
@@ -33,12 +35,12 @@ from instrument.recording.mapped_facts import (
     site_of,
 )
 from instrument.recording.paths import CallTree, tally_of
-from instrument.recording.spans import Site
+from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.recording.tally import Tally, Totals
 
 LARGEST_BYTES = 1 << 40
 """No recording is longer."""
-MOST_SLOTS = {"text": 1 << 24, "facts": 1 << 28, "details": 1 << 28, "rows": 1 << 31}
+MOST_SLOTS = {"text": 1 << 24, "facts": 1 << 28, "details": 1 << 28, "intervals": 1 << 26, "rows": 1 << 31}
 """Of other parts `MOST_OTHERS`: so much of a file that lies is read at most."""
 MOST_OTHERS = 1 << 20
 TRIES = 3
@@ -53,6 +55,8 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
         count, kind = code[:-1], code[-1]
         if kind == "s":
             return f"S{count}"
+        if kind == "d":
+            return "<f8"
         one = f"<{'ui'[kind.islower()]}{ {'b': 1, 'h': 2, 'i': 4, 'q': 8}[kind.lower()] }"
         return (one, int(count)) if count else one
 
@@ -69,6 +73,7 @@ _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
 """A row as others read it; `rare` is an address in the process, and of no use elsewhere."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
+_INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
 _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 _HISTOGRAM = np.dtype([("bucket", "<u4"), ("times", "<u8")])  # as `tally.PACKED`
@@ -368,6 +373,45 @@ class Mapped:
             for detail, text in records(data, _DETAIL)
             if detail["span_id"]
         }
+
+    def intervals(self) -> Records:
+        """The newest device intervals, the oldest first: those whose numbers are such as intervals have."""
+        found = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]))
+        sound = (found["span_id"] != 0) & (found["span_id"] >> np.uint64(63) == 0) & (found["device"] >= 0)
+        sound &= (found["device"] < MOST_DEVICES) & (found["stream"] >> np.uint64(63) == 0)
+        sound &= (found["start_ns"] >= 0) & (found["start_ns"] < FARTHEST_NS) & (found["end_ns"] < FARTHEST_NS)
+        sound &= (found["label"] >= 0) & (found["label"] < len(LABELS))
+        sound &= (found["uncertainty_ns"] >= 0) & (found["uncertainty_ns"] < FARTHEST_NS)
+        return np.asarray(found[sound])
+
+    def samples(self) -> list[Sample]:
+        """The newest readings of gauges, the oldest first."""
+        found = self._newest("samples", _SAMPLE, layout.SAMPLES)
+        sound = (found["at_ns"] > 0) & (found["at_ns"] < FARTHEST_NS) & (found["device"] >= HOST)
+        sound &= (found["device"] < MOST_DEVICES) & np.isfinite(found["value"])
+        return [
+            Sample(name, int(one["device"]), int(one["at_ns"]), float(one["value"]) if one["is_told"] else None)
+            for one in found[sound]
+            if (name := one["name"].decode("ascii", "replace")) in GAUGES
+        ]
+
+    def _newest(self, name: str, kind: np.dtype[np.void], slots: int) -> Records:
+        """What a ring of slots holds. The slot that is written next is left out, for it may be half written."""
+        self._read_head()
+        part = self._parts[name]
+        slots, used = min(slots, part.slots), part.used
+        first = max(used - slots + 1, 0)
+        if not slots or first >= used:
+            return np.zeros(0, kind)
+        at, count = first % slots, used - first
+        pieces = [(at, min(count, slots - at))]
+        pieces.append((0, count - pieces[0][1]))
+        data = b"".join(
+            self._bytes(part.offset + begin * part.stride, length * part.stride) for begin, length in pieces
+        )
+        found = np.frombuffer(data, kind, len(data) // part.stride)
+        self._read_head()  # what was overwritten meanwhile
+        return found[max(self._parts[name].used - slots + 1 - first, 0) :]
 
     # ---------------------------------------------------------------- totals
 

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Site
+from instrument.recording.spans import Gpu, Site
 
 Records = NDArray[np.void]
 
 FARTHEST_NS = 1 << 62
 """No clock reads more."""
+MOST_DEVICES = 1 << 16
+"""No machine has more."""
 UNKNOWN = "(unknown)"
 
 
@@ -51,6 +53,17 @@ class Header(NamedTuple):
         """Attributes of the resource that it said it is, none where it said nothing."""
         found = self.facts.get("resource")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs whose gauges are read, as far as they are said."""
+        found = self.facts.get("gpus")
+        told = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return tuple(
+            Gpu(device, str(one.get("model", "")), str(one.get("uuid", "")))
+            for one in told
+            if isinstance(device := one.get("device"), int) and 0 <= device < MOST_DEVICES
+        )
 
     @property
     def origin(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 1
+MAGIC, VERSION = b"instrrec", 2
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -25,8 +25,11 @@ CHUNKS = 60
 NEW, RUNNING, GOODBYE, FORKED = range(4)
 """States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own."""
 
-PARTS = ("text", "rings", "nodes", "totals", "chunks", "highs", "frames", "facts", "details", "rows")
-"""In their order. The slots of `text`, `facts` and `details` are bytes."""
+PARTS = (
+    "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "facts", "details", "intervals", "samples", "rows",
+)  # fmt: skip
+"""In their order. The slots of `text`, `facts` and `details` are bytes. `details`, `intervals` and `samples` are rings,
+whose `used` counts the slots that were ever written."""
 
 REASONS = (
     "scope closed before a scope inside it",
@@ -66,7 +69,7 @@ def _in_order(**types: str) -> Record:
 HEADER = _in_order(
     magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
     boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", is_python="Q", ended_rows="Q",
-    ended_too_short="Q", reasons="32Q", parts="50Q",
+    ended_too_short="Q", reasons="32Q", interval_slots="Q", parts=f"{5 * len(PARTS)}Q",
 )  # fmt: skip
 PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
@@ -102,10 +105,15 @@ ROW = _in_order(
 )
 FACT = _in_order(site="Q", size_bytes="I", text_bytes="I")
 DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
+INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
+"""Device time of a span. A stream is an address, or a small number."""
+SAMPLE = _in_order(at_ns="q", device="i", is_told="I", value="d", name="40s")
+"""A reading of a gauge; where the device does not tell it, `is_told` is 0."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
-    "frames": FRAME.size, "facts": 1, "details": 1, "rows": ROW.size,
+    "frames": FRAME.size, "facts": 1, "details": 1, "intervals": INTERVAL.size, "samples": SAMPLE.size,
+    "rows": ROW.size,
 }  # fmt: skip
 
 
@@ -120,8 +128,17 @@ class Part(NamedTuple):
 
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
+INTERVAL_SHARE = 8
+"""What part of the memory of rings is there once more for device intervals."""
+SAMPLES = 4096
+"""Readings of gauges that are kept: three minutes with one GPU."""
 SMALL_RINGS = 4096
 """Threads that get a ring of the smallest size when the others have used up what there is."""
+
+
+def interval_slots(ring_bytes: int) -> int:
+    """How many device intervals there is room for beside rings of so many bytes."""
+    return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
 def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
@@ -137,6 +154,8 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "frames": 32_768 // share,
         "facts": (16 << 20) // share,
         "details": (8 << 20) // share,
+        "intervals": interval_slots(ring_bytes),
+        "samples": SAMPLES,
         # Rings have sizes of powers of two, which leave holes.
         "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * SMALL_RINGS // share,
     }

@@ -30,6 +30,8 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
 from instrument.recording.distributions import Snapshot
+from instrument.recording.gauge_ring import Readings
+from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.spans import (
     UNTIMED,
     Cost,
@@ -56,9 +58,6 @@ from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import Stretch, held_now
 
-DEVICE_SHARE = 8
-"""What part of `limits.ring` is there once more for device intervals."""
-
 
 class Recorded:
     """What one profile has recorded in one process. All methods may be called from any thread."""
@@ -75,10 +74,11 @@ class Recorded:
         self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self._ranges = Ranges(RECORDER)
         self._gauges = Gauges(profile.device, self._keep_samples)
+        self._begin_readings()
         self._timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
             self._timing = Timing(
-                profile.limits.ring_bytes // DEVICE_SHARE,
+                profile.limits.ring_bytes // INTERVAL_SHARE,
                 make_driver=partial(CudaDriver, holds_gil=profile.device.gil == "hold"),
                 ranges=self._ranges,
             )
@@ -126,7 +126,16 @@ class Recorded:
             if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
                 self._meter.note_kept(spans[0], *self.ids().of(spans[0]))
 
+    def _begin_readings(self) -> None:
+        """Keep the newest readings of gauges where who reads this process's recording finds them."""
+        self._readings = Readings(partial(RECORDER.room_for, "samples"))
+        self._gpus_told: Sequence[Gpu] = ()
+
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+        self._readings.add(samples)
+        if self._gpus_told != gpus:
+            self._gpus_told = gpus
+            RECORDER.tell(self._facts())
         if self._exporter is not None:
             self._exporter.metrics.offer(samples, gpus)
 
@@ -184,7 +193,7 @@ class Recorded:
 
     def _facts(self) -> Mapping[str, Any]:
         """What others are to know who read this process's recording."""
-        return {"origin": asdict(self.origin())}
+        return {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
 
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.

@@ -64,9 +64,8 @@ def prepare() -> None:
 def prepare_columns() -> None:
     """Import what makes columns of what a session has recorded, for files and for reports."""
     try:
-        from instrument.device import interval_columns  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import counting, of_rows, of_spans  # noqa: F401
+        from instrument.trace import counting, interval_columns, of_rows, of_spans  # noqa: F401
     except ImportError:
         pass
 

@@ -415,6 +415,7 @@ class Session(Recorded):
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
         self._gauges.after_fork_in_child(begins=False)
+        self._begin_readings()
         self._threads.start_when_needed()
         self._generations.listen_in_child()
         self._join_run()

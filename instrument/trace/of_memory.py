@@ -8,16 +8,18 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import spans
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan
 from instrument.recording.spans import REMOTE, Origin, RemoteParent, remote_of
-from instrument.trace.columns import DeviceIntervals, Int64s, Trace
+from instrument.trace.columns import Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
 from instrument.trace.gathering import GatheredAttributes, written
+from instrument.trace.interval_columns import device_intervals
 
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
@@ -35,6 +37,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     """
     header, tree = mapped.header, mapped.tree()
     rings, open_spans = mapped.rows(), mapped.open_spans()
+    intervals, samples = mapped.intervals(), mapped.samples()
     rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in rings)])
     threads = np.repeat([ring.thread_id for ring in rings], [len(ring.rows) for ring in rings]).astype(np.int64)
     _, first = np.unique(rows["span_id"], return_index=True)
@@ -44,7 +47,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     ended = set(rows["span_id"].tolist())
     open_spans = [span for span in open_spans if span.span_id not in ended]  # it may have ended since
     if end_ns is None:
-        newest = [int(rows["end_ns"].max())] if len(rows) else []
+        newest = [int(times.max()) for times in (rows["end_ns"], intervals["end_ns"]) if len(times)]
+        newest += [sample.at_ns for sample in samples[-1:]]
         end_ns = max([*newest, *(span.start_ns for span in open_spans)], default=time.monotonic_ns())
     open_spans = [span for span in open_spans if span.start_ns <= end_ns]
     held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
@@ -57,11 +61,14 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         threads=mapped.threads(),
         losses=mapped.losses(),
         held_from_ns=max(held, default=0),
+        gpus=header.gpus,
+        samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
     )
     columns = _Columns(rows, threads, open_spans, end_ns)
     try:
         tally = mapped.tally()
-        return Saved(columns.trace(tree.sites, np.array(tree.site_of, np.int32), mapped.details()), facts, tally)
+        site_of = np.array(tree.site_of, np.int32)
+        return Saved(columns.trace(tree.sites, site_of, mapped.details(), intervals), facts, tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
@@ -87,7 +94,9 @@ class _Columns:
     def _column(self, name: str, of_open: list[int]) -> Int64s:
         return np.concatenate([self._rows[name].astype(np.int64), np.array(of_open, np.int64)])
 
-    def trace(self, sites: list[spans.Site], site_of: Any, details: Mapping[int, Detail]) -> Trace:
+    def trace(
+        self, sites: list[spans.Site], site_of: Any, details: Mapping[int, Detail], intervals: NDArray[np.void]
+    ) -> Trace:
         end_ns, count = self._end_ns, len(self._rows)
         span_id = self._column("span_id", [span.span_id for span in self._open])
         start_ns = self._column("start_ns", [span.start_ns for span in self._open])
@@ -131,7 +140,7 @@ class _Columns:
             site=site_of[node] if len(node) else np.zeros(0, np.int32),
             error=error,
             clipped=np.arange(len(span_id)) >= count,
-            device=DeviceIntervals.none(),
+            device=device_intervals(intervals, span_id),
             attributes=attributes.packed(np.arange(len(span_id), dtype=np.int32)),
             remote=remote,
         )

@@ -138,9 +138,9 @@ def main() -> None:
 def compare(current: Any) -> None:
     """The three tables."""
     from instrument.device.cuda import CudaDriver
-    from instrument.device.interval_ring import Intervals
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
+    from instrument.recording.interval_ring import Intervals
     from instrument.recording.spans import Site
 
     def nothing() -> None: ...
@@ -187,9 +187,9 @@ def compare(current: Any) -> None:
 def soak(current: Any, spans: int) -> None:
     """Memory over many spans, and what one costs with everything in it."""
     from instrument.device.cuda import CudaDriver
-    from instrument.device.interval_ring import Intervals
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
+    from instrument.recording.interval_ring import Intervals
     from instrument.recording.spans import Site
 
     recorder = Recorder(1 << 22)

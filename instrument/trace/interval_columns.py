@@ -1,22 +1,27 @@
-"""The intervals of a ring as columns, those of a span one after another."""
+"""Device intervals as columns, those of a span one after another."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from instrument.device.interval_ring import LABELS, Intervals
+from instrument.recording.interval_ring import LABELS
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.forest import NONE, rows_of
 
 CELL = np.dtype(
     [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
 )
-"""One, as `instrument.device.interval_ring` packs it. A stream is an address, or a small number."""
+"""One, as `instrument.recording.interval_ring` packs it. A stream is an address, or a small number."""
 
 
-def device_intervals(intervals: Intervals, span_id: Int64s) -> DeviceIntervals:
-    """Those of spans by their ids, each one's by time. Those of spans that are not there are left out."""
-    cells = np.frombuffer(intervals.packed(), dtype=CELL)
+def cells_in(packed: bytes) -> NDArray[np.void]:
+    """The intervals that a ring has packed."""
+    return np.frombuffer(packed, dtype=CELL)
+
+
+def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
+    """Of some intervals those of spans by their ids, each one's by time. Those of other spans are left out."""
     rows = rows_of(span_id, cells["span_id"])
     order = np.lexsort((cells["start_ns"], rows))
     order = order[rows[order] != NONE]

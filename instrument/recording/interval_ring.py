@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from struct import Struct
 
+from instrument.recording.slot_ring import FindRoom, SlotRing
 from instrument.recording.spans import DeviceInterval, Span
-from instrument.runtime.unpatched import Lock
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """What is known of an interval.
@@ -20,47 +20,39 @@ event was to be had.
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
 
-_CELLS = Struct("QqQqqqq")
-_pack_into = _CELLS.pack_into
+_CELLS = Struct("<QqQqqqq")
 
 INTERVAL_BYTES = _CELLS.size
 
 
 class Intervals:
-    """A ring of intervals by span; written by one thread, read by any."""
+    """A ring of intervals by span; written by one thread, read by any.
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._capacity = max(memory_bytes // INTERVAL_BYTES, 64)
-        self._memory = bytearray(self._capacity * INTERVAL_BYTES)
-        self._lock = Lock()
-        self.count = 0
+    It lies where `find_room` says, for others to read, and in memory of its own without one.
+    """
+
+    def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
+        self._slots = SlotRing(_CELLS, max(memory_bytes // INTERVAL_BYTES, 64), find_room, "interval_slots")
+
+    @property
+    def count(self) -> int:
+        """How many there ever were."""
+        return self._slots.count
 
     @property
     def overwritten(self) -> int:
         """How many newer ones have taken the place of."""
-        return max(self.count - self._capacity, 0)
+        return self._slots.overwritten
 
     def add(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
     ) -> None:
         """Keep one, in place of the oldest if need be."""
-        at = self.count % self._capacity * INTERVAL_BYTES
-        with self._lock:
-            _pack_into(self._memory, at, span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
-            self.count += 1
+        self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
 
     def packed(self) -> bytes:
         """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""
-        return bytes(self._since(0))
-
-    def _since(self, number: int) -> bytearray:
-        """Those that are still here and came after the first so many."""
-        with self._lock:
-            first, last = max(number, self.count - self._capacity), self.count
-            if first >= last:
-                return bytearray()
-            begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
-            return self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
+        return self._slots.since(0)
 
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give each span its intervals, those that are still here and came after the first `since`, by time."""
@@ -71,7 +63,8 @@ class Intervals:
     def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
         """The same intervals by the id of their span."""
         found: dict[int, list[DeviceInterval]] = {}
-        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(self._since(since)):
+        cells = _CELLS.iter_unpack(self._slots.since(since))
+        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
             if span_id in span_ids:
                 interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
                 found.setdefault(span_id, []).append(interval)

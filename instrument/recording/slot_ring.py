@@ -1,0 +1,90 @@
+"""Rings of slots that Python writes: the newest records of one size, in a part of the recording or in own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, NamedTuple
+
+from instrument.recording import memory_layout as layout
+from instrument.runtime.unpatched import Lock
+
+_U64 = Struct("<Q")
+
+
+class Room(NamedTuple):
+    """Where a part of a recording lies, to be written: the recording's header, the part's name, and the part."""
+
+    head: memoryview
+    name: str
+    part: memoryview
+
+    def put_used(self, used: int) -> None:
+        """Say how many slots were ever written."""
+        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
+        _U64.pack_into(self.head, at + layout.PART.fields["used"][0], used)
+
+    def put(self, field: str, value: int) -> None:
+        """Set a number of the header."""
+        _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
+
+
+FindRoom = Callable[[], "Room | None"]
+"""Finds where slots are to lie; None where nobody else can read what is recorded."""
+
+
+class SlotRing:
+    """The newest slots; written by one thread at a time, read by any thread of the process.
+
+    Where they lie is asked when the first one comes: in a forked child that is the child's own recording. Another
+    process reads them up to `used`, which is set when a slot is whole.
+    """
+
+    def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, told_by: str = "") -> None:
+        self._cells = cells
+        self.capacity = slots
+        self._find_room = find_room
+        self._told_by = told_by
+        self._room: Room | None = None
+        self._memory: memoryview | bytearray | None = None
+        self._lock = Lock()
+        self.count = 0
+
+    def add(self, *values: Any) -> None:
+        """Keep one, in place of the oldest if need be."""
+        with self._lock:
+            memory = self._memory
+            if memory is None:
+                memory = self._found()
+            self._cells.pack_into(memory, self.count % self.capacity * self._cells.size, *values)
+            self.count += 1
+            if self._room is not None:
+                self._room.put_used(self.count)
+
+    def _found(self) -> memoryview | bytearray:
+        self._room = self._find_room() if self._find_room is not None else None
+        if self._room is None:
+            self._memory = memory = bytearray(self.capacity * self._cells.size)
+            return memory
+        self.capacity = min(self.capacity, len(self._room.part) // self._cells.size)
+        if self._told_by:
+            self._room.put(self._told_by, self.capacity)
+        self._memory = part = self._room.part
+        return part
+
+    @property
+    def overwritten(self) -> int:
+        """How many newer ones have taken the place of."""
+        return max(self.count - self.capacity, 0)
+
+    def since(self, number: int) -> bytes:
+        """Those that are still here and came after the first so many, the oldest first."""
+        with self._lock:
+            size, memory = self._cells.size, self._memory
+            first, last = max(number, self.count - self.capacity), self.count
+            if first >= last or memory is None:
+                return b""
+            begin, end = (number % self.capacity * size for number in (first, last))
+            if begin < end:
+                return bytes(memory[begin:end])
+            return bytes(memory[begin : self.capacity * size]) + bytes(memory[:end])
