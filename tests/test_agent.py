@@ -348,8 +348,13 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
         from instrument import scope
         engine.step(1)
         threading.Thread(target=engine.hang, args=(600,), daemon=True).start()
-        with scope("POST /generate", kind="request"):
-            with scope("decode"):
+        with scope("POST /generate", kind="request", attributes={"request_id": "r-7"}):
+            try:
+                with scope("prefill"):
+                    raise MemoryError
+            except MemoryError:
+                pass
+            with scope("decode", attributes={"step": 3}):
                 engine.say_and_hang()
     """)
     assert service.stdout is not None
@@ -362,9 +367,11 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     words = " ".join(report.split()).replace(" (SIGKILL)", "")
     age = r"[\d.]+ (s|ms|us) after it began"
     died = (
-        f"Process {service.pid} ended without a goodbye: it died in `(hang|say_and_hang)` of request `POST /generate`, "
+        f"Process {service.pid} ended without a goodbye: it died in `(hang|say_and_hang)` of request `POST /generate` "
+        r"\(request_id=r-7\), "
     )
-    assert re.search(rf"{died}{age}; 1 more was open: `hang` \([\d.]+ (s|ms|us)\)\.", words)
+    failed = "`prefill` in it had failed with `MemoryError`"
+    assert re.search(rf"{died}{age}; {failed}; 1 more was open: `hang` \([\d.]+ (s|ms|us)\)\.", words)
     spans = file.load(path).trace().spans
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
 

@@ -39,7 +39,7 @@ _native = native.find("_recorder")
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
     "CHUNK": "chunk_t", "FRAME": "frame_t", "ROW": "row_t", "FACT": "fact_t", "DETAIL": "detail_t",
-    "INTERVAL": "interval_t", "SAMPLE": "sample_t",
+    "INTERVAL": "interval_t", "ATTRIBUTES": "attributes_t", "SAMPLE": "sample_t",
 }  # fmt: skip
 
 
@@ -215,6 +215,38 @@ def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: An
     assert read(recorder).open_spans() == []
 
 
+def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 24)
+    if recorder.memory_fd < 0:
+        pytest.skip(recorder.no_memory)
+    long = {f"name {number}": "x" * 100 for number in range(9)}
+    with (
+        recorder.scope("request", kind="request", attributes={"id": 'an "id"', "tokens": [1, 2]}) as request,
+        recorder.scope("plain") as plain,
+        recorder.scope("long", attributes=long),
+        recorder.scope("long request", kind="request", attributes=long),
+    ):
+        before = {span.site.name: dict(span.attributes) for span in read(recorder).open_spans()}
+        request.annotate(user="ü", ratio=0.5)
+        plain.annotate({"step": 3})
+        after = {span.site.name: dict(span.attributes) for span in read(recorder).open_spans()}
+        for _ in range(8_000):
+            with recorder.scope("many", attributes={"some": "more than the details of rows have room for" * 40}):
+                pass
+        mapped = read(recorder)
+        assert {span.site.name: dict(span.attributes) for span in mapped.open_spans()} == after
+        lost = saved_of(mapped).facts.losses["errors and attributes of spans overwritten by newer ones"]
+        assert 0 < lost < 8_000
+        told = saved_of(mapped).columns
+    assert before == {
+        "request": {"id": 'an "id"', "tokens": [1, 2]}, "plain": {}, "long": dict([*long.items()][:4]),
+        "long request": dict([*long.items()][:4]),
+    }  # fmt: skip
+    assert after["request"] == {**before["request"], "user": "ü", "ratio": 0.5}
+    assert after["plain"] == {"step": 3}
+    assert len(told.span_id[told.clipped]) == 4
+
+
 def test_tasks_that_wait_are_open(recorder: Any) -> None:
     async def one(name: str, begun: asyncio.Event, go: asyncio.Event) -> None:
         with recorder.scope(name):
@@ -346,7 +378,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         raise KeyError
     with (
         recorder.scope("outer", kind="request", attributes={"route": "/b"}),
-        recorder.scope("inner", attributes={"not": "told of before it ends"}),
+        recorder.scope("inner", attributes={"told": "before it ends"}),
     ):
         saved = saved_of(read(recorder))
         file = write(tmp_path / "a.npz", saved.columns, saved.facts, saved.tally)
@@ -356,6 +388,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
     assert {name for name, span in by_name.items() if span.clipped} == {"outer", "inner"}
     assert {name for name, span in by_name.items() if span.attributes.get(OPEN)} == {"outer", "inner"}
     assert by_name["outer"].attributes["route"] == "/b"
+    assert by_name["inner"].attributes["told"] == "before it ends"
     assert by_name["inner"].parent_id == by_name["outer"].span_id
     assert by_name["outer"].self_ns == by_name["outer"].total_ns - by_name["inner"].total_ns
     assert by_name["failing"].error == "KeyError"

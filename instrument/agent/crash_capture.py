@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from instrument.recording.spans import GAUGES, HOST, REMOTE
+
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan
-    from instrument.recording.spans import Trace
+    from instrument.recording.spans import Sample, Trace
+    from instrument.trace.columns import Trace as Columns
 
 REQUESTS_TOLD = 5
 """The most requests that were open which the sentence names; the file has all of them."""
+ATTRIBUTES_TOLD, VALUE_TOLD = 4, 60
+"""How many attributes of a span the sentence names, and characters of each."""
+GAUGES_TOLD = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
+"""The gauges whose last readings are told in words; the file has all of them."""
 
 
 def capture(
@@ -42,8 +49,9 @@ def capture(
         saved = saved_of(mapped, since_ns, end_ns)
         facts, died = saved.facts, ""
         if how:
-            died = death_of(mapped.open_spans(), saved.facts.end_ns, how)
-            facts = replace(facts, died=f"Process {facts.origin.pid} {died}.")
+            died = death_of(mapped.open_spans(), saved.facts.end_ns, how, newest_errors(saved.columns))
+            gauges = last_gauges(facts.samples, facts.end_ns)
+            facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         file.write(path, saved.columns, _with(facts, said or {}), saved.tally)
     finally:
         mapped.close()
@@ -66,8 +74,39 @@ def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
         raise TraceError(f"a process said goodbye in words of another version: {problem}") from problem
 
 
-def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:
-    """How a process ended and in the middle of what: the spans that had not ended, by request, the newest first."""
+def newest_errors(columns: Columns) -> Mapping[int, tuple[str, str]]:
+    """Of each tree in which a span has failed the newest one's: its error, and its name, by the root's id."""
+    failed = (columns.error >= 0).nonzero()[0]
+    failed = failed[columns.end_ns[failed].argsort(kind="stable")]
+    roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
+    found = zip(roots, errors, sites, strict=True)
+    return {root: (columns.errors[error], columns.sites[site].name) for root, error, site in found}
+
+
+def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
+    """A sentence of the newest readings of memory and load, "" where there are none."""
+    newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
+    told: dict[int, list[str]] = {}
+    for (device, name), sample in newest.items():
+        if name in GAUGES_TOLD and sample.value is not None:
+            unit = GAUGES[name].unit
+            value = f"{sample.value / 1e9:.3g} GB" if unit == "bytes" else f"{sample.value:.3g} {unit}"
+            told.setdefault(device, []).append(f"{name} {value}")
+    if not told:
+        return ""
+    age_ns = end_ns - max(sample.at_ns for sample in newest.values())
+    whose = {device: "" if device == HOST else f"device {device}: " for device in told}
+    each = "; ".join(f"{whose[device]}{', '.join(sorted(told[device]))}" for device in sorted(told))
+    return f" Its last gauges, {_length(age_ns)} before: {each}."
+
+
+def death_of(
+    open_spans: Sequence[OpenSpan], end_ns: int, how: str, errors: Mapping[int, tuple[str, str]] | None = None
+) -> str:
+    """How a process ended and in the middle of what: the spans that had not ended, by request, the newest first.
+
+    `errors` are those of spans that had ended, by the ids of their roots: that of the first request is told.
+    """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
         by_root.setdefault(span.root_id, []).append(span)
@@ -78,7 +117,9 @@ def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:
     more = len(others) - REQUESTS_TOLD
     told += [f"{more} more"] if more > 0 else []
     also = f"; {len(others)} more {'was' if len(others) == 1 else 'were'} open: {', '.join(told)}" if told else ""
-    return f"{how}: it died in {_within(first, end_ns)}{also}"
+    error, where = (errors or {}).get(first[0].root_id, ("", ""))
+    failed = f"; `{where}` in it had failed with `{error}`" if error else ""
+    return f"{how}: it died in {_within(first, end_ns)}{failed}{also}"
 
 
 def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
@@ -89,8 +130,15 @@ def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
 def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
     first, last = _ends(spans)
     kind = "request " if first.site.kind == "request" else ""
-    inner = "" if last is first else f"`{last.site.name}` of "
-    return f"{inner}{kind}`{first.site.name}`, {_length(end_ns - first.start_ns)} after it began"
+    inner = "" if last is first else f"`{last.site.name}`{_bearing(last)} of "
+    return f"{inner}{kind}`{first.site.name}`{_bearing(first)}, {_length(end_ns - first.start_ns)} after it began"
+
+
+def _bearing(span: OpenSpan) -> str:
+    """The first attributes that a span bears, in brackets."""
+    told = [f"{name}={value!s:.{VALUE_TOLD}}" for name, value in span.attributes.items() if name != REMOTE]
+    more = [f"{len(told) - ATTRIBUTES_TOLD} more"] if len(told) > ATTRIBUTES_TOLD else []
+    return f" ({', '.join([*told[:ATTRIBUTES_TOLD], *more])})" if told else ""
 
 
 def _in_short(spans: Sequence[OpenSpan], end_ns: int) -> str:

@@ -95,6 +95,7 @@ layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
         WHOLE(fact_t), FIELD(fact_t, site), FIELD(fact_t, size_bytes), FIELD(fact_t, text_bytes),
         WHOLE(detail_t), FIELD(detail_t, span_id), FIELD(detail_t, active_ns), FIELD(detail_t, size_bytes),
         FIELD(detail_t, text_bytes),
+        WHOLE(attributes_t), FIELD(attributes_t, span_id), FIELD(attributes_t, text_bytes),
         WHOLE(interval_t), FIELD(interval_t, span_id), FIELD(interval_t, device), FIELD(interval_t, stream),
         FIELD(interval_t, start_ns), FIELD(interval_t, end_ns), FIELD(interval_t, label),
         FIELD(interval_t, uncertainty_ns),

@@ -130,7 +130,7 @@ Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "annotate(frame, attributes)");
         return NULL;
     }
-    if (set_attributes(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0)
+    if (annotate_open(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -269,6 +269,41 @@ write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, P
     __atomic_store_n(&part->used, used + detail->size_bytes, __ATOMIC_RELEASE);
 }
 
+/* Tell the attributes of an open span where its frame lies, as many as there is room for: who it is, should it never end.
+ * Of a request that has more all are among the details of rows as well. */
+static SELDOM void
+tell_attributes(Core *core, const frame_t *frame)
+{
+    const part_t *frames = &core->memory->at->parts[PART_FRAMES], *part = &core->memory->at->parts[PART_ATTRIBUTES];
+    uint64_t slot = ((uintptr_t)frame - (uintptr_t)part_at(core->memory, PART_FRAMES)) / frames->stride;
+    int is_whole = 0;
+    if (!PyDict_Check(frame->attributes))
+        return;
+    if (slot < frames->slots) {
+        attributes_t *told = (attributes_t *)(part_at(core->memory, PART_ATTRIBUTES) + slot * part->stride);
+        text_t text = {.at = (char *)(told + 1), .end = (char *)told + part->stride};
+        PyObject *name, *value;
+        __atomic_store_n(&told->span_id, 0, __ATOMIC_SEQ_CST);
+        put_character(&text, '{');
+        is_whole = 1;
+        for (Py_ssize_t at = 0; PyDict_Next(frame->attributes, &at, &name, &value);) {
+            char *before = text.at;
+            if (!PyUnicode_CheckExact(name))
+                continue;
+            put_pair(&text, name, value);
+            if (text.full || text.at == text.end) { /* without this one */
+                is_whole = text.full = 0;
+                text.at = before;
+            }
+        }
+        put_character(&text, '}');
+        told->text_bytes = (uint64_t)(text.at - (char *)(told + 1));
+        __atomic_store_n(&told->span_id, frame->span_id, __ATOMIC_RELEASE);
+    }
+    if (!is_whole && frame->node->is_request)
+        write_detail(core, frame->span_id, -1, NULL, frame->attributes);
+}
+
 /* Say what a site is, once. */
 static void
 tell_site(Core *core, PyObject *site)

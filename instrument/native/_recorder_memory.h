@@ -314,6 +314,7 @@ is_sound(const recording_t *head, size_t size_bytes)
     const uint64_t least[PART_COUNT] = {
         [PART_TEXT] = 1, [PART_RINGS] = sizeof(Ring), [PART_NODES] = sizeof(node_t), [PART_TOTALS] = sizeof(totals_t),
         [PART_CHUNKS] = sizeof(chunk_t), [PART_HIGHS] = 64 * sizeof(uint64_t), [PART_FRAMES] = sizeof(frame_t),
+        [PART_ATTRIBUTES] = 2 * sizeof(attributes_t),
         [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_INTERVALS] = sizeof(interval_t),
         [PART_SAMPLES] = sizeof(sample_t), [PART_ROWS] = sizeof(row_t),
     };
@@ -328,6 +329,8 @@ is_sound(const recording_t *head, size_t size_bytes)
             return 0;
         end = part->offset + part->slots * part->stride;
     }
+    if (head->parts[PART_ATTRIBUTES].slots < head->parts[PART_FRAMES].slots)
+        return 0;
     return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
 }
 

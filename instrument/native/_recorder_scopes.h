@@ -83,6 +83,18 @@ set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *na
     return forgive();
 }
 
+/* As `set_attributes`, and tell them to who reads what is open. */
+static int
+annotate_open(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+{
+    if (set_attributes(core, which, given, more, names, values) < 0)
+        return -1;
+    frame_t *frame = core->memory != NULL ? open_span(core, which, given) : NULL;
+    if (frame != NULL && frame->attributes != NULL)
+        tell_attributes(core, frame);
+    return forgive();
+}
+
 /* Set attributes that a service gives by their names. Those that have to be looked at go the long way in Python. */
 static PyObject *
 annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
@@ -93,7 +105,7 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
     for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
         plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
     if (plain) {
-        if (set_attributes(core, which, given, NULL, names, args) < 0)
+        if (annotate_open(core, which, given, NULL, names, args) < 0)
             return NULL;
         Py_RETURN_NONE;
     }
@@ -113,7 +125,7 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
         checked = PyObject_CallMethodObjArgs((PyObject *)core, str_annotate_checked, first, more, NULL);
     int failed = nargs > 1;
     if (!failed && checked != NULL && PyDict_Check(checked))
-        failed = set_attributes(core, which, given, checked, NULL, NULL) < 0;
+        failed = annotate_open(core, which, given, checked, NULL, NULL) < 0;
     else if (!failed)
         failed = lose(core) < 0;
     Py_XDECREF(checked);

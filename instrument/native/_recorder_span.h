@@ -268,8 +268,8 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
             frame->above = current->top; /* it may have ended scopes */
         }
     }
-    if (is_request && frame->attributes != NULL && core->memory != NULL) /* who it is, should it never end */
-        write_detail(core, frame->span_id, -1, NULL, frame->attributes);
+    if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
+        tell_attributes(core, frame);
     Py_INCREF(self); /* the chain's */
     Py_INCREF(current);
     current->top = frame;

@@ -21,6 +21,7 @@ enum {
     PART_CHUNKS,  /* of histograms, by the pointers of totals */
     PART_HIGHS,   /* the upper parts of their counts, by the pointers of chunks */
     PART_FRAMES,
+    PART_ATTRIBUTES, /* of open spans: each frame's slot has one here, of which `used` tells nothing */
     PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
     PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
     PART_INTERVALS, /* of devices, and */
@@ -65,6 +66,11 @@ typedef struct {
     uint64_t site; /* as nodes name it */
     uint32_t size_bytes, text_bytes;
 } fact_t; /* and JSON behind it */
+
+typedef struct {
+    uint64_t span_id; /* 0 while it is written */
+    uint64_t text_bytes;
+} attributes_t; /* of an open span, and JSON behind it */
 
 typedef struct {
     uint64_t span_id;

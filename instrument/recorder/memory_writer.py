@@ -36,6 +36,7 @@ _NODE, _START, _CHILDREN, _STATE = (
 )
 _HEAD = layout.RING.fields["head"][0]
 _DETAIL = struct.Struct("<QqII")
+_ATTRIBUTES = struct.Struct("<QQ")
 _LABEL = struct.Struct(f"{layout.LABEL_BYTES}s")
 _FACT = struct.Struct("<QII")
 _FARTHEST = (1 << 63) - 1
@@ -286,6 +287,33 @@ class MemoryWriter:
         _FRAME_END.pack_into(self.map, at + _CHILDREN, min(_FARTHEST, frame[4]), place.at)
         _FRAME.pack_into(self.map, at + _NODE, node, frame[1], frame[2], frame[3], frame[8], frame[7])
 
+    def tell_attributes(self, frame: Frame) -> None:
+        """Tell the attributes of an open span, as many as there is room for: who it is, should it never end.
+
+        Of a request that has more all are among the details of rows as well.
+        """
+        at = self._frames.get(frame[1])
+        if not frame[10] or self._pid != _getpid():
+            return
+        is_whole = False
+        if at:
+            part, stride = self._parts["attributes"], layout.STRIDES["attributes"]
+            place = part.offset + (at - self._parts["frames"].offset) // layout.FRAME.size * stride
+            pieces, room = list[str](), stride - layout.ATTRIBUTES.size - 3
+            told = _told(frame[10].items())
+            for name, value in told.items():
+                piece = f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
+                if len(piece) < room:
+                    pieces.append(piece)
+                    room -= len(piece) + 1
+            is_whole = len(pieces) == len(told)
+            text = f"{{{','.join(pieces)}}}".encode()
+            _U64.pack_into(self.map, place, 0)
+            self.map[place + layout.ATTRIBUTES.size : place + layout.ATTRIBUTES.size + len(text)] = text
+            _ATTRIBUTES.pack_into(self.map, place, frame[1], len(text))
+        if not is_whole and frame[0].site.kind == "request":
+            self.put_detail(frame[1], -1, None, frame[10])
+
     def add_children(self, frame: Frame) -> None:
         """An open span has more time of children."""
         at = self._frames.get(frame[1])
@@ -315,12 +343,15 @@ class MemoryWriter:
             at = place.at + layout.RING.fields["too_short"][0]
             _U64.pack_into(self.map, at, _U64.unpack_from(self.map, at)[0] + 1)
         else:
-            if row[8] >= 0 or row[9] is not None or row[10] is not None:
+            has_detail = row[8] >= 0 or row[9] is not None or row[10] is not None
+            if has_detail:
                 self.put_detail(row[1], row[8], row[9], row[10])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
                 task, children_ns = row[4] >> 4 & (1 << 32) - 1, min(row[7], _FARTHEST)
-                _ROW.pack_into(self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns, 0, row[0], task)
+                _ROW.pack_into(
+                    self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns, has_detail, row[0], task
+                )
             place.head += 1
             _U64.pack_into(self.map, place.at + _HEAD, place.head)
         self._add(place, row, node)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.call_nodes import Counted
 from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Chain, Frame, nearest_open, top_of, upwards
 from instrument.recording.ring import Ring, Row, is_request_root
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import Node
+
+if TYPE_CHECKING:
+    from instrument.recorder.memory_writer import MemoryWriter
 
 
 class Opened(Counted):
@@ -21,6 +24,7 @@ class Opened(Counted):
     _remote_key: Any
     _current: ContextVar[Chain | Frame | None]
     _chains: weakref.WeakSet[Chain]
+    _writer: MemoryWriter | None
     _apart: dict[int, Frame]
     """Frames that are in no chain, and innermost ones of suspended bodies."""
     _begun_in: dict[int, Frame | None]
@@ -40,6 +44,8 @@ class Opened(Counted):
             else:
                 self.irregular["attributes beyond the limit of a span"] += 1
         frame[10] = known
+        if self._writer is not None:
+            self._writer.tell_attributes(frame)
 
     def _innermost(self) -> Frame | None:
         """The innermost open span of this context."""

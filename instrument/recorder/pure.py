@@ -131,6 +131,7 @@ class Core(Opened):
         if self._writer is not None:
             for frame in open_frames:
                 self._writer.begin(frame)
+                self._writer.tell_attributes(frame)
         self._apart: dict[int, Frame] = {}  # open frames that are in no chain, and innermost ones of suspended bodies
         self._begun_in: dict[int, Frame | None] = {}  # the span above that of a generator, by the id of that
         self.irregular: Counter[str] = Counter() if self._writer is None else self._writer.counter()
@@ -183,9 +184,9 @@ class Core(Opened):
             ring.top = frame
             frame[7] = frame[9] = _clock()
             if self._writer is not None:
-                if site.kind == "request" and frame[10]:
-                    self._writer.put_detail(span_id, -1, None, frame[10])  # who it is, should it never end
                 self._writer.begin(frame)
+                if frame[10] and site.kind != "copy":
+                    self._writer.tell_attributes(frame)
             if (site.device or self.watches_all) and self.begin_device is not None:
                 self._begin_on_device(frame)
             return frame

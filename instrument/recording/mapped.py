@@ -28,6 +28,7 @@ from instrument.recording.mapped_facts import (
     OpenSpan,
     Records,
     RingRows,
+    attributes_in,
     detail_of,
     facts_in,
     label_of,
@@ -334,19 +335,30 @@ class Mapped:
             is_same = before[open_slots] == frames[open_slots]
             nodes = number_of[self._slot_of(frames["node"][open_slots], "nodes")]
             of_rings = self._slot_of(frames["ring"][open_slots], "rings")
-            for frame, same, node, slot in zip(
-                frames[open_slots], np.atleast_1d(is_same).tolist(), nodes.tolist(), of_rings.tolist(), strict=True
-            ):
+            for place, frame, same, node, slot in zip(
+                open_slots.tolist(), frames[open_slots], np.atleast_1d(is_same).tolist(), nodes.tolist(),
+                of_rings.tolist(), strict=True,
+            ):  # fmt: skip
                 span_id, ring = int(frame["span_id"]), rings.get(slot)
                 if same and 0 <= node < len(tree) and ring is not None and span_id not in ended:
                     found[span_id] = OpenSpan(
                         tree.site(node), node, span_id, int(frame["parent_id"] & np.uint64((1 << 63) - 1)),
                         int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]), ring.thread_id,
                         int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
+                        self._attributes_of(place, span_id),
                     )  # fmt: skip
             if np.all(is_same):
                 break
         return sorted(found.values(), key=lambda span: (span.start_ns, span.span_id))
+
+    def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
+        """What the span of a frame bears by now; nothing where it is just being written."""
+        part = self._parts["attributes"]
+        if slot >= part.slots:
+            return {}
+        data = self._bytes(part.offset + slot * part.stride, part.stride)
+        whose, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
+        return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if whose == span_id else {}
 
     def _last_row(self, ring: _Ring) -> Records:
         """The newest row: its process may have been ended before it could forget that its span was open."""

@@ -73,7 +73,7 @@ class Header(NamedTuple):
 
 
 class OpenSpan(NamedTuple):
-    """A span that has begun and not ended. `node` is its call path's number."""
+    """A span that has begun and not ended. `node` is its call path's number, `attributes` what it was told to bear."""
 
     site: Site
     node: int
@@ -84,6 +84,7 @@ class OpenSpan(NamedTuple):
     thread_id: int
     start_ns: int
     children_ns: int
+    attributes: Mapping[str, Any]
 
 
 class RingRows(NamedTuple):
@@ -124,6 +125,11 @@ def facts_in(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def attributes_in(text: bytes) -> dict[str, Any]:
+    """Attributes, as far as they are such as spans have."""
+    return _told(facts_in(text))
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:

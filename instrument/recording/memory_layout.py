@@ -26,10 +26,11 @@ NEW, RUNNING, GOODBYE, FORKED = range(4)
 """States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own."""
 
 PARTS = (
-    "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "facts", "details", "intervals", "samples", "rows",
+    "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
+    "samples", "rows",
 )  # fmt: skip
-"""In their order. The slots of `text`, `facts` and `details` are bytes. `details`, `intervals` and `samples` are rings,
-whose `used` counts the slots that were ever written."""
+"""In their order. Each slot of `frames` has one of `attributes`. The slots of `text`, `facts` and `details` are bytes.
+`details`, `intervals` and `samples` are rings, whose `used` counts the slots that were ever written."""
 
 REASONS = (
     "scope closed before a scope inside it",
@@ -105,6 +106,8 @@ ROW = _in_order(
 )
 FACT = _in_order(site="Q", size_bytes="I", text_bytes="I")
 DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
+ATTRIBUTES = _in_order(span_id="Q", text_bytes="Q")
+"""Of an open span: JSON behind it. `span_id` is another one's, or 0, while it is written."""
 INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
 """Device time of a span. A stream is an address, or a small number."""
 SAMPLE = _in_order(at_ns="q", device="i", is_told="I", value="d", name="40s")
@@ -112,8 +115,8 @@ SAMPLE = _in_order(at_ns="q", device="i", is_told="I", value="d", name="40s")
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
-    "frames": FRAME.size, "facts": 1, "details": 1, "intervals": INTERVAL.size, "samples": SAMPLE.size,
-    "rows": ROW.size,
+    "frames": FRAME.size, "attributes": 512, "facts": 1, "details": 1, "intervals": INTERVAL.size,
+    "samples": SAMPLE.size, "rows": ROW.size,
 }  # fmt: skip
 
 
@@ -152,6 +155,7 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "chunks": 262_144 // share,
         "highs": 8192 // share,
         "frames": 32_768 // share,
+        "attributes": 32_768 // share,
         "facts": (16 << 20) // share,
         "details": (8 << 20) // share,
         "intervals": interval_slots(ring_bytes),

@@ -24,6 +24,7 @@ from instrument.trace.interval_columns import device_intervals
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
 
+NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
 _NOTHING = Detail(-1, None, {})
 
@@ -53,13 +54,17 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     open_spans = [span for span in open_spans if span.start_ns <= end_ns]
     held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
     begin_ns = min(header.monotonic_ns, end_ns)
+    details, losses = mapped.details(), mapped.losses()
+    lacking = sum(span_id not in details for span_id in rows["span_id"][rows["rare"] != 0].tolist())
+    if lacking:
+        losses[NO_DETAIL] = lacking
     facts = spans.Trace(
         origin=_origin(header),
         start_ns=max(begin_ns, since_ns),
         end_ns=max(begin_ns, since_ns, end_ns),
         spans=[],
         threads=mapped.threads(),
-        losses=mapped.losses(),
+        losses=losses,
         held_from_ns=max(held, default=0),
         gpus=header.gpus,
         samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
@@ -68,7 +73,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     try:
         tally = mapped.tally()
         site_of = np.array(tree.site_of, np.int32)
-        return Saved(columns.trace(tree.sites, site_of, mapped.details(), intervals), facts, tally)
+        return Saved(columns.trace(tree.sites, site_of, details, intervals), facts, tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
@@ -116,7 +121,7 @@ class _Columns:
                 active_ns[row] = min(detail.active_ns, int(active_ns[row]))
             if detail.error is not None:
                 error[row] = errors.setdefault(detail.error, len(errors))
-            told = dict(detail.attributes)
+            told = {**detail.attributes, **(self._open[row - count].attributes if row >= count else {})}
             noted = told.pop(REMOTE, None)
             caller = remote_of(tuple(noted) if isinstance(noted, list) and len(noted) == 2 else noted)
             if caller is not None:
