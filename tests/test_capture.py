@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import outline, tree_of
 
-import instrument.sessions.capture as capture_module
+import instrument.recorder.tail_sampler as capture_module
 from instrument.profile.model import Capture, Rate, Usual, Where
 from instrument.recorder import call_nodes, pure
 from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.tail_sampler import LEAST_CALLS, Trees
 from instrument.recording.spans import RemoteParent, Site, Span
-from instrument.sessions.capture import LEAST_CALLS, Trees
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 

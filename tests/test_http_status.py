@@ -14,9 +14,9 @@ from otlp_spans import span as span_of
 from instrument.otlp.packing import attributes_of
 from instrument.profile.model import Capture
 from instrument.recorder.http_status import ANSWERS, STATUS, status_of
+from instrument.recorder.tail_sampler import Trees
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import Site
-from instrument.sessions.capture import Trees
 
 REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")
 

@@ -24,8 +24,8 @@ from trees import tree_of
 from instrument import chrome
 from instrument.otlp import packing
 from instrument.profile.model import Capture
+from instrument.recorder.tail_sampler import Trees
 from instrument.recording.spans import LINK, Origin, RemoteParent, Site, Span, Trace
-from instrument.sessions.capture import Trees
 
 
 def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:

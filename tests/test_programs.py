@@ -21,9 +21,9 @@ from instrument.instrumentors import contexts
 from instrument.otlp import packing
 from instrument.profile.model import Capture
 from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.tail_sampler import Trees
 from instrument.recording.ring import Row
 from instrument.recording.spans import ITEMS, LINK, Site, Span
-from instrument.sessions.capture import Trees
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 50

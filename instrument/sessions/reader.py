@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from instrument.instrumentors.selection import Selection
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import Recorder
+from instrument.recorder.tail_sampler import Ends, Trees
 from instrument.recording.ring import Row
 from instrument.recording.spans import Origin, Span
-from instrument.sessions.capture import Ends, Trees
 from instrument.sessions.window import Windows
 
 Cut = tuple[int, int, int]
