@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from otlp_spans import SECOND
 
 from instrument.profile.model import Otlp
@@ -29,7 +30,8 @@ class Collector(ThreadingHTTPServer):
     """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
 
     `taken` are the names of the spans and metrics that were answered with success, one for each span or point,
-    `metrics` those metrics as they came.
+    `metrics` those metrics as they came, `spans` those spans by the `service.instance.id` of their resources.
+    `connections` counts those that were ever made.
     """
 
     daemon_threads = True
@@ -42,6 +44,8 @@ class Collector(ThreadingHTTPServer):
         self.closing = threading.Event()
         self.taken: list[str] = []
         self.metrics: list[Metric] = []
+        self.spans: dict[str, list[Span]] = {}
+        self.connections = 0
         self.tries = 0
         self.headers: list[Mapping[str, str]] = []
         self.open: set[socket.socket] = set()
@@ -58,9 +62,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Collector
     metrics: Sequence[Metric] = ()
+    found: Sequence[tuple[str, Span]] = ()
 
     def setup(self) -> None:
         super().setup()
+        self.server.connections += 1
         self.server.open.add(self.connection)
 
     def do_POST(self) -> None:
@@ -69,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         self.server.tries += 1
         self.server.headers.append(dict(self.headers.items()))
-        self.metrics = []
+        self.metrics, self.found = [], []
         if self.path.endswith("/v1/metrics"):
             self.metrics = [
                 metric
@@ -82,18 +88,21 @@ class Handler(BaseHTTPRequestHandler):
             ]
             self.server.behave_with_metrics(self, len(self.names))
             return
-        self.names = [
-            found.name
+        self.found = [
+            (resource_id(of_resource.resource), found)
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
             for of_scope in of_resource.scope_spans
             for found in of_scope.spans
         ]
+        self.names = [found.name for _, found in self.found]
         self.server.behave(self, len(self.names))
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         if status == 200:
             self.server.taken += self.names
             self.server.metrics += self.metrics
+            for instance, found in self.found:
+                self.server.spans.setdefault(instance, []).append(found)
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():
@@ -103,6 +112,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Nothing on the test's output."""
+
+
+def resource_id(resource: Any) -> str:
+    """Which process a resource is."""
+    return next((one.value.string_value for one in resource.attributes if one.key == "service.instance.id"), "")
 
 
 @contextmanager

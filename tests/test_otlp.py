@@ -49,8 +49,8 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes, span, tree
 
 from instrument.errors import ExportError
-from instrument.otlp import Delivery, Exporter, current_parent, senders
-from instrument.otlp.exporter import REQUEST_BYTES
+from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
+from instrument.otlp.exporter import REQUEST_BYTES, Source
 from instrument.profile.model import Otlp
 from instrument.recording.spans import DeviceInterval, RemoteParent, Site
 from instrument.runtime.faults import FAULTS
@@ -476,6 +476,33 @@ def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> No
         assert exporter.flush(60 * SECOND).complete
         counts = adds_up(exporter)
     assert (counts["offered"], counts["exported"], counts["exported_trees"]) == (3, 3, 2)
+
+
+def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_own_resource() -> None:
+    with collecting(reject_two) as server, exporting(server.settings) as exporter:
+        settled: list[Source] = []
+        exporter._settled = settled.append
+        sources = []
+        for number in range(3):
+            ids = Ids((number, number, number), f"process-{number}")
+            resource = {"service.instance.id": ids.instance, "service.name": "shop"}
+            sources.append(Source(ids, ORIGIN, lambda: THREADS, lambda found=resource: found))
+        for first_id in range(1, 100, 10):
+            for source in sources:
+                exporter.offer(tree(5, first_id), source)
+        exporter.offer(tree(5))
+        delivery = exporter.flush(60 * SECOND)
+        assert (delivery.exported, delivery.rejected) == (155 - 4 * 2, 4 * 2)
+        assert server.connections == 1
+    assert {name: len(spans) for name, spans in server.spans.items()} == {
+        **dict.fromkeys(("process-0", "process-1", "process-2"), 50),
+        exporter.ids.instance: 5,
+    }
+    assert settled.count(exporter.own) == 1
+    for source in sources:
+        assert source.counts == {"offered": 50, "exported": 48, "rejected": 2, "pending": 0}
+        sent = server.spans[source.ids.instance]
+        assert sent[0].span_id == source.ids.span_id(1).to_bytes(8, "big")
 
 
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:

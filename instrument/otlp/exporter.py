@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -76,11 +76,27 @@ class Delivery:
         return self.settled and not (self.rejected or self.failed or self.dropped)
 
 
+@dataclass(eq=False)
+class Source:
+    """One process whose spans are sent: what they are called, and what has become of them.
+
+    `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
+    spans by fate.
+    """
+
+    ids: Ids
+    origin: Origin
+    threads: Callable[[], Mapping[int, str]]
+    resource: Callable[[], Mapping[str, object]]
+    counts: Counter[str] = field(default_factory=Counter)
+
+
 @dataclass(slots=True, eq=False)
 class _Tree:
     """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
 
     spans: Sequence[Span]
+    source: Source
     size: int
     left: int
     outcome: int = _EXPORTED
@@ -90,26 +106,33 @@ class _Tree:
 class Exporter:
     """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
 
-    Every method but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
-    `threads` gives the names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts
-    of their own and are sent after the spans. `origin` and `ids` may be read, and `origin` replaced by a
-    renewed one, at any time.
+    They are this process's own or those of others, each with its source, on one connection. Every method but
+    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
+    names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts of their own and are
+    sent after the spans. `origin` and `ids` may be read, and `origin` replaced by a renewed one, at any time.
+    `settled(source)` is called when the fate of some of a source's spans has become known, by the thread that sends.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
 
-    def __init__(self, settings: Otlp, origin: Origin, threads: Callable[[], Mapping[int, str]]) -> None:
+    def __init__(
+        self,
+        settings: Otlp,
+        origin: Origin,
+        threads: Callable[[], Mapping[int, str]],
+        settled: Callable[[Source], object] = lambda _: None,
+    ) -> None:
         self._settings = settings
         self._threads = threads
-        self.origin = origin
+        self._settled = settled
         self._sender = sender_for(settings)
         grpc = settings.protocol == "grpc"
         self.metrics = Metrics(settings.endpoint if grpc else metrics_url(settings.endpoint))
         self._detected: Mapping[str, object] | None = None
-        self._begin_anew()
+        self._begin_anew(origin)
 
-    def _begin_anew(self) -> None:
-        self.ids = Ids()
+    def _begin_anew(self, origin: Origin) -> None:
+        self.own = Source(Ids(), origin, self._threads, self.resource)
         self._lock = Lock()
         self._inbox: deque[_Tree] = deque()
         self._queue: deque[_Tree] = deque()
@@ -131,6 +154,24 @@ class Exporter:
         self._quiet_until_ns = 0
         self.thread_ns = 0
         """Processor time of the export thread so far."""
+
+    @property
+    def ids(self) -> Ids:
+        """What the spans of this process are called."""
+        return self.own.ids
+
+    @property
+    def origin(self) -> Origin:
+        """Which process this is, with the clocks that its spans are sent by."""
+        return self.own.origin
+
+    @origin.setter
+    def origin(self, origin: Origin) -> None:
+        self.own.origin = origin
+
+    def resource(self) -> Mapping[str, object]:
+        """The attributes of this process's resource, as they are now; what was detected with them once it is ready."""
+        return resource_attributes(self.origin, self.ids.instance, self._detected or {}, provider_attributes())
 
     def start(self) -> None:
         """Start the thread; nothing happens when it runs already. What was offered before is sent too.
@@ -193,17 +234,18 @@ class Exporter:
             sender.close()
         return self.flush(0)
 
-    def offer(self, spans: Sequence[Span]) -> bool:
-        """Hand over one kept tree; True if it will be sent unless newer ones push it out.
+    def offer(self, spans: Sequence[Span], source: Source | None = None) -> bool:
+        """Hand over one kept tree, of another process where its source is given.
 
-        Never blocks and never raises; about 1 us, and 20 ns a span. When the queue is full the oldest trees go. A later
-        part of the same tree may be offered by itself; any one span with the root's `remote` gives the part its trace.
+        True if it will be sent unless newer ones push it out. Never blocks and never raises; about 1 us, and 20 ns a
+        span. When the queue is full the oldest trees go. A later part of the same tree may be offered by itself; any
+        one span with the root's `remote` gives the part its trace.
         """
         if not spans:
             return False
         try:
             size = len(spans) + sum([len(span.device) for span in spans])
-            self._inbox.append(_Tree(spans, size, size))
+            self._inbox.append(_Tree(spans, source or self.own, size, size))
             if self._lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
                 try:
                     self._take_in()
@@ -282,8 +324,7 @@ class Exporter:
         """Whether the fate of any of the trees up to this number is unknown, as far as that can be told."""
         held = self._lock.acquire(timeout=_PATIENCE_S)
         try:
-            first_waiting = (self._queue[0],) if self._queue else ()
-            return not held or any(tree.number <= newest for tree in (*self._in_flight, *first_waiting))
+            return not held or any(tree.number <= newest for tree in (*self._in_flight, *self._queue))
         finally:
             if held:
                 self._lock.release()
@@ -292,7 +333,7 @@ class Exporter:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
         self.metrics.after_fork_in_child()
-        self._begin_anew()
+        self._begin_anew(self.origin)
         if self._detected is not None:
             self._detected = of_a_child(self._detected)
 
@@ -304,6 +345,7 @@ class Exporter:
             for fate in ("offered", "pending"):
                 counts[fate] += tree.size
                 counts[f"{fate}_trees"] += 1
+                tree.source.counts[fate] += tree.size
             tree.number = counts["offered_trees"]
             if self._closed or tree.size > QUEUE_SPANS:
                 self._settle(tree, tree.size, _DROPPED)
@@ -322,8 +364,9 @@ class Exporter:
         """With the lock: some spans of a tree have met their fate."""
         tree.left -= spans
         tree.outcome = max(tree.outcome, outcome)
-        self._counts[_OUTCOMES[outcome]] += spans
-        self._counts["pending"] -= spans
+        for counts in (self._counts, tree.source.counts):
+            counts[_OUTCOMES[outcome]] += spans
+            counts["pending"] -= spans
         if not tree.left:
             self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
             self._counts["pending_trees"] -= 1
@@ -368,18 +411,24 @@ class Exporter:
         with self._lock:
             self._take_in()
             waiting = len(self._queue)
+            if len({id(tree.source) for tree in self._queue}) > 1:
+                self._queue = deque(sorted(self._queue, key=lambda tree: id(tree.source)))
         if not waiting:
             return
-        origin, threads = self.origin, self._threads()
-        self._renew_resource(sender, origin)
         pieces: list[Any] = []
         owners: list[_Tree] = []
-        size = 0
+        source, size = None, 0
         for _ in range(waiting):
             tree = self._next_tree(sender)
             if tree is None:
                 break
-            encoded = self._encode(sender, tree, origin, threads)
+            if tree.source is not source:  # a request is of one resource
+                if pieces:
+                    self._deliver(sender, pieces, owners)
+                pieces, owners, size = [], [], 0
+                source, threads = tree.source, tree.source.threads()
+                self._speak_for(sender, source)
+            encoded = self._encode(sender, tree, threads)
             for piece in encoded:
                 added = sender.size(piece)
                 if pieces and (len(pieces) >= sender.request_spans or size + added > self._request_bytes):
@@ -401,7 +450,7 @@ class Exporter:
         held_ns = max(self._held_until_ns, self._metrics_held_until_ns)
         if now_ns < held_ns or not (metrics.due(now_ns) or (at_once and metrics.waits())):
             return
-        self._renew_resource(sender, self.origin)
+        self._speak_for(sender, self.own)
         taken = self._send_snapshot(sender)
         while taken and metrics.has_samples() and self._serves(sender):
             series, samples = metrics.take(self.origin)
@@ -445,11 +494,10 @@ class Exporter:
             self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         return verdict
 
-    def _renew_resource(self, sender: Sender, origin: Origin) -> None:
-        provider = provider_attributes()
-        key = (self.ids, origin, provider)
+    def _speak_for(self, sender: Sender, source: Source) -> None:
+        key = (source.ids, source.resource())
         if key != self._resource_key:
-            sender.speak_for(resource_attributes(origin, self.ids.instance, self._detected or {}, provider))
+            sender.speak_for(key[1])
             self._resource_key = key
             suppress_instrumentation()
 
@@ -462,10 +510,10 @@ class Exporter:
             self._in_flight.add(tree)
             return tree
 
-    def _encode(self, sender: Sender, tree: _Tree, origin: Origin, threads: Mapping[int, str]) -> list[Any]:
+    def _encode(self, sender: Sender, tree: _Tree, threads: Mapping[int, str]) -> list[Any]:
         spans, tree.spans = tree.spans, ()
         try:
-            encoded = list(sender.encode(spans, self.ids, origin, threads))
+            encoded = list(sender.encode(spans, tree.source.ids, tree.source.origin, threads))
             if len(encoded) != tree.size:
                 self._recount(tree, len(encoded))
             return encoded
@@ -481,8 +529,9 @@ class Exporter:
         """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
         with self._lock:
             if tree in self._in_flight:
-                for fate in ("offered", "pending"):
-                    self._counts[fate] += size - tree.left
+                for counts in (self._counts, tree.source.counts):
+                    for fate in ("offered", "pending"):
+                        counts[fate] += size - tree.left
                 tree.left = tree.size = size
                 self._settle(tree, 0, _EXPORTED)
 
@@ -525,9 +574,11 @@ class Exporter:
             for tree, spans in Counter(owners).items():
                 self._settle(tree, spans, outcome)
             if outcome == _REJECTED:
-                self._counts["rejected"] -= len(owners) - verdict.rejected
-                self._counts["exported"] += len(owners) - verdict.rejected
+                for counts in (self._counts, owners[0].source.counts):
+                    counts["rejected"] -= len(owners) - verdict.rejected
+                    counts["exported"] += len(owners) - verdict.rejected
             self._counts["requests"] += 1
+        self._settled(owners[0].source)
         self._say(verdict)
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:

@@ -69,12 +69,18 @@ class Ids:
 
     __slots__ = ("_device_numbers", "_seed", "_trace_seeds", "instance")
 
-    def __init__(self) -> None:
+    def __init__(self, seeds: Sequence[int] = (), instance: str = "") -> None:
         import uuid
 
-        self._seed, *self._trace_seeds = struct.unpack("<3Q", os.urandom(24))
+        found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
+        self._seed, self._trace_seeds = found[0], (found[1], found[2])
         self._device_numbers = itertools.count(1 << 63)
-        self.instance = str(uuid.uuid4())
+        self.instance = instance or str(uuid.uuid4())
+
+    @property
+    def seeds(self) -> tuple[int, int, int]:
+        """What another process makes the same ids of."""
+        return self._seed, *self._trace_seeds
 
     def span_id(self, number: int) -> int:
         """The id, 64 bits, of a span of the recorder."""

@@ -285,7 +285,7 @@ class _ToCollector:
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
-        exporter.origin, exporter.ids, self._threads = trace.origin, session.ids(), trace.threads
+        exporter.origin, exporter.own.ids, self._threads = trace.origin, session.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_parts(spans, trace.spans))
