@@ -2,7 +2,9 @@
 
 Every figure is the cost over the bare call, as a multiple of two reads of the clock in C. All shapes take turns in one
 process, round after round, outside of an event loop and inside, so that a change of the machine's speed hits them
-alike; the best round counts. Within a loop the recorder is told of tasks, as it is in a service.
+alike; the best round counts. A round is shorter than the time that the system lets a process run at once (4 ms and
+less), or every round of what takes longer would hold what another process ran meanwhile. Within a loop the recorder is
+told of tasks, as it is in a service.
 
 The last rows say what a span of a layer costs where other work has used the processor's caches before it and inside
 it, as a model's own arithmetic does: its memory then comes from far away. Medians over many calls, with recording on
@@ -16,12 +18,8 @@ On two shared x86-64 cores under Python 3.11, where two reads of the clock in C 
     layer that a rule selects                   1.5      1.5         46          75
     another layer of its class                  0.3      0.3         5.4         5.3
     with scope                                  2.6      2.6         61          90
-    coroutine                                   6.7      6.7         55          86
+    coroutine                                   5.7      5.7         46          70
     step of a generator                         2.4      2.4         32          44
-
-The coroutine takes 6.4 to 7.2 in half of the runs and 11 to 17 in others, by steps of some 200 ns. Why is not known:
-it is as it is with the collector off, and with coroutines of the same size held. A bare await has shown such a step in
-few runs (88 or 291 ns), and mostly not in those in which the decorated coroutine has.
 
 Where a model computes between two spans, a span waits for memory: 0.5 to 0.9 us for a layer after 1 to 2 MiB of other
 work, and every report states its cost with both ends.
@@ -46,8 +44,8 @@ from instrument.instrumentors import contexts
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 
-CALLS = 20_000
-ROUNDS = 15
+CALLS = 1_000
+ROUNDS = 200
 LAYERS = 27
 COLD_ROUNDS = 200
 MEMORY_BYTES = 24 << 20
