@@ -111,8 +111,7 @@ take_frame(void)
             frame_count++;
         }
     }
-    frame->state = OPEN; /* one that has been released holds nothing */
-    return frame;
+    return frame; /* one that has been released holds nothing */
 }
 
 static inline void
@@ -255,7 +254,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
         count(core, NO_MEMORY);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
-    identify(core, ring, current, frame, site, path);
+    identify(core, ring, current, frame, site, path, OPEN);
     Py_INCREF(self);
     Py_INCREF(ring);
     Py_INCREF(current);
@@ -279,13 +278,11 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     __builtin_prefetch((char *)current + LINE, 1);
     int64_t end_ns = read_clock(core);
     int plain = result != NULL && current->top == frame && ring->rows != NULL &&
-                ((uintptr_t)frame->published | (uintptr_t)frame->attributes) == 0;
-    if (plain) {
+                ((uintptr_t)frame->published | (uintptr_t)frame->attributes | (uintptr_t)frame->pair) == 0;
+    if (__builtin_expect(plain, 1)) {
         count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
         store_plain(core, ring, frame, end_ns);
-        if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
-            Py_CLEAR(result);
     } else {
         plain = end_call(core, ring, current, frame, end_ns);
         if (result != NULL && PyErr_Occurred())
@@ -307,10 +304,13 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     Ring *ring;
     PyObject *result = NULL;
     Py_INCREF(site);
-    if (current_of(self->core, &ring) != NULL)
+    if (current_of(self->core, &ring) != NULL) {
+        if (path != NULL && path->site != site) /* its place was given to another instance meanwhile */
+            path = NULL;
         result = call_in_span(self, site, path, args, nargsf, names); /* it is at hand now */
-    else if (lose(self->core) == 0)
+    } else if (lose(self->core) == 0) {
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    }
     Py_DECREF(site);
     return result;
 }
@@ -318,13 +318,18 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
 static PyObject *
 Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    Core *core = self->core;
-    if (!core->on || self->muted) {
-        if (self->pass != NULL)
-            count_passed(self->pass);
+    if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
-    }
     return call_in_span(self, self->path.site, &self->path, args, nargsf, names);
+}
+
+/* The same while it is muted. */
+static PyObject *
+Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (self->pass != NULL)
+        count_passed(self->pass);
+    return call_wrapped(self, args, nargsf, names);
 }
 
 /* When a method's `sites` changed last: a number that does not come twice. */
@@ -651,6 +656,8 @@ Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
         return -1;
     }
     self->muted = value != Py_None;
+    if (self->vectorcall == (vectorcallfunc)Function_call || self->vectorcall == (vectorcallfunc)Function_call_muted)
+        self->vectorcall = (vectorcallfunc)(self->muted ? Function_call_muted : Function_call);
     Py_XSETREF(self->pass, Py_TYPE(value) == &PassType ? (Pass *)Py_NewRef(value) : NULL);
     return 0;
 }

@@ -291,6 +291,7 @@ note_task(Core *core, Current *current)
 static Current *
 follow(Core *core, Ring *ring, PyThreadState *state)
 {
+    ring->state = state;
     if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
         ring->context = state->context;
         ring->context_version = state->context_ver;
@@ -393,8 +394,8 @@ current_at_hand(Core *core, Ring **found)
     if (at_hand.uid != core->uid)
         return NULL;
     Ring *ring = *found = at_hand.ring;
-    PyThreadState *state = UNCHECKED_THREAD_STATE();
-    if (ring->context != state->context || ring->context_version != state->context_ver || ring->current == NULL)
+    const PyThreadState *state = ring->state;
+    if (ring->context_version != state->context_ver || ring->context != state->context)
         return NULL;
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
 }
@@ -648,6 +649,6 @@ Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
     if (mark == NULL)
         return NULL;
     if (mark->ring != NULL)
-        Py_CLEAR(mark->ring->current);
+        forget_current_of(mark->ring);
     Py_RETURN_NONE;
 }

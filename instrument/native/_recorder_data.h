@@ -220,9 +220,11 @@ typedef struct ring {
     /* The context that `current` belongs to, for comparison only: holding it would keep the host's objects alive. The
      * version tells it from a later one at the same address. */
     PyObject *context;
-    uint64_t context_version;
-    uintptr_t stack_end, stack_margin;
+    uint64_t context_version; /* NO_VERSION where it has no `current` */
+    uintptr_t stack_end;
+    uint32_t stack_margin;
     char has_rare; /* whether a row has something to give up */
+    PyThreadState *state; /* of its thread, as long as `at_hand` may name it; `nobody` before and after */
     uint64_t capacity;
     uint64_t too_short; /* spans that were counted and got no row */
     long thread_id;
@@ -233,6 +235,10 @@ typedef struct ring {
     uint64_t folded;     /* rows that the totals have: of use to the recorder in Python alone */
     char label[LABEL_BYTES];
 } Ring;
+
+#define NO_VERSION UINT64_MAX /* that no thread's context has */
+
+static PyThreadState nobody; /* in no context */
 
 typedef struct {
     PyObject_HEAD

@@ -253,14 +253,23 @@ static PyTypeObject RingType = {
     .tp_members = Ring_members,
 };
 
+/* The ring's thread has to look anew for the chain of the context that runs there. */
+static void
+forget_current_of(Ring *ring)
+{
+    ring->context_version = NO_VERSION;
+    Py_CLEAR(ring->current);
+}
+
 /* The calling thread writes to this ring no more. */
 static void
 part_with(Ring *ring)
 {
     ring->ended = 1;
+    ring->state = &nobody;
     if (at_hand.ring == ring)
         at_hand.uid = 0;
-    Py_CLEAR(ring->current);
+    forget_current_of(ring);
     Py_DECREF(ring);
 }
 
@@ -275,7 +284,8 @@ Mark_dealloc(Mark *self)
         /* The state of a thread is cleared by another one: what that thread has cached stays valid, at the cost of one
          * ring. It has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
         ring->ended = 1;
-        Py_CLEAR(ring->current);
+        ring->state = &nobody;
+        forget_current_of(ring);
     }
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -370,6 +380,8 @@ empty_ring(Core *core)
     PyObject_Init((PyObject *)ring, &RingType);
     ring->generation = core->memory != NULL ? core->memory->at->generation : 0;
     ring->number = ++last_ring;
+    ring->state = &nobody;
+    ring->context_version = NO_VERSION;
     return ring;
 }
 
@@ -385,13 +397,13 @@ find_stack_end(Ring *ring)
         return;
     if (pthread_attr_getstack(&attributes, &lowest, &size) == 0) {
         ring->stack_end = (uintptr_t)lowest;
-        ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
+        ring->stack_margin = (uint32_t)(size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN);
     }
     pthread_attr_destroy(&attributes);
 #elif defined(__APPLE__)
     size_t size = pthread_get_stacksize_np(pthread_self());
     ring->stack_end = (uintptr_t)pthread_get_stackaddr_np(pthread_self()) - size;
-    ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
+    ring->stack_margin = (uint32_t)(size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN);
 #endif
 }
 
@@ -400,7 +412,8 @@ find_stack_end(Ring *ring)
 static inline int
 is_stack_used_up(const Ring *ring)
 {
-    return (uintptr_t)__builtin_frame_address(0) - ring->stack_end < ring->stack_margin;
+    volatile char here; /* not the frame's address, which would take a register */
+    return (uintptr_t)&here - ring->stack_end < ring->stack_margin;
 }
 
 static Ring *

@@ -479,7 +479,7 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
             return NULL;
         Py_RETURN_NONE;
     }
-    identify(self, ring, current, &frame, args[0], NULL);
+    identify(self, ring, current, &frame, args[0], NULL, OPEN);
     frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);

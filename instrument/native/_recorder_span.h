@@ -121,23 +121,30 @@ is_open_around(Current *current, const frame_t *frame, const Ring *ring, const n
     return found;
 }
 
-/* Fill in who the span is and where it belongs; the clock is read by the caller, last. */
-static inline void
-identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path)
+static SELDOM void
+begin_identities_anew(Core *core)
 {
+    core->next_id = 2; /* readers have 63 bits; 0 means none */
+}
+
+/* Fill in who the span is and where it belongs; the clock is read by the caller, last. `path` is of the site. */
+static inline void
+identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path, char state)
+{
+    const struct {
+        char state, has_rows, below_fold, is_inner;
+    } flags = {.state = state};
     frame_t *above = current->top;
     node_t *parent, *step;
     frame->above = above;
-    frame->below_fold = frame->is_inner = 0;
+    memcpy(&frame->state, &flags, sizeof flags);
     frame->span_id = core->next_id;
-    uint64_t next_id = frame->span_id + 2;
-    if (__builtin_expect((int64_t)next_id < 0, 0)) /* readers have 63 bits */
-        next_id = 2;                               /* 0 means none */
-    core->next_id = next_id;
+    core->next_id += 2;
+    if (__builtin_expect((int64_t)core->next_id < 0, 0))
+        begin_identities_anew(core);
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
-    frame->has_rows = 0;
     if (above != NULL) {
         parent = above->node;
         frame->below_fold = above->below_fold;
@@ -156,17 +163,16 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->parent_id = 0;
         frame->root_id = frame->span_id;
         frame->request = NULL;
-        if (current->linked != NULL && frame->attributes == NULL)
+        if (__builtin_expect(current->link_id != 0, 0) && current->linked != NULL && frame->attributes == NULL)
             frame->attributes = Py_NewRef(current->linked);
     }
-    /* What runs between may have given the place to another instance. */
-    if (path != NULL && path->site == site && path->parents[0] == parent) {
+    if (path != NULL && path->parents[0] == parent) {
         step = path->steps[0];
-    } else if (path != NULL && path->site == site && path->parents[1] == parent) {
+    } else if (path != NULL && path->parents[1] == parent) {
         step = path->steps[1];
     } else {
         step = node_of(core, parent, site);
-        if (path != NULL && path->site == site) {
+        if (path != NULL) {
             path->parents[1] = path->parents[0];
             path->steps[1] = path->steps[0];
             path->parents[0] = parent;
@@ -233,7 +239,6 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (self == NULL)
         return NULL;
     frame_t *frame = self->frame;
-    frame->state = state;
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current != NULL && attributes != NULL) {
@@ -245,7 +250,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
         Py_DECREF(self);
         return NULL;
     }
-    identify(core, ring, current, frame, site, NULL);
+    identify(core, ring, current, frame, site, NULL, state);
     Py_INCREF(ring);
     int is_request = frame->node == core->overflow ? kind_is(site, str_request) : frame->node->is_request;
     if (is_request && !is_open_request(frame->request)) {
@@ -301,17 +306,21 @@ bytes_in(PyObject *attributes)
 }
 
 /* The totals of a call path on the ring's thread; NULL without memory. */
-static inline totals_t *
-totals_here(Ring *ring, node_t *node)
+static SELDOM totals_t *
+find_totals_here(Ring *ring, node_t *node)
 {
-    if (node->ring_number == ring->number)
-        return node->totals;
     totals_t *totals = totals_of(ring, node->index);
     if (totals != NULL) {
         node->totals = totals;
         node->ring_number = ring->number;
     }
     return totals;
+}
+
+static inline totals_t *
+totals_here(Ring *ring, node_t *node)
+{
+    return __builtin_expect(node->ring_number == ring->number, 1) ? node->totals : find_totals_here(ring, node);
 }
 
 /* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
@@ -353,7 +362,7 @@ static inline __attribute__((always_inline)) PyObject *
 write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, PyObject *rare,
           uint64_t moved_bytes)
 {
-    const node_t *node = frame->node;
+    node_t *node = frame->node;
     int64_t start_ns = frame->start_ns;
     if (__builtin_expect(end_ns < start_ns, 0)) /* the time stamp counters of two processors may differ by a little */
         end_ns = start_ns;
@@ -363,42 +372,36 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
     if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
         ring->too_short++;
     } else {
-        row_t *row = &ring->rows[ring->head & ring->mask];
-        /* Reading a row that is not at hand costs more than writing it. */
-        old = ring->has_rare ? row->rare : NULL;
-        if (rare != NULL)
+        uint64_t head = ring->head;
+        row_t *row = &ring->rows[head & ring->mask];
+        if (__builtin_expect((uintptr_t)ring->has_rare | (uintptr_t)rare, 0)) { /* else it is NULL, as no row had any */
             ring->has_rare = 1;
-        row->span_id = frame->span_id;
-        row->parent_id = frame->parent_id;
+            old = row->rare;
+            row->rare = rare;
+        }
+        memcpy(&row->span_id, &frame->span_id, 2 * sizeof row->span_id); /* and the parent's */
         row->root_id = frame->root_id;
         row->start_ns = start_ns;
         row->end_ns = end_ns;
         row->children_ns = children_ns;
-        row->rare = rare;
         row->node = node->index;
         row->task = (uint32_t)(frame->task >> 4);
         /* Whoever reads from outside finds a row whole as soon as it is counted. */
-        __atomic_store_n(&ring->head, ring->head + 1, __ATOMIC_RELEASE);
-        __builtin_prefetch(&ring->rows[ring->head & ring->mask], 1);
+        __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
+        __builtin_prefetch(row + 1, 1);
     }
-    totals_t *totals = totals_here(ring, frame->node);
+    totals_t *totals = totals_here(ring, node);
     if (__builtin_expect(totals == NULL, 0)) {
         count(core, NOT_TALLIED);
         return old;
     }
-    if (__builtin_expect(totals->calls == 0, 0)) {
-        totals->min_ns = totals->max_ns = total_ns;
+    if (total_ns < totals->min_ns)
+        totals->min_ns = total_ns;
+    if (total_ns > totals->max_ns)
+        totals->max_ns = total_ns;
+    if (__builtin_expect(start_ns < totals->first_ns, 0)) {
         totals->first_ns = start_ns;
         totals->first_total_ns = total_ns;
-    } else {
-        if (total_ns < totals->min_ns)
-            totals->min_ns = total_ns;
-        if (total_ns > totals->max_ns)
-            totals->max_ns = total_ns;
-        if (__builtin_expect(start_ns < totals->first_ns, 0)) {
-            totals->first_ns = start_ns;
-            totals->first_total_ns = total_ns;
-        }
     }
     totals->calls++;
     if (error != NULL)
@@ -408,9 +411,11 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
     if (!frame->is_inner)
         add_time(core, &totals->total_ns, total_ns);
     add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
-    totals->waiting[totals->waiting_count++] = (uint16_t)bucket_of((uint64_t)total_ns);
-    if (totals->waiting_count == BUCKETS_WAITING)
-        count_waiting(core, totals);
+    uint32_t waiting = totals->waiting_count;
+    totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
+    totals->waiting_count = (uint16_t)++waiting;
+    if (__builtin_expect(waiting == BUCKETS_WAITING, 0))
+        count_all_waiting(core, totals);
     return old;
 }
 

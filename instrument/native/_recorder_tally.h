@@ -29,6 +29,7 @@ totals_of(Ring *ring, uint32_t index)
     if (*totals == NULL && (*totals = new_lines_in(memory_of(ring), PART_TOTALS, sizeof(totals_t))) != NULL) {
         (*totals)->node = index;
         (*totals)->ring_number = ring->number;
+        (*totals)->min_ns = (*totals)->first_ns = INT64_MAX;
     }
     return *totals;
 }
@@ -108,11 +109,29 @@ count_waiting(Core *core, totals_t *totals)
     }
 }
 
+/* The same for as many as there is room for, on the way of a call: what is met rarely goes the way above. */
+static __attribute__((noinline)) void
+count_all_waiting(Core *core, totals_t *totals)
+{
+    for (uint32_t i = BUCKETS_WAITING; i-- > 0;) {
+        uint32_t bucket = totals->waiting[i];
+        chunk_t *chunk = totals->chunks[bucket >> 6];
+        if (__builtin_expect(chunk == NULL || chunk->low[bucket & 63] == UINT16_MAX, 0)) {
+            totals->waiting_count = (uint16_t)(i + 1);
+            count_waiting(core, totals);
+            return;
+        }
+        chunk->low[bucket & 63]++;
+    }
+    totals->waiting_count = 0;
+}
+
 /* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core nobody is told. */
 static inline void
 add_time(Core *core, int64_t *sum, int64_t more)
 {
-    if (__builtin_add_overflow(*sum, more, sum)) {
+    *sum = (int64_t)((uint64_t)*sum + (uint64_t)more);
+    if (__builtin_expect(*sum < 0, 0)) { /* as neither was */
         *sum = INT64_MAX;
         if (core != NULL)
             count(core, SATURATED);
