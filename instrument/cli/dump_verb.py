@@ -33,6 +33,7 @@ def add(verbs: Verbs) -> None:
 def dump(options: argparse.Namespace, host: list[str]) -> int:
     """Save what there is, processes as one. Returns the exit code."""
     from instrument.trace import file
+    from instrument.trace.grafted import graft
     from instrument.trace.merge import merge
 
     with client.asked(options.run, memory=True) as runs:
@@ -52,7 +53,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
                 print(f"instrument: dump: process {member.pid}: {problem}", file=sys.stderr)
     if not read:
         raise InstrumentError(f"dump: no process of {run.name} has a recording that can be read")
-    saved = read[0] if len(read) == 1 else merge(read).saved
+    saved = graft(read[0] if len(read) == 1 else merge(read).saved)
     path = Path(options.output or f"{run.name}-dump.npz")
     if path.suffix == ".npz":
         file.write(path, saved.columns, saved.facts, saved.tally)

@@ -48,10 +48,9 @@ def saved_in(path: str) -> Saved:
 
 
 def merged_of(paths: Sequence[str], clock: str) -> Saved:
-    """All files as one, or the only one as it is. Raises `TraceError`."""
-    files = list(map(saved_in, expanded(paths)))
-    if len(files) == 1:
-        return files[0]
+    """All files as one, with one tree for each request. Raises `TraceError`."""
+    from instrument.trace.grafted import graft
     from instrument.trace.merge import merge
 
-    return merge(files, by_wall_clock=clock == WALL).saved
+    files = list(map(saved_in, expanded(paths)))
+    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)

@@ -102,7 +102,8 @@ UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
 class RemoteParent:
     """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
 
-    `is_local`: it is a span of this process. `in_server_span`: it serves the request already, or lies in one that does.
+    `span_id` is 0 where only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
+    the request already, or lies in one that does.
     `state` is the W3C `tracestate` that came with it, which is handed on as it is.
     """
 
@@ -262,7 +263,8 @@ class Origin:
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
-    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew.
+    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run of
+    `instrument run` that the process is of, "" for none.
     """
 
     pid: int
@@ -276,6 +278,7 @@ class Origin:
     digest: str = ""
     boot: str = ""
     wall_error_ns: int = 0
+    run: str = ""
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""
@@ -605,6 +608,7 @@ class Trace:
     torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
     operators that it saw beside the spans of ours. `startup` is of the process,
     None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
+    `apart_ns` is how far the clocks of the processes in it are apart at most.
     """
 
     origin: Origin
@@ -625,6 +629,7 @@ class Trace:
     startup: Startup | None = None
     flops: Sequence[Flops] = ()
     died: str = ""
+    apart_ns: int = 0
 
     @property
     def held(self) -> Interval:

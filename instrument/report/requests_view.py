@@ -182,7 +182,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 def joined_requests(recording: Recording) -> Joined:
     """The requests of a recording, joined by their keys."""
-    return join(recording.columns, recording.once(request_of_spans))
+    return join(recording.columns, recording.facts.apart_ns, recording.once(request_of_spans))
 
 
 def request_ledger(recording: Recording) -> Ledger:

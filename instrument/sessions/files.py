@@ -49,8 +49,13 @@ def new_run() -> str:
 
 def run_of_process() -> str:
     """The run that this process is of: that of `instrument run`, or its own."""
+    return run_told() or new_run()
+
+
+def run_told() -> str:
+    """The run of `instrument run` that this process is of, "" for none."""
     told = os.environ.get(RUN_VARIABLE, "")
-    return told if _RUN.fullmatch(told) else new_run()
+    return told if _RUN.fullmatch(told) else ""
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:

@@ -189,6 +189,7 @@ class Recorded:
             digest=self.digest,
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
+            run=files.run_told(),
         )
 
     def _facts(self) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
 """Keys: which request each span serves, across threads, tasks and processes, by what rules read of calls.
 
 A request is known by the keys that spans of its tree bear. A span elsewhere that bears a key, and what lies below it,
-is of the request of that key which began last before it: keys may come again. A request that bears the key of one that
-it lies within is a part of that one, as where an engine's process has request spans of its own. A batch is of several
-requests, and of none as a whole.
+is of the request of that key which began last before it: keys may come again. Other keys below it name the request from
+then on, too. A request that bears the key of one that it lies within is a part of that one, as where an engine's
+process has request spans of its own. A batch is of several requests, and of none as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
 from instrument.trace.columns import Int32s, Int64s, Trace
-from instrument.trace.forest import NONE, nearest
+from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.owners import owners
 
 THOUSANDTHS = 1000
@@ -26,6 +26,9 @@ THOUSANDTHS = 1000
 
 HEAVIEST = 1 << 31
 """No weight is more than this."""
+
+ROUNDS = 8
+"""How often keys may lead to further keys: what a request is called on its way."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,72 @@ class Joined:
         return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
 
 
-def join(trace: Trace, owner: Int32s | None = None) -> Joined:
-    """The requests of the trace, with what serves them anywhere in it. `owner` is that of each row, if it is known."""
+def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
+    """The requests of the trace, with what serves them anywhere in it. `owner` is that of each row, if it is known.
+
+    Where the clocks of its processes are apart, a span may seem to begin before its request, by `apart_ns` at most.
+    """
     if owner is None:
         owner = owners(trace, trace.of_kind("request"))
+    keyed, key_of, numbers = _keys(trace)
+    above = _above(trace)
+    bears = owner[keyed] != NONE
+    pairs = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64))
+    for _ in range(ROUNDS):
+        bound = _Bound(trace, pairs, apart_ns)
+        rows, place_of, of, unbound = _resolved(trace, owner, above, keyed, key_of, bound)
+        known = np.flatnonzero(of[keyed] != NONE)
+        more = _pairs(
+            np.concatenate([pairs[0], key_of[known]]), np.concatenate([pairs[1], rows[of[keyed[known]]]])
+        )  # fmt: skip
+        if more.shape == pairs.shape:
+            break
+        pairs = more
+    names = list(numbers)
+    keys: dict[int, list[str]] = {}
+    for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
+        if place != NONE and names[key] not in keys.setdefault(place, []):
+            keys[place].append(names[key])
+    return Joined(
+        rows=rows,
+        of=of,
+        keys={place: tuple(its) for place, its in keys.items()},
+        served=_served(trace, numbers, bound, place_of),
+        unbound=unbound,
+    )
+
+
+def _keys(trace: Trace) -> tuple[Int64s, Int64s, dict[str, int]]:
+    """The rows that bear a key, the number of each one's, and the numbers of all keys."""
     keyed = trace.attributes.having(KEY)
     told = trace.attributes.values(KEY, keyed)
     is_text = np.array([isinstance(one, str) and bool(one) for one in told], dtype=np.bool_)
-    keyed, texts = keyed[is_text], [one for one in told if isinstance(one, str) and one]
+    texts = [one for one in told if isinstance(one, str) and one]
     numbers: dict[str, int] = {}
     key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
-    bound = _Bound(trace, key_of[owner[keyed] != NONE], owner[keyed][owner[keyed] != NONE].astype(np.int64))
+    return keyed[is_text], key_of, numbers
+
+
+def _pairs(keys: Int64s, requests: Int64s) -> Int64s:
+    """Keys and the rows of requests that bear them, each pair once."""
+    return np.unique(np.stack([keys, requests]), axis=1) if len(keys) else np.zeros((2, 0), dtype=np.int64)
+
+
+def _above(trace: Trace) -> Int32s:
+    """The parent of each row, or its root where the parent was not kept and the root was."""
+    roots = rows_of(trace.span_id, trace.root_id)
+    if not len(trace):
+        return roots
+    tops = (trace.parent == NONE) & (trace.root_id == trace.span_id)
+    is_lost = (trace.parent == NONE) & (roots != NONE) & tops[roots] & ~tops
+    return np.where(is_lost, roots, trace.parent).astype(np.int32)
+
+
+def _resolved(
+    trace: Trace, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
+) -> tuple[Int64s, Int64s, Int64s, int]:
+    """The rows of requests, the place of each row among them, of each row that of its request, and how many spans with
+    keys have none."""
     is_part = np.zeros(len(trace), dtype=np.bool_)
     is_part[bound.parts] = True
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
@@ -91,26 +149,14 @@ def join(trace: Trace, owner: Int32s | None = None) -> Joined:
     is_known = np.zeros(len(trace), dtype=np.bool_)
     is_known[keyed[apart[requests != NONE]]] = True
     if is_known.any():
-        of = np.where(of == NONE, of_key[nearest(trace.parent, is_known)], of)
-    names = list(numbers)
-    keys: dict[int, list[str]] = {}
-    for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
-        if place != NONE and names[key] not in keys.setdefault(place, []):
-            keys[place].append(names[key])
-    return Joined(
-        rows=rows,
-        of=of,
-        keys={place: tuple(its) for place, its in keys.items()},
-        served=_served(trace, numbers, bound, place_of),
-        unbound=int((requests == NONE).sum()),
-    )
+        of = np.where(of == NONE, of_key[nearest(above, is_known)], of)
+    return rows, place_of, of, int((requests == NONE).sum())
 
 
 class _Bound:
     """Which request each key names at a time: rows of requests by key and begin."""
 
-    def __init__(self, trace: Trace, keys: Int64s, requests: Int64s) -> None:
-        pairs = np.unique(np.stack([keys, requests]), axis=1) if len(keys) else np.zeros((2, 0), dtype=np.int64)
+    def __init__(self, trace: Trace, pairs: Int64s, apart_ns: int) -> None:
         keys, requests = pairs
         starts, ends = trace.start_ns[requests], trace.end_ns[requests]
         order = np.lexsort((requests, -ends, starts, keys))
@@ -125,11 +171,25 @@ class _Bound:
         # One that is a part by one key may be whole by another: what is whole of it stands.
         self.parts = np.array(list(parts), dtype=np.int64)
         self.wholes = np.array([_top(parts, one) for one in parts], dtype=np.int64)
-        self._keys, self._starts = keys, starts
-        self._requests = np.array([_top(parts, one) for one in requests.tolist()], dtype=np.int64)
+        whole = np.array([_top(parts, one) for one in requests.tolist()], dtype=np.int64)
+        order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], keys))
+        self._keys, self._requests = keys[order], whole[order]
+        self._starts = trace.start_ns[self._requests]
+        self._ends, self._apart_ns = trace.end_ns, apart_ns
 
     def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """The row of the request that each key names at a time, -1 for none: an index of what says so."""
+        """The row of the request that each key names at a time, -1 for none: an index of what says so.
+
+        Where that one had ended, it is one that begins right after, as far as clocks are apart.
+        """
+        found = self._begun(keys, times_ns)
+        if self._apart_ns and len(self._keys):
+            is_over = (found == NONE) | (self._ends[found] < times_ns)
+            found = np.where(is_over, self._begun(keys, times_ns + self._apart_ns), found)
+        return found
+
+    def _begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+        """The row of the request of each key that began last up to a time."""
         if not len(self._keys):
             return np.full(len(keys), NONE, dtype=np.int64)
         both = np.concatenate([self._keys, keys])

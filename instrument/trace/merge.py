@@ -8,7 +8,7 @@ where a dump was followed by the file of the end, is taken from the one that has
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Merged:
     clock: str
     apart_ns: int | None
     """How far the clocks of two processes are apart at most, None where nobody knows."""
+    parts: Sequence[Part] = field(repr=False)
+    """What has become of each file's rows; those of one process follow each other."""
 
     @property
     def header(self) -> str:
@@ -82,10 +84,15 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     if clock == WALL and (untold := [one for one in files if not one.facts.origin.realtime_ns]):
         raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
     try:
-        return Merged(_Merge(groups, clock).saved, len(files), len(groups), clock, apart_ns)
+        before_ns = max(saved.facts.apart_ns for saved in files)  # of files that are of several themselves
+        made = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
+        return Merged(made.saved, len(files), len(groups), clock, apart_ns, made.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
+
+SECONDS_NS = 10**9
+"""How far wall clocks are taken to be apart of which nobody knows it."""
 
 SLEW = 500e-6
 """How much faster or slower than true time a clock is made to go at most while it is set (man 2 adjtimex)."""
@@ -156,7 +163,7 @@ def _moved_link(link: Any, part: Part) -> dict[str, AttributeValue]:
 class _Merge:
     """The work of `merge`, file after file and column after column."""
 
-    def __init__(self, groups: Sequence[Sequence[Saved]], clock: str) -> None:
+    def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
         base_ns = groups[0][0].facts.origin.realtime_of(0)
         self._parts: list[Part] = []
@@ -166,9 +173,10 @@ class _Merge:
                 moved_ns = 0 if clock == MONOTONIC else saved.facts.origin.realtime_of(0) - base_ns
                 self._parts.append(Part(saved, process, first, moved_ns))
                 first += len(saved.columns)
+        self.parts: Sequence[Part] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merged_columns(first)
-        facts = merged_facts(self._parts, self._numbers)
+        facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
         self.saved = Saved(columns, facts, merged_tally(self._parts, self._numbers, columns, facts.threads))
 
     # ------------------------------------------------------------ spans

@@ -129,6 +129,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         "losses": safe(dict(trace.losses)),
         "notes": safe(list(trace.notes)),
         **({"died": clean(trace.died)} if trace.died else {}),
+        **({"apart_ns": trace.apart_ns} if trace.apart_ns else {}),
         "cost": trace.cost and _facts(trace.cost),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
@@ -254,6 +255,7 @@ class Metadata:
                 for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
             ),
             died=checked(facts.get("died", ""), str),
+            apart_ns=min(max(checked(facts.get("apart_ns", 0), int), 0), INT64 >> 2),
         )
 
     def _startup(self) -> Startup | None:

@@ -1,0 +1,250 @@
+"""One tree for each request: what bears its key anywhere hangs below who handed it over, and nothing is there twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
+
+from instrument.cli import main
+from instrument.recording.spans import KEY, Origin, RemoteParent, Span
+from instrument.recording.spans import Trace as Facts
+from instrument.trace import file
+from instrument.trace.columns import Trace
+from instrument.trace.file import Saved
+from instrument.trace.grafted import graft, grafted, trace_id_of
+from instrument.trace.joined import join
+from instrument.trace.ledger import ledger
+from instrument.trace.merge import merge
+from instrument.trace.of_spans import trace_of
+
+
+def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
+    """By the id of each span its parent and its root, once requests are one tree each."""
+    trace = trace_of(spans)
+    found = grafted(trace, join(trace), run)
+    return dict(
+        zip(
+            found.span_id.tolist(), zip(found.parent_id.tolist(), found.root_id.tolist(), strict=True), strict=True
+        )
+    )  # fmt: skip
+
+
+def test_what_an_engine_does_for_a_request_hangs_below_who_waits_for_it() -> None:
+    found = trees(engine())
+    assert found[10] == (3, 1)  # accepted while `generate`, which bears the key, was open
+    assert [found[number] for number in (1, 2, 3, 4)] == [(0, 1), (1, 1), (1, 1), (3, 1)]
+    assert all(found[number] == (0, number) for number in (11, 12, 13, 14, 15)), "batches keep trees of their own"
+
+
+def test_who_had_handed_it_over_and_ended_has_it_too_else_the_request() -> None:
+    spans = [
+        made(1, CHAT, 0, 1000, key="a"),
+        made(2, TOKENISE, 10, 60, 1, key="a"),
+        made(3, WAIT, 70, 80, 1, key="a"),
+        made(4, ACCEPT, 90, 100, thread=ENGINE, key="a"),
+        made(5, TOKENISE, 92, 95, 4, thread=ENGINE),
+        made(6, WAIT, 110, 300, thread=ENGINE, key="a"),
+        made(7, ACCEPT, 120, 130, thread=4, key="a"),
+        made(8, ACCEPT, 5, 6, thread=4, key="a"),
+    ]
+    found = trees(spans)
+    assert found[8] == (1, 1)
+    assert (found[4], found[5]) == ((1, 1), (4, 1))  # the request bears the key itself and is open
+    assert found[7] == (6, 1)  # handed on by the engine
+    del spans[0].attributes[KEY]  # type: ignore[attr-defined]
+    assert trees(spans)[4] == (3, 1)  # the newest of those that had ended
+
+
+def test_a_part_of_another_tree_that_is_done_for_a_request_leaves_it() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, STEP, 10, 90, thread=ENGINE),
+        made(3, ACCEPT, 20, 30, 2, thread=ENGINE, key="a"),
+        made(4, TOKENISE, 22, 25, 3, thread=ENGINE),
+        made(5, TOKENISE, 40, 50, 2, thread=ENGINE),
+    ]
+    assert trees(spans) == {1: (0, 1), 2: (0, 2), 3: (1, 1), 4: (3, 1), 5: (2, 2)}
+
+
+def test_a_request_within_one_of_its_key_becomes_a_part_of_its_tree_without_a_trace_of_its_own() -> None:
+    spans = [made(1, CHAT, 0, 100, key="a"), made(2, WORKER, 20, 80, thread=ENGINE, key="a")]
+    spans[0].remote, spans[1].remote = RemoteParent(7, 8), RemoteParent(9, 10)
+    trace = trace_of(spans)
+    found = grafted(trace, join(trace), "run")
+    assert (found.parent_id.tolist(), found.root_id.tolist()) == ([0, 1], [1, 1])
+    assert found.remote == {0: RemoteParent(7, 8)}
+
+
+def test_keys_that_come_again_two_requests_at_once_and_spans_without_one() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, CHAT, 50, 150, thread=3, key="a"),
+        made(3, CHAT, 200, 300, key="a"),
+        *(made(10 + at, ACCEPT, at, at + 1, thread=ENGINE, key="a") for at in (20, 60, 170, 210)),
+        made(900, ACCEPT, 20, 30, thread=ENGINE, key="nobody"),
+    ]
+    found = trees(spans)
+    assert [found[10 + at][1] for at in (20, 60, 170, 210)] == [1, 2, 2, 3]
+    assert found[900] == (0, 900)
+
+
+def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> None:
+    api, core = engine()[:6], engine()[6:]
+    whole, half = (grafted(trace_of(its), join(trace_of(its)), "run 1") for its in (api, core))
+    by_id = {int(whole.span_id[row]): one.trace_id for row, one in whole.remote.items()}
+    assert by_id == {1: trace_id_of("run 1", "a"), 5: trace_id_of("run 1", "b")}
+    assert {int(half.span_id[row]): one for row, one in half.remote.items()} == {
+        10: RemoteParent(trace_id_of("run 1", "a"), 0)
+    }
+    assert trace_id_of("run 1", "a") != trace_id_of("run 2", "a")
+    again = [made(1, CHAT, 0, 10, key="a"), made(2, CHAT, 20, 30, key="a")]
+    assert len(grafted(trace_of(again), join(trace_of(again)), "run 1").remote) == 1
+
+
+def test_parents_never_run_in_a_circle() -> None:
+    """A request that lies within what bears its key, where clocks that are apart make that one seem to be of it."""
+    spans = [
+        made(1, ACCEPT, 0, 100, thread=ENGINE, key="a"),
+        made(2, CHAT, 10, 50, 1, thread=ENGINE, key="a"),
+        made(3, ACCEPT, 5, 6, thread=4, key="a"),
+    ]
+    spans[1].root_id = 2
+    trace = trace_of(spans)
+    found = grafted(trace, join(trace, apart_ns=50))
+    assert found.parent_id.tolist() == [0, 1, 2]
+
+
+def test_a_span_that_began_before_its_request_by_as_much_as_clocks_are_apart_is_of_it() -> None:
+    spans = [made(1, CHAT, 100, 900, key="a"), made(2, ACCEPT, 60, 70, thread=ENGINE, key="a")]
+    trace = trace_of(spans)
+    assert join(trace, 39).of.tolist() == [0, -1]
+    assert join(trace, 40).of.tolist() == [0, 0]
+    earlier = trace_of([*spans, made(3, CHAT, 0, 65, key="a")])
+    assert join(earlier, 40).of.tolist() == [1, 0, 0], "one that goes on comes before one that is about to begin"
+
+
+def saved(spans: list[Span], pid: int, boot: str, ahead_ns: int = 0) -> Saved:
+    """What one process of a run left, on a host whose monotonic clock is ahead."""
+    origin = Origin(pid, "shop", ahead_ns, 10**18, boot=boot, host=boot, wall_error_ns=500, run="20260101T000000-1")
+    moved = [replace(span, start_ns=span.start_ns + ahead_ns, end_ns=span.end_ns + ahead_ns) for span in spans]
+    for span, one in zip(moved, spans, strict=True):
+        span.attributes = one.attributes
+    return Saved(trace_of(moved), Facts(origin, ahead_ns, ahead_ns + 2000, []), None)
+
+
+def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say() -> None:
+    spans = engine()
+    late = [replace(span, start_ns=span.start_ns - 700, end_ns=span.end_ns - 700) for span in spans[6:7]]
+    late[0].attributes = spans[6].attributes
+    merged = merge([saved(spans[:6], 1, "one"), saved(late, 2, "other", 10**9)])
+    assert merged.saved.facts.apart_ns >= 1000
+    found = graft(merged.saved).columns
+    accept = int(np.flatnonzero([found.sites[site].name == "accept" for site in found.site])[0])
+    chat = int(found.span_id[join(found).rows[0]])
+    assert (int(found.parent_id[accept]), int(found.root_id[accept])) == (chat, chat)
+
+
+# Random engines.
+
+
+def busier(seed: int) -> list[Span]:
+    """The same with requests of the engine's own, and with what bears keys below what bears others or none."""
+    rng, spans = random.Random(seed), schedule(seed)
+    for _ in range(rng.randrange(8)):
+        above = rng.choice([None, *spans])
+        start = rng.randrange(150) if above is None else rng.randint(above.start_ns, above.end_ns)
+        site, thread = rng.choice([(WORKER, ENGINE), (WORKER, 5), (ACCEPT, ENGINE), (TOKENISE, 5), (STEP, ENGINE)])
+        key = rng.choice(["", "r0", "r1", "r2", "s0", "s1"])
+        one = made(len(spans) + 1, site, start, start + rng.randrange(50), thread=thread, key=key)
+        if above is not None:
+            one.parent_id = above.span_id
+            one.root_id = one.span_id if site is WORKER else above.root_id
+        spans.append(one)
+    return spans
+
+
+def sums(trace: Trace) -> tuple[list[dict[str, int]], list[int]]:
+    joined = join(trace)
+    told = ledger(trace, joined)
+    return [dict(its) for its in told.times], told.given_ns.tolist()
+
+
+@given(st.integers(0, 2**32))
+def test_each_request_of_a_random_engine_is_one_tree_and_its_ledger_the_same(seed: int) -> None:
+    spans = busier(seed)
+    trace = trace_of(spans)
+    joined = join(trace)
+    found = grafted(trace, joined, "run")
+    assert found.span_id.tolist() == trace.span_id.tolist()
+    orphans = (found.parent_id != 0) & (found.parent == -1)
+    assert not orphans.any()
+    roots = found.span_id == found.root_id
+    for place, row in enumerate(joined.rows.tolist()):
+        its = np.flatnonzero(found.root_id == found.root_id[row])
+        assert np.flatnonzero(roots[its]).tolist() == [its.tolist().index(row)], "one root, the request"
+        assert set(its.tolist()) == set(np.flatnonzero(joined.of == place).tolist())
+    ids = Counter(one.trace_id for one in found.remote.values())
+    of_requests = {one.trace_id for row, one in found.remote.items() if row in joined.rows}
+    assert all(ids[trace_id] == 1 for trace_id in of_requests)
+    again = join(found)
+    assert (again.of.tolist(), again.rows.tolist()) == (joined.of.tolist(), joined.rows.tolist())
+    assert sums(found) == sums(trace)
+    twice = grafted(found, again, "run")
+    assert (twice.parent_id.tolist(), twice.root_id.tolist()) == (found.parent_id.tolist(), found.root_id.tolist())
+
+
+# The command.
+
+SERVICE = """
+import os, threading
+from instrument import scope, stop
+here, there = os.pipe()
+child = os.fork()
+if not child:
+    for _ in range(3):
+        key = os.read(here, 2).decode()
+        with scope("accept", key=key), scope("look"): pass
+        with scope("step", batch=[key]): pass
+    stop()
+    os._exit(0)
+for key in ("r1", "r2", "r3"):
+    with scope("request", kind="request"), scope("submit", key=key):
+        os.write(there, key.encode())
+os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recordings of a run of two processes, the requests of one of which the other serves."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "service.py").write_text(SERVICE)
+    (folder / "profile.yaml").write_text("service: shop\nexport: {recording: }\nagent: off")
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
+    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    return folder / "traces"
+
+
+def test_merge_and_convert_write_one_tree_for_each_request(run: Path, tmp_path: Path) -> None:
+    assert main(["merge", str(run), "-o", str(tmp_path / "run.npz")]) == 0
+    found = file.load(tmp_path / "run.npz").columns
+    names = [found.sites[site].name for site in found.site.tolist()]
+    trees_of = {
+        tuple(sorted(np.array(names)[found.root_id == root].tolist())) for root in set(found.root_id.tolist())
+    }  # fmt: skip
+    assert trees_of == {("accept", "look", "request", "submit"), ("step",)}
+    assert len(set(found.root_id.tolist())) == 6
+    assert main(["convert", str(run), "--to", "chrome", "-o", str(tmp_path / "run.json")]) == 0
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert sum(event.get("ph") in "bX" and event.get("name") == "accept" for event in events) == 3
