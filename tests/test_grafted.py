@@ -9,24 +9,28 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
 from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
 
 from instrument.cli import main
+from instrument.otlp.packing import Ids, pack
 from instrument.recording.spans import KEY, Origin, RemoteParent, Span
 from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
+from instrument.trace.by_process import linked_requests
 from instrument.trace.columns import Trace
 from instrument.trace.file import Saved
 from instrument.trace.grafted import graft, grafted, trace_id_of
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.merge import merge
-from instrument.trace.of_spans import trace_of
+from instrument.trace.of_spans import spans_of, trace_of
 
 
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
@@ -248,3 +252,52 @@ def test_merge_and_convert_write_one_tree_for_each_request(run: Path, tmp_path: 
     assert main(["convert", str(run), "--to", "chrome", "-o", str(tmp_path / "run.json")]) == 0
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     assert sum(event.get("ph") in "bX" and event.get("name") == "accept" for event in events) == 3
+
+
+def spans_in(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The spans of an OTLP file, each with its process."""
+    found = []
+    for line in path.read_text().splitlines():
+        [resource] = json.loads(line)["resourceSpans"]
+        told = {one["key"]: one["value"] for one in resource["resource"]["attributes"]}
+        found += [(int(told["process.pid"]["intValue"]), span) for span in resource["scopeSpans"][0]["spans"]]
+    return found
+
+
+def test_otlp_has_one_trace_for_each_request_over_all_processes_with_links_from_batches(
+    run: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "run.otlp.jsonl"
+    assert main(["convert", str(run), "--to", "otlp", "-o", str(target)]) == 0
+    found = spans_in(target)
+    by_id = {(span["traceId"], span["spanId"]): span for _, span in found}
+    assert len(by_id) == len(found) == 15
+    parents = [by_id.get((span["traceId"], span.get("parentSpanId"))) for _, span in found]
+    roots = [span for (_, span), parent in zip(found, parents, strict=True) if parent is None]
+    assert Counter(root["name"] for root in roots) == {"request": 3, "step": 3}
+    assert not any("parentSpanId" in root for root in roots), "no orphans"
+    requests = {root["traceId"]: root["spanId"] for root in roots if root["name"] == "request"}
+    for trace_id in requests:
+        its = [(pid, span["name"]) for pid, span in found if span["traceId"] == trace_id]
+        assert sorted(name for _, name in its) == ["accept", "look", "request", "submit"]
+        assert len({pid for pid, _ in its}) == 2
+    linked = [link for root in roots if root["name"] == "step" for link in root["links"]]
+    assert {link["traceId"]: link["spanId"] for link in linked} == requests
+    origin = file.load(next(run.iterdir())).facts.origin
+    assert {int(trace_id, 16) for trace_id in requests} == {
+        trace_id_of(origin.run, key) for key in ("r1", "r2", "r3")
+    }  # fmt: skip
+
+
+def test_links_of_a_batch_are_what_a_collector_reads() -> None:
+    trace = trace_of(engine())
+    joined = join(trace)
+    spans, ids = spans_of(grafted(trace, joined)), Ids()
+    for row, its in linked_requests(trace, joined).items():
+        spans[row].links = its
+    packed = [ScopeSpans.FromString(one).spans[0] for one in pack(spans, ids, Origin(1, "", 0, 10**18), {})]
+    step = packed[8]
+    assert [(link.trace_id, link.span_id) for link in step.links] == [
+        (ids.trace_id(number).to_bytes(16, "big"), ids.span_id(number).to_bytes(8, "big")) for number in (1, 5)
+    ]
+    assert [len(one.links) for one in packed[7:]] == [1, 2, 1, 2, 1]

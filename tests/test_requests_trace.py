@@ -13,7 +13,7 @@ import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.traceparent import w3c
-from instrument.otlp.packing import Ids, link_of
+from instrument.otlp.packing import Ids, links_of
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Span, remote_of
@@ -82,13 +82,13 @@ def test_a_sound_traceparent_is_followed_and_another_one_is_none(
 def test_a_request_may_be_linked_to_its_caller_or_know_nothing_of_it(session: instrument.Session) -> None:
     serve(answer, {"traceparent": CALLER}, RequestsRule(traceparent="link"))
     span = request_of(session)
-    assert (span.remote, link_of(span, Ids())) == (None, (int(TRACE, 16), 0x00F067AA0BA902B7))
+    assert (span.remote, links_of(span, Ids())) == (None, [(int(TRACE, 16), 0x00F067AA0BA902B7, "")])
 
 
 def test_a_request_whose_rule_is_off_knows_nothing_of_its_caller(session: instrument.Session) -> None:
     serve(answer, {"traceparent": CALLER}, RequestsRule(traceparent="off"))
     span = request_of(session)
-    assert (span.remote, link_of(span, Ids())) == (None, None)
+    assert (span.remote, links_of(span, Ids())) == (None, [])
 
 
 def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrument.Session) -> None:

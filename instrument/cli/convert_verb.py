@@ -86,17 +86,22 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Each process is a resource of its own, with its own clock: nothing has to be put on one."""
+    """Each process is a resource of its own; trees go over all of them, by the time of day."""
     from instrument.otlp.json_lines import json_lines
+    from instrument.otlp.packing import Ids
     from instrument.runtime import atomic
-    from instrument.trace.merge import merge, processes_of
+    from instrument.trace.by_process import spans_by_process
+    from instrument.trace.grafted import grafted
+    from instrument.trace.joined import join
+    from instrument.trace.merge import merge
 
-    lines = []
-    for its in processes_of(files):
-        saved = its[0] if len(its) == 1 else merge(its).saved
-        if not saved.facts.origin.realtime_ns:
-            raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
-        lines.append(json_lines(saved.trace().spans, saved.facts.origin, saved.facts.threads))
+    if not all(saved.facts.origin.realtime_ns for saved in files):
+        raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
+    merged, ids = merge(files, by_wall_clock=True), Ids()
+    facts, columns = merged.saved.facts, merged.saved.columns
+    joined = join(columns, facts.apart_ns)
+    processes = spans_by_process(merged, grafted(columns, joined, facts.origin.run), joined)
+    lines = (json_lines(spans, of.origin, of.threads, ids) for of, spans in processes)
 
     def write_lines() -> None:
         with atomic.replacing(target) as file:

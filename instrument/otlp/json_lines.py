@@ -21,8 +21,7 @@ from instrument.otlp.packing import (
     device_name,
     identify,
     is_server,
-    link_of,
-    link_state_of,
+    links_of,
     plain,
     status_of,
     version,
@@ -35,12 +34,15 @@ SPANS_AT_ONCE = 1_000
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 
-def json_lines(spans: Sequence[Span], origin: Origin, threads: Mapping[int, str]) -> Iterator[str]:
-    """The lines of a process's spans, with the newline of each."""
-    ids = Ids()
+def json_lines(
+    spans: Sequence[Span], origin: Origin, threads: Mapping[int, str], ids: Ids | None = None
+) -> Iterator[str]:
+    """The lines of a process's spans, with the newline of each. `ids` are those of all whose trees it shares."""
+    own = Ids()
+    ids = ids or own
     resource = {
         "service.name": origin.service,
-        "service.instance.id": ids.instance,
+        "service.instance.id": own.instance,
         "process.pid": origin.pid,
         **({"host.name": origin.host} if origin.host else {}),
     }
@@ -81,10 +83,16 @@ def _span(found: Identified, ids: Ids, threads: Mapping[int, str], offset_ns: in
         return {**facts, "name": plain(device_name(span.site)), "kind": INTERNAL, "attributes": _attributes(attributes)}
     facts["name"], facts["kind"] = plain(span.site.name), SERVER if is_server(span) else INTERNAL
     facts["attributes"] = _attributes(attributes_of(span, threads))
-    link, status = link_of(span, ids), status_of(span)
-    if link is not None:
-        of_link = {"traceId": f"{link[0]:032x}", "spanId": f"{link[1]:016x}", "traceState": link_state_of(span)}
-        facts["links"] = [{name: value for name, value in of_link.items() if value}]
+    links, status = links_of(span, ids), status_of(span)
+    if links:
+        facts["links"] = [
+            {
+                "traceId": f"{one.trace_id:032x}",
+                "spanId": f"{one.span_id:016x}",
+                **({"traceState": one.state} if one.state else {}),
+            }
+            for one in links
+        ]
     if status is not None:
         failed, why = status
         facts["status"] = {"code": ERROR, "message": why} if failed else {"code": OK}

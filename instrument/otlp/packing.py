@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from instrument.recording.spans import (
     ERROR_TYPE,
@@ -130,7 +131,7 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[Identified]:
         own = known[span.span_id] = ids.span_id(span.span_id)
         if span.parent_id and span.span_id != root_id:
             yield trace_id, own, known.get(span.parent_id) or ids.span_id(span.parent_id), flags, state, span, None
-        elif remote is None:
+        elif remote is None or not remote.span_id:
             yield trace_id, own, 0, flags, state, span, None
         else:
             flags_of_root = flags if remote.is_local else flags | IS_REMOTE
@@ -139,31 +140,42 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[Identified]:
             yield trace_id, ids.device_span_id(), own, flags, state, span, interval
 
 
-def link_of(span: Span, ids: Ids) -> tuple[int, int] | None:
-    """Trace id and span id of the span that a root is linked to; None where it is linked to none.
+class LinkedSpan(NamedTuple):
+    """A span that another one is linked to, as a collector knows it, and the state of its trace."""
 
-    That is the ended span that its task or thread came from, or the caller's.
-    """
-    remote = span.attributes.get(LINK_REMOTE) if span.attributes else None
+    trace_id: int
+    span_id: int
+    state: str = ""
+
+
+def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
+    """What a span is linked to: the ended span that its task or thread came from, or its caller's, and the requests
+    that it serves as a batch."""
+    cause = _cause_of(span, ids) if span.attributes else None
+    found = [] if cause is None else [cause]
+    for one in span.links:
+        trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
+        found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
+    return found
+
+
+def _cause_of(span: Span, ids: Ids) -> LinkedSpan | None:
+    state = span.attributes.get(LINK_STATE)
+    state = state if isinstance(state, str) else ""
+    remote = span.attributes.get(LINK_REMOTE)
     if isinstance(remote, str):
         found = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
-        return None if found is None else (found.trace_id, found.span_id)
-    link = span.attributes.get(LINK) if span.attributes else None
+        return None if found is None else LinkedSpan(found.trace_id, found.span_id, state)
+    link = span.attributes.get(LINK)
     if not isinstance(link, tuple | list):
         return None
     try:
         span_id, root_id = link
         told = span.attributes.get(LINK_TRACE_ID)
         trace_id = ids.trace_id(root_id) if told is None else int(str(told), 16)
-        return (trace_id, ids.span_id(span_id)) if 0 < trace_id < 1 << 128 else None
+        return LinkedSpan(trace_id, ids.span_id(span_id), state) if 0 < trace_id < 1 << 128 else None
     except (TypeError, ValueError):
         return None  # no recorder said so
-
-
-def link_state_of(span: Span) -> str:
-    """The state of the trace that a root is linked to, if that has one."""
-    state = span.attributes.get(LINK_STATE) if span.attributes else None
-    return state if isinstance(state, str) else ""
 
 
 def is_server(span: Span) -> bool:
@@ -288,7 +300,7 @@ def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, 
             _pack_times(0x39, times.start_ns + offset_ns, 0x41, times.end_ns + offset_ns),
             _pack_flags(flags),
             _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
-            _pack_link(link_of(span, ids), link_state_of(span)) if interval is None else b"",
+            b"".join(map(_pack_link, links_of(span, ids))) if interval is None else b"",
         )
         yield pack_field(b"\x12", b"".join(body))
 
@@ -330,12 +342,9 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
     return facts
 
 
-def _pack_link(link: tuple[int, int] | None, state: str) -> bytes:
-    if link is None:
-        return b""
-    trace_id, span_id = link
-    ids = b"\x0a\x10" + trace_id.to_bytes(16, "big") + b"\x12\x08" + span_id.to_bytes(8, "big")
-    ids += pack_text(b"\x1a", state) if state else b""
+def _pack_link(link: LinkedSpan) -> bytes:
+    ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
+    ids += pack_text(b"\x1a", link.state) if link.state else b""
     return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", _HAS_IS_REMOTE))
 
 

@@ -285,14 +285,14 @@ class Grpc:
                 told = packing.status_of(span)
                 if told is not None:
                     status = Status(StatusCode.ERROR, told[1]) if told[0] else Status(StatusCode.OK)
-            link = packing.link_of(span, ids) if interval is None else None
+            links = packing.links_of(span, ids) if interval is None else []
             yield ReadableSpan(
                 str(packing.plain(name)),
                 context=SpanContext(trace_id, own, False, w3c_flags, _trace_state(state)),
                 parent=SpanContext(trace_id, parent, bool(flags & packing.IS_REMOTE), w3c_flags) if parent else None,
                 resource=self._resource,
                 attributes=_official(attributes),
-                links=() if link is None else [_official_link(link, packing.link_state_of(span))],
+                links=list(map(_official_link, links)),
                 kind=kind,
                 status=status,
                 start_time=origin.realtime_of((interval or span).start_ns),
@@ -444,10 +444,11 @@ def _trace_state(state: str) -> Any:
     return TraceState.from_header([state]) if state else None
 
 
-def _official_link(link: tuple[int, int], state: str) -> Any:
+def _official_link(link: packing.LinkedSpan) -> Any:
     from opentelemetry.trace import Link, SpanContext
 
-    return Link(SpanContext(*link, is_remote=False, trace_state=_trace_state(state)))
+    context = SpanContext(link.trace_id, link.span_id, is_remote=False, trace_state=_trace_state(link.state))
+    return Link(context)
 
 
 def _official(attributes: Mapping[str, object]) -> dict[str, Any]:

@@ -213,6 +213,14 @@ def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 
+class LinkedRequest(NamedTuple):
+    """A request that a batch serves: its span and the root of its tree, by their numbers, and its caller's span."""
+
+    span_id: int
+    root_id: int
+    remote: RemoteParent | None
+
+
 @dataclass(slots=True)
 class Span:
     """One timed execution.
@@ -220,7 +228,8 @@ class Span:
     `parent_id` 0 means a root. It is the nearest span above that was open when this one began, if not the one that its
     task or thread came from. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
     `active_ns` differs from the total for generators (time in which the body ran). `self_ns` is what the span spent
-    outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge.
+    outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge. `links`
+    are the requests that a batch serves, as far as whoever made the object knew.
     """
 
     site: Site
@@ -238,6 +247,7 @@ class Span:
     device: tuple[DeviceInterval, ...] = ()
     clipped: bool = False
     remote: RemoteParent | None = None
+    links: Sequence[LinkedRequest] = ()
 
     @property
     def total_ns(self) -> int:

@@ -123,7 +123,7 @@ class JoinedAttributes:
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         part = self._parts[self._part[row]]
         its = part.trace.attributes[int(self._own[row])]
-        return {**its, **_moved_link(its[LINK], part)} if LINK in its else its
+        return {**its, **moved_link(its[LINK], part)} if LINK in its else its
 
     def rows(self) -> Int64s:
         """The rows that have any, in order."""
@@ -150,7 +150,7 @@ class JoinedAttributes:
         return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 
 
-def _moved_link(link: Any, part: Part) -> dict[str, AttributeValue]:
+def moved_link(link: Any, part: Part) -> dict[str, AttributeValue]:
     """The link of a root to a span, by that one's new id; to none where that was not kept."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return {}

@@ -1,0 +1,78 @@
+"""The spans of merged files as each process has them, in trees that go over all of them.
+
+A process keeps what it calls its threads, streams and devices. Ids, parents and roots are those of the merged trace,
+and times are on its clock. A batch knows the requests that it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+
+import numpy as np
+
+from instrument.recording import spans
+from instrument.recording.spans import LINK, LinkedRequest, Span
+from instrument.trace.apart import Part
+from instrument.trace.columns import Trace
+from instrument.trace.forest import NONE
+from instrument.trace.joined import Joined
+from instrument.trace.merge import Merged, moved_link
+from instrument.trace.of_spans import spans_of
+
+
+def spans_by_process(merged: Merged, columns: Trace, joined: Joined) -> Iterator[tuple[spans.Trace, list[Span]]]:
+    """Of each process what is known of it, and its spans, by the columns that are left of those that were merged.
+
+    `columns` have the same rows, as where requests were made one tree each.
+    """
+    base = merged.saved.facts.origin
+    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
+    linked = linked_requests(columns, joined)
+    for _, parts in groupby(merged.parts, attrgetter("process")):
+        its = list(parts)
+        facts = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
+        origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
+        threads = {thread_id: name for part in its for thread_id, name in part.saved.facts.threads.items()}
+        found = [span for part in its for span in _spans_of(part, columns, linked)]
+        for span in found:
+            span.remote = remotes.get(span.root_id)
+        yield replace(facts, origin=origin, threads=threads), found
+
+
+def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
+    """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
+    served = joined.served
+    known = np.flatnonzero(served.request != NONE)
+    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
+    found: dict[int, dict[LinkedRequest, None]] = {}
+    rows = joined.rows[served.request[known]]
+    for batch, span_id, root_id in zip(
+        served.batch[known].tolist(), columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True
+    ):
+        found.setdefault(batch, {})[LinkedRequest(span_id, root_id, remotes.get(root_id))] = None
+    return {batch: tuple(its) for batch, its in found.items()}
+
+
+def _spans_of(part: Part, columns: Trace, linked: Mapping[int, Sequence[LinkedRequest]]) -> Iterator[Span]:
+    """The spans of a file that are taken from it."""
+    moved_ns = part.moved_ns
+    ids = (columns.span_id, columns.parent_id, columns.root_id)
+    rows = part.row[part.is_kept]
+    numbers = zip(rows.tolist(), *(column[rows].tolist() for column in ids), strict=True)
+    kept = part.is_kept.tolist()
+    for own, span in enumerate(spans_of(part.trace)):
+        if not kept[own]:
+            continue
+        row, span.span_id, span.parent_id, span.root_id = next(numbers)
+        if moved_ns:
+            span.start_ns, span.end_ns = span.start_ns + moved_ns, span.end_ns + moved_ns
+            span.device = tuple(
+                replace(one, start_ns=one.start_ns + moved_ns, end_ns=one.end_ns + moved_ns) for one in span.device
+            )
+        if span.attributes and LINK in span.attributes:
+            span.attributes = {**span.attributes, **moved_link(span.attributes[LINK], part)}
+        span.links = linked.get(row, ())
+        yield span
