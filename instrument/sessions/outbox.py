@@ -1,4 +1,7 @@
-"""The outbox: kept trees on their way to the collector, which wait here until their device times have come."""
+"""The outbox: kept trees on their way to the collector, which wait here until their device times have come.
+
+Batches wait for the requests that they serve before that (`instrument.sessions.batch_links`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable
 from instrument import otlp
 from instrument.device.timer import Timing
 from instrument.recording.spans import Origin, Span
+from instrument.sessions.batch_links import BatchLinks
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
@@ -34,6 +38,7 @@ class Outbox:
     def __init__(self, exporter: otlp.Exporter, timing: Timing | None) -> None:
         self._exporter = exporter
         self._timing = timing
+        self._links = BatchLinks(self._put_linked)
         self._begin()
 
     def _begin(self) -> None:
@@ -43,10 +48,14 @@ class Outbox:
 
     def after_fork_in_child(self) -> None:
         """Begin anew: what waited is the parent's."""
+        self._links.begin()
         self._begin()
 
     def put(self, spans: list[Span]) -> None:
         """Take in one tree, or a part of it."""
+        self._links.put(spans)
+
+    def _put_linked(self, spans: list[Span]) -> None:
         if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
             start_ns = min(span.start_ns for span in spans)
             self._waiting.append((max(span.end_ns for span in spans), start_ns, spans))
@@ -55,6 +64,7 @@ class Outbox:
 
     def send_settled(self, *, is_last: bool) -> None:
         """Send the trees that have their device times, or have waited for them long enough; the last time, all."""
+        self._links.send_due(is_last=is_last)
         timing = self._timing
         if timing is None:
             return
