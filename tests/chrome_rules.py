@@ -44,7 +44,7 @@ def problems(document: dict[str, Any]) -> list[str]:
             tracks[_track(event)].append((start, index, phase, event.get("name")))
         elif phase in "stf":
             flows[event.get("cat"), event.get("name"), event.get("id")].append((start, index, event))
-        if phase in "XBb" and (event.get("flow_in") or event.get("flow_out")):
+        if phase in "XBbn" and (event.get("flow_in") or event.get("flow_out")):
             # At one time complete events are seen before all others, the longer first, and then the file's order.
             rank = (start, phase != "X", -_ns(event.get("dur", 0)), index)
             binds[str(event.get("bind_id"))].append((rank, bool(event.get("flow_in")), bool(event.get("flow_out"))))

@@ -1,4 +1,5 @@
-"""Arrows: what leads from a span to what it started on another thread or task, and on the device.
+"""Arrows: what leads from a span to what it started on another thread or task, and on the device, and from a batch to
+where its requests are.
 
 One that would point into the past, or that the format has no room for, is left out and counted in
 `instrument.arrows_left_out`.
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.interval_events import IntervalEvents
 from instrument.chrome.ordered import Intervals, Spans, batches
 from instrument.chrome.span_events import SpanEvents
@@ -29,10 +31,11 @@ class Arrows:
 
     Complete events have arrows of their own. Async slices can only be tied by a bind id, of which a slice has room for
     one: `binds` are those texts of spans, `ties` those of intervals, by their places. Where a span would need two, its
-    own intervals win. `left_out` counts what is not drawn.
+    own intervals win, then what it called. `left_out` counts what is not drawn. `marked` are the bind ids of batches,
+    from which arrows lead to `marks`.
     """
 
-    def __init__(self, spans: Spans, intervals: Intervals) -> None:
+    def __init__(self, spans: Spans, intervals: Intervals, marks: BatchMarks) -> None:
         self._spans, self._intervals, owners = spans, intervals, intervals.owner
         of_async = spans.is_async[owners]
         drawn = self._may_lead(owners, intervals.start_ns, of_async)
@@ -55,6 +58,10 @@ class Arrows:
                 bound[one] = bound[caller] = caller
             else:
                 self.left_out += 1
+        its_batches = np.unique(marks.batch).tolist()
+        marks.leave_out([one for one in its_batches if bound.setdefault(one, one) != one])
+        self.left_out += marks.left_out
+        self.marked = {one: self._bind_id(one) for one in np.unique(marks.batch).tolist()}
         self.binds = {one: self._bind(source, "out" if one == source else "in") for one, source in bound.items()}
 
     def _may_lead(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
@@ -64,7 +71,10 @@ class Arrows:
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))
 
     def _bind(self, source: int, direction: str) -> str:
-        return f',"bind_id":"{SPARE_BINDS | int(self._spans.span_id[source]):#x}","flow_{direction}":true'
+        return f',"bind_id":"{self._bind_id(source)}","flow_{direction}":true'
+
+    def _bind_id(self, source: int) -> str:
+        return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
 
     def texts(self, of_spans: SpanEvents, of_intervals: IntervalEvents) -> Iterator[str]:
         """The arrows between complete events, each behind a comma. Both ends attach to the innermost slice at their

@@ -4,6 +4,7 @@
 * Requests, and all that tasks ran, are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
   their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
   `args.kind` says what a slice is, because Perfetto nests async slices of one category only.
+* Where a batch begins that serves a request there is a mark (`n`) on the request's lane.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream.
 * A sample of a gauge is a counter (`C`) of the process that it is of, one track for each gauge. What a device does not
   tell is no event, because counters have numbers only; it stands in the metadata.

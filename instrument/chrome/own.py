@@ -95,6 +95,7 @@ class Own:
         self._samples: list[Sample] = []
         self._intervals = {name: array("q") for name in _OF_INTERVALS}
         self._labels: dict[str, int] = {}
+        self._marks = 0
         self._async: dict[str, _Async] = {}
         # The slices of each lane of a thread in which those that come next may lie: end, id and tree.
         self._around: dict[int, list[tuple[int, int, int]]] = {}
@@ -102,7 +103,7 @@ class Own:
     @property
     def taken(self) -> int:
         """How many events have said something."""
-        return len(self._numbers["span_id"]) + len(self._samples) + len(self._intervals["owner"])
+        return len(self._numbers["span_id"]) + len(self._samples) + len(self._intervals["owner"]) + self._marks
 
     def add(self, events: list[Event]) -> None:
         """Read events, which come after those that have been read."""
@@ -116,6 +117,7 @@ class Own:
         for event in events:
             if event.ph == "C":
                 self._add_sample(event)
+            self._marks += event.ph == "n"  # of a batch on the lane of a request, which keys say, too
         for what, count in (
             ("spans", len(self._numbers["span_id"])),
             ("device intervals", len(self._intervals["owner"])),

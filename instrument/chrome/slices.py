@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from instrument.chrome.arrows import Arrows
+from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.interval_events import IntervalEvents
 from instrument.chrome.lanes import Board, Row
 from instrument.chrome.ordered import Intervals, Spans, batches
@@ -26,7 +27,8 @@ class Slices:
         self.base_ns = min(int(its.min(initial=since_ns)) for its in starts)
         self._spans = Spans.of(trace, self.base_ns)
         self._intervals = Intervals.of(self._spans, self.base_ns)
-        self._arrows = Arrows(self._spans, self._intervals)
+        self._marks = BatchMarks(self._spans)
+        self._arrows = Arrows(self._spans, self._intervals, self._marks)
         self._board = Board(pid)
         self.sites: Sequence[Site] = self._spans.sites
         self.left_out = self._arrows.left_out
@@ -41,6 +43,7 @@ class Slices:
         for first, end in batches(len(self._intervals.row)):
             yield intervals.text(first, end, arrows.ties)
         yield from arrows.texts(spans, intervals)
+        yield from self._marks.texts(spans, of_sites, arrows.marked)
 
     def rows(self) -> list[Row]:
         """The lanes of threads and streams, once all is written."""

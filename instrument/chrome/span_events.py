@@ -51,6 +51,7 @@ class SpanEvents:
         of_request[slices] = spans.is_request[slices[firsts]][lanes]
         self._rare = self._rarities(around, slices[firsts])
         self._name_kinds(number, of_request, board, of_sites)
+        self._board, self._of_request = board, of_request
         self._locals = [f'"id2":{{"local":"{lane:#x}"}},"ts":' for lane in range(1, len(firsts) + 1)]
         thread = ranked(spans.thread_id[slices])[1]
         self._end_kind, some = by_first_sight(thread, of_request[slices], lanes)
@@ -160,6 +161,11 @@ class SpanEvents:
                 self._begins.append(f',\n{{"ph":"X"{lane.address}{its.head}{lane.mark}{its.args},"id":')
 
     # ---------------------------------------------------------------- texts
+
+    def lane_text(self, place: int) -> str:
+        """What puts an event on the lane of an async slice, up to its time."""
+        address = self._board.of_thread(int(self._spans.thread_id[place])).address
+        return f"{address}{_category(bool(self._of_request[place]))},{self._locals[self._lane[place]]}"
 
     def text(self, first: int, end: int) -> str:
         """The events from the begin of one span up to that of another, each behind a comma; or behind the last one."""
