@@ -94,13 +94,15 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.grafted import grafted
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
+    from instrument.trace.stages import stage_spans
 
     if not all(saved.facts.origin.realtime_ns for saved in files):
         raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
     merged, ids = merge(files, by_wall_clock=True), Ids()
     facts, columns = merged.saved.facts, merged.saved.columns
     joined = join(columns, facts.apart_ns)
-    processes = spans_by_process(merged, grafted(columns, joined, facts.origin.run), joined)
+    found = grafted(columns, joined, facts.origin.run)
+    processes = spans_by_process(merged, found, joined, stage_spans(found, joined))
     lines = (json_lines(spans, of.origin, of.threads, ids) for of, spans in processes)
 
     def write_lines() -> None:

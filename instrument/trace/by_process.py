@@ -23,10 +23,13 @@ from instrument.trace.merge import Merged, moved_link
 from instrument.trace.of_spans import spans_of
 
 
-def spans_by_process(merged: Merged, columns: Trace, joined: Joined) -> Iterator[tuple[spans.Trace, list[Span]]]:
+def spans_by_process(
+    merged: Merged, columns: Trace, joined: Joined, below: Mapping[int, Sequence[Span]] | None = None
+) -> Iterator[tuple[spans.Trace, list[Span]]]:
     """Of each process what is known of it, and its spans, by the columns that are left of those that were merged.
 
-    `columns` have the same rows, as where requests were made one tree each.
+    `columns` have the same rows, as where requests were made one tree each. Spans that hang `below` rows are of the
+    process that the row is of.
     """
     base = merged.saved.facts.origin
     remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
@@ -36,7 +39,7 @@ def spans_by_process(merged: Merged, columns: Trace, joined: Joined) -> Iterator
         facts = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
         threads = {thread_id: name for part in its for thread_id, name in part.saved.facts.threads.items()}
-        found = [span for part in its for span in _spans_of(part, columns, linked)]
+        found = [span for part in its for span in _spans_of(part, columns, linked, below or {})]
         for span in found:
             span.remote = remotes.get(span.root_id)
         yield replace(facts, origin=origin, threads=threads), found
@@ -56,8 +59,10 @@ def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[Lin
     return {batch: tuple(its) for batch, its in found.items()}
 
 
-def _spans_of(part: Part, columns: Trace, linked: Mapping[int, Sequence[LinkedRequest]]) -> Iterator[Span]:
-    """The spans of a file that are taken from it."""
+def _spans_of(
+    part: Part, columns: Trace, linked: Mapping[int, Sequence[LinkedRequest]], below: Mapping[int, Sequence[Span]]
+) -> Iterator[Span]:
+    """The spans of a file that are taken from it, and what hangs below them."""
     moved_ns = part.moved_ns
     ids = (columns.span_id, columns.parent_id, columns.root_id)
     rows = part.row[part.is_kept]
@@ -76,3 +81,6 @@ def _spans_of(part: Part, columns: Trace, linked: Mapping[int, Sequence[LinkedRe
             span.attributes = {**span.attributes, **moved_link(span.attributes[LINK], part)}
         span.links = linked.get(row, ())
         yield span
+        for one in below.get(row, ()):
+            one.thread_id = span.thread_id
+            yield one

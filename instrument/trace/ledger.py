@@ -129,7 +129,7 @@ def turns_of(trace: Trace, joined: Joined) -> Turns:
     return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
 
 
-def _ranks(trace: Trace, between: _Stretches, spans: Int64s) -> Int64s:
+def _ranks(trace: Trace, between: Stretches, spans: Int64s) -> Int64s:
     """Times between spans and then spans by when these began, also before the request; what begins and ends with a time
     between spans comes after it."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
@@ -145,6 +145,13 @@ def _ranks(trace: Trace, between: _Stretches, spans: Int64s) -> Int64s:
     ranks = np.empty(len(begins), dtype=np.int64)
     ranks[order] = np.arange(len(order))
     return ranks
+
+
+def served_stretches(trace: Trace, joined: Joined) -> tuple[Stretches, Stretches]:
+    """The batches of each request, and what lies before and between them: of the latter `row` is 0 for the queue, 1 for
+    a stall, 2 for transport. Both by request, batches in order of time."""
+    batches = _batches(trace, joined)
+    return batches, _between(trace, joined, _work(trace, joined), batches)
 
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:
@@ -219,7 +226,7 @@ def _in_batches(given: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, 
 _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
-class _Stretches(NamedTuple):
+class Stretches(NamedTuple):
     """Intervals of requests, clipped to these: spans by their `row`, or times between them by what they are."""
 
     request: Int64s
@@ -229,13 +236,13 @@ class _Stretches(NamedTuple):
     pair: Int64s
 
 
-def _clipped(trace: Trace, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> _Stretches:
+def _clipped(trace: Trace, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Stretches:
     around = joined.rows[request]
     starts, ends = np.clip((trace.start_ns[row], trace.end_ns[row]), trace.start_ns[around], trace.end_ns[around])
-    return _Stretches(request, row, starts, ends, pair)
+    return Stretches(request, row, starts, ends, pair)
 
 
-def _work(trace: Trace, joined: Joined) -> _Stretches:
+def _work(trace: Trace, joined: Joined) -> Stretches:
     """The phases of each request's own work, in whatever process."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
@@ -244,20 +251,20 @@ def _work(trace: Trace, joined: Joined) -> _Stretches:
     return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
 
 
-def _batches(trace: Trace, joined: Joined) -> _Stretches:
+def _batches(trace: Trace, joined: Joined) -> Stretches:
     """The batches of each request, in their order."""
     pairs = np.flatnonzero(joined.served.request != NONE)
     its = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((its.end_ns, its.start_ns, its.request))
     order = order[(its.start_ns < its.end_ns)[order]]
-    return _Stretches(*(column[order] for column in its))
+    return Stretches(*(column[order] for column in its))
 
 
-def _between(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches) -> _Stretches:
+def _between(trace: Trace, joined: Joined, work: Stretches, batches: Stretches) -> Stretches:
     """What lies between the batches of each request, and before the first: `row` is 0 queue, 1 stall, 2 transport."""
     if not len(batches.request):
         nothing = np.zeros(0, dtype=np.int64)
-        return _Stretches(nothing, nothing, nothing, nothing, nothing)
+        return Stretches(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])
     # A pipeline's batches overlap: the time between two begins when all up to then have ended.
     reach = _running_most(batches.end_ns, np.cumsum(is_first) - 1)
@@ -269,7 +276,7 @@ def _between(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches
     request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
     what = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
     filled = starts < ends
-    return _Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
+    return Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
 def _running_most(numbers: Int64s, groups: Int64s) -> Int64s:
@@ -281,7 +288,7 @@ def _running_most(numbers: Int64s, groups: Int64s) -> Int64s:
     return np.asarray(np.maximum.accumulate(numbers + base) - base)
 
 
-def _queued(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches, firsts: Int64s) -> _Part:
+def _queued(trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s) -> _Part:
     """From the last begin or end of a request's own work before its first batch. What goes on then waits for it."""
     whose = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
@@ -294,13 +301,13 @@ def _queued(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches,
 
 
 def _handed_over(
-    trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches, firsts: Int64s, reach: Int64s
+    trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Transport: between a request's own threads and those of its batches, where work of its own tells when."""
     threads = np.unique(trace.thread_id[batches.row])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
-    its = _Stretches(*(column[order[elsewhere[order]]] for column in work))
+    its = Stretches(*(column[order[elsewhere[order]]] for column in work))
     found: list[_Part] = []
     # Back: from all batches up to one to the next of its own work, where no batch of it comes before that.
     after = _next_after(its.request, its.start_ns, batches.request, reach)
@@ -313,7 +320,7 @@ def _handed_over(
     # There: from its own work to what the thread of its batches, or one beside it, did first for it.
     accepting = np.lexsort((work.start_ns, work.request))
     accepting = accepting[~elsewhere[accepting]]
-    accepted = _Stretches(*(column[accepting] for column in work))
+    accepted = Stretches(*(column[accepting] for column in work))
     begins = trace.start_ns[joined.rows[batches.request[firsts]]]
     first = _next_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)

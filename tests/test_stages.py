@@ -1,0 +1,107 @@
+"""Stages: queue, prefill, decode and stalls of requests as spans of their own."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
+
+from instrument.cli import main
+from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.trace import file
+from instrument.trace.joined import join
+from instrument.trace.of_spans import trace_of
+from instrument.trace.stages import stage_spans, stages
+
+PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")
+
+
+def told(spans: list[Span]) -> dict[int, list[tuple[str, int, int]]]:
+    """By the id of each request its stages."""
+    trace = trace_of(spans)
+    joined = join(trace)
+    return {int(trace.span_id[joined.rows[one.place]]): list(one.told()) for one in stages(trace, joined)}
+
+
+def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:
+    assert told(engine()) == {
+        1: [
+            ("queue", 90, 100), ("prefill", 100, 200), ("decode", 200, 800),
+            ("stall", 310, 430),  # while a step ran for another
+        ],
+        5: [("queue", 130, 210), ("prefill", 210, 310), ("decode", 310, 531)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batches", "prefill", "steps"),
+    [
+        ([(STEP, [512]), (STEP, [512]), (STEP, [100]), (STEP, [1]), (STEP, [1])], (10, 40), 2),  # in chunks
+        ([(STEP, [7]), (STEP, [1]), (STEP, [4]), (STEP, [1])], (10, 20), 3),  # several tokens at once later on
+        ([(STEP, [1]), (STEP, [2]), (STEP, [1])], (10, 20), 2),  # whose prompt was known
+        ([(PREFILL, None), (DECODE, None), (DECODE, None)], (10, 20), 2),
+        ([(PREFILL, None), (PREFILL, None), (DECODE, None)], (10, 30), 1),
+        ([(STEP, None), (STEP, None)], (10, 20), 1),
+        ([(STEP, [3])], None, 0),
+    ],
+)
+def test_the_prefill_is_what_makes_the_first_token(
+    batches: list[tuple[Site, list[float] | None]], prefill: tuple[int, int] | None, steps: int
+) -> None:
+    spans = [made(1, CHAT, 0, 1000, key="a")]
+    for at, (site, weights) in enumerate(batches):
+        spans.append(
+            made(2 + at, site, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=weights)
+        )  # fmt: skip
+    trace = trace_of(spans)
+    [found] = stages(trace, join(trace))
+    assert (found.prefill, found.steps) == (prefill, steps)
+    assert found.queue == (0, 10)
+
+
+def test_a_request_that_is_not_there_from_begin_to_end_has_none() -> None:
+    spans = engine()
+    spans[0].clipped = True
+    assert set(told(spans)) == {5}
+
+
+@given(st.integers(0, 2**32))
+def test_stages_lie_within_their_request_and_do_not_overlap(seed: int) -> None:
+    trace = trace_of(schedule(seed))
+    joined = join(trace)
+    for row, spans in stage_spans(trace, joined).items():
+        assert all(trace.start_ns[row] <= one.start_ns < one.end_ns <= trace.end_ns[row] for one in spans)
+        once = sorted((one.start_ns, one.end_ns) for one in spans if one.site.name != "stall")
+        assert all(before[1] <= after[0] for before, after in pairwise(once))
+        assert {(one.parent_id, one.root_id) for one in spans} == {(trace.span_id[row], trace.root_id[row])}
+    ids = [one.span_id for spans in stage_spans(trace, joined).values() for one in spans]
+    assert len({*ids, *trace.span_id.tolist()}) == len(ids) + len(trace)
+
+
+def test_stages_are_sent_like_any_other_span_by_the_names_that_engines_use(tmp_path: Path) -> None:
+    spans = engine()
+    spans[0].attributes = {**spans[0].attributes, "gen_ai.request.model": "tiny", "private": "x"}
+    path = file.dump(tmp_path / "a.npz", Trace(Origin(1, "shop", 0, 10**18), 0, 1000, spans))
+    assert main(["convert", str(path), "--to", "otlp"]) == 0
+    [resource] = json.loads((tmp_path / "a.otlp.jsonl").read_text())["resourceSpans"]
+    found = resource["scopeSpans"][0]["spans"]
+    [request] = [span for span in found if span["startTimeUnixNano"] == str(10**18)]
+    its = {span["name"]: span for span in found if span.get("parentSpanId") == request["spanId"]}
+
+    def attributes(name: str) -> dict[str, Any]:
+        return {one["key"]: next(iter(one["value"].values())) for one in its[name]["attributes"]}
+
+    assert {"queue", "prefill", "decode", "stall"} <= set(its)
+    assert its["prefill"]["traceId"] == request["traceId"]
+    assert its["prefill"]["startTimeUnixNano"] == str(10**18 + 100)
+    decode = attributes("decode")
+    assert decode["gen_ai.latency.time_in_model_decode"] == 600e-9
+    assert (decode["gen_ai.request.model"], decode["instrument.derived"]) == ("tiny", True)
+    assert "private" not in decode
+    assert attributes("queue")["gen_ai.latency.time_in_queue"] == 10e-9
