@@ -58,6 +58,8 @@ def serving(
     ours: bool,
     is_ready: Callable[[int], bool] = is_healthy,
     stop: int = signal.SIGTERM,
+    python: str = sys.executable,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[tuple[int, Program]]:
     """A server program, started and stopped: its port, and what has come of it. What is left of it is killed.
 
@@ -74,7 +76,7 @@ def serving(
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *prefix, *words],
+            [python, *prefix, *words],
             cwd=folder,
             env=own,
             stdout=output,
@@ -82,7 +84,7 @@ def serving(
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + START_LIMIT_S
+        until = time.monotonic() + start_limit_s
         while not is_ready(port):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()

@@ -1,0 +1,78 @@
+"""The ready profiles of servers in `configs/`, each against the real package: one request, one life, all its processes.
+
+`.ci/servers FOLDER [NAME ...]` installs the servers and runs these; see there what each takes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from real_servers import Answer, ask, environment_of, serve_twice
+
+pytestmark = pytest.mark.servers
+
+AT_ONCE = 8
+
+
+def texts(answer: Answer) -> list[str]:
+    """What a completion says, of a stream in its parts."""
+    if not answer.body.startswith(b"data:"):
+        (choice,) = json.loads(answer.body)["choices"]
+        return [choice["text"] if "text" in choice else choice["message"]["content"]]
+    parts = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: {")]
+    found = [one for part in parts for one in part["choices"]]
+    return ["".join(one["text"] if "text" in one else one["delta"].get("content") or "" for one in found)]
+
+
+def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp_path: Path) -> None:
+    times = 200
+
+    def ask_one(port: int, number: int) -> Answer:
+        text = "the quick brown fox " * (1 + number % 7)
+        body = {"model": "tiny", "max_tokens": 4 + number % 13, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": number % 4 == 0}
+        headers = {"x-request-id": f"case-{number}"}
+        if number % 5 == 0:
+            chat = {**body, "messages": [{"role": "user", "content": text}]}
+            return ask(port, "/v1/chat/completions", chat, headers)
+        return ask(port, "/v1/completions", {**body, "prompt": text}, headers)
+
+    def ask_all(port: int) -> list[Answer]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda number: ask_one(port, number), range(times)))
+
+    python = environment_of("vllm") / "bin" / "python"
+    subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
+    words = ["bin/vllm", "serve", str(tmp_path / "model"), "--served-model-name", "tiny", "--max-model-len", "256"]
+    words += ["--max-num-seqs", str(AT_ONCE), "--enforce-eager", "--dtype", "float32", "--port", "{port}"]
+    environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    expected, answers, served = serve_twice("vllm", words, tmp_path, ask_all, ready="/health", environ=environ)
+    assert {answer.status for answer in answers} == {200}
+    assert list(map(texts, answers)) == list(map(texts, expected))
+
+    # One life for each, by the id of its answer. vLLM kills its engine and its workers, and theirs are there too.
+    keys = [f"chatcmpl-case-{number}" if number % 5 == 0 else f"cmpl-case-{number}-0" for number in range(times)]
+    lives = served.lives()
+    assert sorted(lives) == sorted(keys)
+    assert (len(served.joined.rows), served.joined.unbound) == (times, 0)
+    assert -1 not in served.joined.served.request
+    for number, key in enumerate(keys):
+        names, tokens = served.names_of(key), 4 + number % 13
+        assert names["submit"] == names["enqueue"] == 1
+        assert names["detokenise"] == names["schedule"] == names["execute_model"] == names["sample"] == tokens
+        assert {"queue", "share of batches", "tokenise", "transport", "detokenise"} <= set(lives[key])
+    walls = served.trace.total_ns[served.joined.rows].tolist()
+    assert [sum(its.values()) for its in served.ledger.times] == walls
+
+    assert served.document("--view", "requests")["merged"]["processes"] == 3
+    assert served.output.count("without a goodbye (SIGKILL)") >= 2
+    assert "share of batches" in served.output
+    batches = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
+    assert batches["execute_model"]["items"] == sum(4 + number % 13 for number in range(times))
+    life = served.report("--request", "cmpl-case-8-0")
+    assert "execute_model x" in life
+    assert "its own of" in life
