@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,3 +78,36 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     life = served.report("--request", "cmpl-case-8-0")
     assert "execute_model x" in life
     assert "its own of" in life
+
+
+def asked(path: str, bodies: Sequence[object]) -> Callable[[int], list[Answer]]:
+    """What asks all of them, so many at a time."""
+
+    def ask_all(port: int) -> list[Answer]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda body: ask(port, path, body), bodies))
+
+    return ask_all
+
+
+def test_litserve_shows_each_request_in_the_batch_that_its_worker_served_it_in(tmp_path: Path) -> None:
+    items = [f"item {number}" for number in range(80)]
+
+    def ask_all(port: int) -> list[Answer]:
+        bodies = [{"item": item} for item in items]
+        return asked("/predict", bodies)(port) + asked("/stream", bodies[:16])(port)
+
+    words = ["litserve_batches.py", "{port}"]
+    expected, answers, served = serve_twice("litserve", words, tmp_path, ask_all, ready="/health", stop=signal.SIGINT)
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    lives = served.lives()
+    assert (len(lives), len(served.joined.rows), served.joined.unbound) == (96, 96, 0)
+    assert -1 not in served.joined.served.request
+    for key, life in lives.items():
+        assert {"queue", "share of batches"} <= set(life)
+        assert {"litserve decode_request", "litserve predict", "litserve encode_response"} <= set(served.names_of(key))
+    rows = served.document("--view", "batches")["views"]["batches"]["rows"]
+    (predict,) = (row for row in rows if row["name"] == "litserve predict")
+    assert (predict["items"], predict["max_size"]) == (96, 4)
+    assert predict["batches"] < 60

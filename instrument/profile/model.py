@@ -19,7 +19,7 @@ DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
-SERVERS: tuple[str, ...] = ("asgi", "wsgi", "grpc", "ray_serve", "mosec", "triton")
+SERVERS: tuple[str, ...] = ("asgi", "wsgi", "grpc", "ray_serve", "litserve", "mosec", "triton")
 TRACEPARENT: tuple[str, ...] = ("follow", "link", "off")
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",

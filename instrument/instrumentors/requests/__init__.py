@@ -11,7 +11,17 @@ from types import ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, undo_all
-from instrument.instrumentors.requests import blocked, grpc, mosec, propagation, ray_serve, routes, servers, triton
+from instrument.instrumentors.requests import (
+    blocked,
+    grpc,
+    litserve,
+    mosec,
+    propagation,
+    ray_serve,
+    routes,
+    servers,
+    triton,
+)
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import RequestsRule
@@ -23,6 +33,7 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "wsgi": servers.WSGI,
     "grpc": grpc.GRPC,
     "ray_serve": ray_serve.RAY_SERVE,
+    "litserve": litserve.LITSERVE,
     "mosec": mosec.MOSEC,
     "triton": {},  # whose seam is in modules of any name that `triton.MODULE` fits
 }
