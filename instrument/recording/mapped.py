@@ -41,9 +41,12 @@ from instrument.recording.tally import Tally, Totals
 
 LARGEST_BYTES = 1 << 40
 """No recording is longer."""
-MOST_SLOTS = {"text": 1 << 24, "facts": 1 << 28, "details": 1 << 28, "intervals": 1 << 26, "rows": 1 << 31}
-"""Of other parts `MOST_OTHERS`: so much of a file that lies is read at most."""
-MOST_OTHERS = 1 << 20
+MOST_SLOTS = {
+    **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
+    "intervals": 1 << 26,
+    "rows": 1 << 31,
+}
+"""So much of a file that lies is read at most."""
 TRIES = 3
 """Times that what changed while it was copied is copied again."""
 STATES = ("new", "running", "goodbye", "forked")
@@ -144,8 +147,7 @@ class Mapped:
         for name, part in zip(layout.PARTS, table.tolist(), strict=True):
             parts[name] = layout.Part(*part)
             offset, stride, slots, *_ = part
-            most = MOST_SLOTS.get(name, MOST_OTHERS)
-            if stride != layout.STRIDES[name] or slots > most or not end <= offset <= LARGEST_BYTES:
+            if stride != layout.STRIDES[name] or slots > MOST_SLOTS[name] or not end <= offset <= LARGEST_BYTES:
                 raise TraceError(f"the part {name!r} of a recording lies where it cannot; it is damaged")
             end = offset + stride * slots
         self._parts: Mapping[str, layout.Part] = parts
@@ -244,16 +246,23 @@ class Mapped:
         return self.tree().sites
 
     def _rings(self) -> list[_Ring]:
-        """The rings that count in the generation of now, by their numbers."""
+        """The rings that count in the generation of now, by their numbers.
+
+        All rows of all are no more than there is room for: else those that come last are of a recording that lies.
+        """
         head = self._read_head()
         found: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
         rows = self._slot_of(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
+        left = part.slots
         for slot in np.flatnonzero((rings["generation"] == head["generation"]) & (rings["number"] != 0)).tolist():
             ring = rings[slot]
             capacity = int(ring["capacity"])
-            is_held = capacity > 0 <= rows[slot] <= part.slots - capacity and capacity & (capacity - 1) == 0
+            is_held = (
+                0 < capacity <= left and 0 <= rows[slot] <= part.slots - capacity and not capacity & (capacity - 1)
+            )
+            left -= capacity if is_held else 0
             found[int(ring["number"])] = _Ring(
                 slot, int(ring["number"]), rows[slot] if is_held else -1, capacity if is_held else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["folded"]), int(ring["too_short"]), int(ring["thread_id"]),
