@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site, Span
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
 from instrument.trace.columns import Trace
+from instrument.trace.device_ledger import device_ledger
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger, timeline
 from instrument.trace.of_spans import trace_of
@@ -323,6 +324,46 @@ def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed:
         assert spent == Counter({**found.parts_of(place), "share of batches": in_batches, "waiting in batches": 0}), (
             "but for zeros"
         )
+
+
+def with_devices(spans: list[Span], seed: int) -> list[Span]:
+    """Some of them with times on two devices, which overlap, and one that times nothing."""
+    rng = random.Random(seed)
+    for span in spans:
+        for _ in range(rng.randrange(3)):
+            start = span.start_ns + rng.randrange(20)
+            end = start + rng.randrange(40)
+            label = rng.choice(["exclusive", "overlapped", "captured"])
+            span.device += (DeviceInterval(rng.randrange(2), 7, start, end, label),)
+    return spans
+
+
+@given(st.integers(0, 2**32))
+def test_device_time_is_given_out_exactly_once(seed: int) -> None:
+    spans = with_devices(schedule(seed), seed)
+    below = [span for span in spans if span.site is STEP]
+    for at, span in enumerate(below):  # a layer below each batch has device time, too
+        spans += with_devices([made(1000 + at, TOKENISE, span.start_ns, span.end_ns, span.span_id, ENGINE)], at)
+    trace = trace_of(spans)
+    joined = join(trace)
+    found = device_ledger(trace, joined)
+    batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site is STEP}
+    instants: dict[tuple[str, int], set[tuple[int, int]]] = {}
+    for row, span in enumerate(spans):
+        batch = batch_of.get(span.span_id, batch_of.get(span.parent_id))
+        owner = ("batch", batch) if batch is not None else ("request", int(joined.of[row]))
+        for one in span.device:
+            if one.label != "captured":
+                instants.setdefault(owner, set()).update((one.device, at) for at in range(one.start_ns, one.end_ns))
+    sums = Counter[int]()
+    for pair, (batch, request) in enumerate(zip(joined.served.batch, joined.served.request, strict=True)):
+        sums[int(batch)] += int(found.given_ns[pair])
+        sums[-1 - int(request)] += int(found.given_ns[pair]) if request >= 0 else 0
+    for row in batch_of.values():
+        assert sums[row] == int(found.batch_ns[row]) == len(instants.get(("batch", row), ()))
+    for place in range(len(joined.rows)):
+        assert int(found.own_ns[place]) == len(instants.get(("request", place), ()))
+        assert int(found.shared_ns[place]) == sums[-1 - place]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from golden_views import is_golden, text_of
 from test_ledger import ENGINE, STEP, engine, made
 
 from instrument.errors import TraceError
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.batches_view import batches
 from instrument.report.request_life import RequestLife, request_life
 from instrument.report.requests_view import requests
@@ -43,6 +43,30 @@ def test_batches_have_their_sizes_and_what_of_them_was_padding() -> None:
     assert (prefill.weight, prefill.padding) == (160.5, pytest.approx(1 - 160.5 / 300))
     (rest,) = batches(recording_of(mixed()), Options(least_ns=10**9)).rows
     assert (rest.remaining, rest.batches, rest.items) == (2, 7, 11)
+
+
+def on_device() -> list[Span]:
+    """The same with device times: of steps, of a prefill with padding, and of a request's own work."""
+    spans = mixed()
+    for at, start, end in ((8, 215, 275), (10, 440, 541), (12, 1010, 1310), (1, 20, 30)):
+        spans[at].device = (DeviceInterval(0, 7, start, end),)
+    return spans
+
+
+def test_the_layout_of_batches_with_device_times() -> None:
+    assert is_golden("batches_device", text_of(batches(recording_of(on_device()), US)))
+
+
+def test_device_time_of_a_batch_is_its_requests_and_part_of_it_is_padding() -> None:
+    step, prefill = batches(recording_of(on_device()), US).rows
+    assert (step.device_ns, step.padded_ns) == (161, None)
+    assert (prefill.device_ns, prefill.padded_ns) == (300, round(300 * (1 - 160.5 / 300)))
+    (chat,) = requests(recording_of(on_device()), US).device_shares
+    # Two steps of both requests, of one a quarter; the prefill came when both had ended.
+    assert (chat.requests, chat.own_ns, chat.shared_ns) == (2, 10, 60 + 101 + 280)
+    assert is_golden("requests_device", text_of(requests(recording_of(on_device()), US)))
+    life = life_of("a", on_device())
+    assert (life.device_own_ns, life.device_shared_ns) == (10, 45 + 50 + 186)
 
 
 def test_without_batches_it_says_how_to_get_some() -> None:

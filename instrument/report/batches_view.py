@@ -14,8 +14,8 @@ import numpy as np
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.requests_view import joined_requests
-from instrument.report.table import MISSING, bounded, compact, named_table, section_title, share, tenths, title
+from instrument.report.requests_view import joined_requests, request_device_ledger
+from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
@@ -28,8 +28,9 @@ class Batches:
 
     `fill` is the mean size over the largest one seen. `per_item_ns` is the time of all batches by their items.
     `weight` is the sum of the weights where they are told, and `padding` the share of the heaviest item's weight times
-    the size that no item had. `unbound` items have keys that no request is known by. One with `remaining` stands for so
-    many names that were left out.
+    the size that no item had. `unbound` items have keys that no request is known by. `device_ns` is what they had of
+    devices, `padded_ns` how much of that went to padding, batch by batch; None where there is none. One with
+    `remaining` stands for so many names that were left out.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Batches:
     weight: float | None
     padding: float | None
     unbound: int
+    device_ns: int | None = None
+    padded_ns: int | None = None
     remaining: int = 0
 
 
@@ -95,12 +98,34 @@ class BatchTimes:
             rate = MISSING if not one.summed_ns else compact((one.weight or one.items) * 1e9 / one.summed_ns)
             cells.append([_name(one), *shown, rate])
         lines += named_table(["Batch", "Sum", "p50", "p99", "An item", "A second"], cells, 0)
-        return [*lines, "A second: items, or the weight of items where it is told, in a second of batches.", ""]
+        lines += ["A second: items, or the weight of items where it is told, in a second of batches.", ""]
+        return [*lines, *self._device_lines(unit)]
+
+    def _device_lines(self, unit: str) -> list[str]:
+        cells = []
+        for one in self.rows:
+            if one.device_ns is not None:
+                times = (one.device_ns, one.device_ns / one.items if one.items else None, one.padded_ns)
+                sum_ns, item_ns, padded_ns = (in_unit(time_ns, unit) for time_ns in times)
+                ratios = (share(one.device_ns, one.summed_ns), share(one.padded_ns or 0, one.device_ns))
+                of_wall, padded = (tenths(ratio, 1) for ratio in ratios)
+                padded = MISSING if one.padded_ns is None else padded
+                cells.append([_name(one), sum_ns, of_wall, item_ns, padded_ns, padded])
+        if not cells:
+            return []
+        return [
+            *section_title("Device time"),
+            *named_table(["Batch", "Sum", "Of time", "An item", "Padded", "Of sum"], cells, 0),
+            "Of time: of the batches' own, beyond 100% where several devices work, or go on after it. Padded:",
+            "of each batch's device time the share that was padding.",
+            "",
+        ]
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
     """The view of the spans that are held. `rows` and `least_ns` bound the tables, whose order is by time."""
     trace, served = recording.columns, recording.once(joined_requests).served
+    device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
     rows = trace.attributes.having(BATCH_KEYS)
     has_weights = np.isin(rows, trace.attributes.having(BATCH_WEIGHTS))
     names = [trace.sites[site].name for site in trace.site[rows].tolist()]
@@ -108,26 +133,39 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     for place, name in enumerate(names):
         by_name.setdefault(name, []).append(place)
     found = [
-        _batches(name, trace, served, rows[places], bool(has_weights[places].all())) for name, places in by_name.items()
+        _batches(name, trace, served, rows[places], bool(has_weights[places].all()), device_ns)
+        for name, places in by_name.items()
     ]
     found.sort(key=lambda one: (-one.summed_ns, one.name))
 
     def rest(others: Sequence[Batches]) -> Batches:
         places = [place for one in others for place in by_name[one.name]]
-        return _batches("", trace, served, np.sort(rows[places]), all(has_weights[places]), remaining=len(others))
+        return _batches(
+            "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(others)
+        )
 
     shown = bounded(found, options, lambda one: one.summed_ns, rest)
     return BatchTimes(Coverage.of_recording(recording), shown, options)
 
 
-def _batches(name: str, trace: Trace, served: Served, rows: Int64s, has_weights: bool, remaining: int = 0) -> Batches:
+def _batches(
+    name: str,
+    trace: Trace,
+    served: Served,
+    rows: Int64s,
+    has_weights: bool,
+    device_ns: Int64s,
+    remaining: int = 0,
+) -> Batches:
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
     sizes, sums, heaviest = groups.sizes(), groups.sums(weights), groups.most(weights, 0)
     times = sorted(trace.total_ns[rows].tolist())
     summed_ns, items = sum(times), len(pairs)
-    padded = int((heaviest * sizes).sum())
+    room = heaviest * sizes
+    padded, on_device_ns = int(room.sum()), device_ns[rows]
+    wasted_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())
     return Batches(
@@ -145,6 +183,8 @@ def _batches(name: str, trace: Trace, served: Served, rows: Int64s, has_weights:
         weight=int(sums.sum()) / THOUSANDTHS if has_weights else None,
         padding=share(padded - int(sums.sum()), padded) if has_weights else None,
         unbound=int((served.request[pairs] < 0).sum()),
+        device_ns=int(on_device_ns.sum()) or None,
+        padded_ns=round(float(wasted_ns.sum())) if has_weights and on_device_ns.any() else None,
         remaining=remaining,
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
-from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_ledger
+from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import LINE, compact, safe, section_title, share, shorten, tenths, title, wrapped
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.blame import Blame, blame, typical_times
@@ -57,7 +57,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """A request by its `keys` and endpoint: `parts`, which add up to the wall, what made it slow, and its turns."""
+    """A request by its `keys` and endpoint: `parts`, which add up to the wall, what made it slow, and its turns.
+
+    `device_own_ns` is the device time of its own work, `device_shared_ns` its shares of that of batches.
+    """
 
     name: str
     keys: tuple[str, ...]
@@ -68,6 +71,8 @@ class RequestLife:
     parts: Mapping[str, int]
     blame: Blame | None
     turns: tuple[Turn, ...]
+    device_own_ns: int
+    device_shared_ns: int
     _options: Options
 
     def lines(self) -> list[str]:
@@ -83,6 +88,9 @@ class RequestLife:
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
             ratio = share(time_ns, self.wall_ns)
             lines.append(f"{safe(part):<{width}}{_time(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
+        if self.device_own_ns or self.device_shared_ns:
+            own, of_batches = (_time(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
+            lines += ["", f"Device time: {own} {unit} of its own work, {of_batches} {unit} its shares of batches"]
         if self.blame is not None:
             lines += ["", *wrapped(blame_text(self.blame, unit).capitalize())]
         lines += ["", *section_title("Turn by turn")]
@@ -118,7 +126,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     alike = np.flatnonzero(is_alike[joined.rows])
     told = blame(trace, joined, found, place, typical_times(found, alike)) if len(alike) >= ENOUGH else None
     moments = timeline(trace, joined, place)
-    error = int(trace.error[row])
+    error, devices = int(trace.error[row]), recording.once(request_device_ledger)
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),
@@ -129,6 +137,8 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
         parts=found.parts_of(place),
         blame=told,
         turns=tuple(_turns(trace, joined, found, moments, begin_ns)),
+        device_own_ns=int(devices.own_ns[place]),
+        device_shared_ns=int(devices.shared_ns[place]),
         _options=options,
     )
 

@@ -23,6 +23,7 @@ import numpy as np
 from instrument.report.answers import CLASSES
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
+from instrument.report.device_shares import EndpointShare, device_shares, share_lines
 from instrument.report.device_view import endpoint_table, other_endpoints
 from instrument.report.endpoint_times import Endpoint, PhaseTime, WholeRequests, phase_times
 from instrument.report.table import (
@@ -44,6 +45,8 @@ from instrument.report.table import (
 from instrument.report.utilisation import EndpointUse, request_of_spans, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
+from instrument.trace.columns import Int64s
+from instrument.trace.device_ledger import DeviceLedger, device_ledger
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import Ledger, ledger
@@ -102,7 +105,7 @@ class RequestTimes:
     """The requests that lie within the window of which every span is held, by endpoint.
 
     `requests_cut` reach over an edge of it, or had not ended, and are in nothing else. `blocked` is of all stretches
-    that are held, None where no event loop was blocked.
+    that are held, None where no event loop was blocked. `device_shares` tell of device time where batches had any.
     """
 
     coverage: Coverage
@@ -113,6 +116,7 @@ class RequestTimes:
     devices: tuple[DeviceWithin, ...]
     slowest: tuple[SlowRequest, ...]
     blocked: BlockedLoops | None
+    device_shares: tuple[EndpointShare, ...]
     _options: Options
 
     def lines(self) -> list[str]:
@@ -143,6 +147,8 @@ class RequestTimes:
                 "others alone, or idle (starved): means, and shares of the wall.",
                 "",
             ]
+        if self.device_shares:
+            lines += [*section_title("Device time by requests"), *share_lines(self.device_shares, unit), ""]
         lines += section_title("Slowest requests")
         for place, request in enumerate(self.slowest, start=1):
             lines += _slow_lines(place, request, unit)
@@ -173,6 +179,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         devices=_devices(recording, options),
         slowest=_slowest(its, recording, options),
         blocked=blocked_loops(trace, options),
+        device_shares=tuple(_device_shares(recording, whole, options)),
         _options=options,
     )
 
@@ -198,6 +205,21 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
         for one in recording.once(utilisation).devices
         if one.endpoints
     )
+
+
+def request_device_ledger(recording: Recording) -> DeviceLedger:
+    """What each request had of devices."""
+    return device_ledger(recording.columns, recording.once(joined_requests))
+
+
+def _device_shares(recording: Recording, whole: Int64s, options: Options) -> list[EndpointShare]:
+    trace = recording.columns
+    if not len(trace.device):
+        return []
+    by_name: dict[str, list[int]] = {}
+    for row, place in zip(whole.tolist(), recording.once(joined_requests).of[whole].tolist(), strict=True):
+        by_name.setdefault(trace.sites[trace.site[row]].name, []).append(place)
+    return device_shares(recording.once(request_device_ledger), by_name, options)
 
 
 def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:

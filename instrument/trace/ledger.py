@@ -72,9 +72,10 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in its}
 
 
-def given_ns(served: Served, trace: Trace) -> Int64s:
-    """Of each pair of a batch and a request how much of the batch's time is that request's."""
-    lengths = trace.total_ns[served.batch]
+def shares(served: Served, amounts: Int64s) -> Int64s:
+    """Of each pair of a batch and a request how much of what there is of the batch is that request's; `amounts` are by
+    the rows of batches."""
+    lengths = amounts[served.batch]
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
     is_first = np.concatenate([[True], served.batch[1:] != served.batch[:-1]])
@@ -156,16 +157,16 @@ def served_stretches(trace: Trace, joined: Joined) -> tuple[Stretches, Stretches
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:
     """What each request was spent on."""
-    given, found = given_ns(joined.served, trace), turns_of(trace, joined)
+    given, found = shares(joined.served, trace.total_ns), turns_of(trace, joined)
     numbers = {name: number for number, name in enumerate(found.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     own = found.pair == NONE
-    its, shares, waiting = _in_batches(given, found.pair[~own], found.length_ns[~own])
+    its, own_shares, waiting = _in_batches(given, found.pair[~own], found.length_ns[~own])
     of_batches = joined.served.request[its]
     waits = numbers.setdefault(WAITING, len(numbers))
     request = np.concatenate([found.request[own], of_batches, of_batches])
     part = np.concatenate([found.part[own], np.full(len(its), numbers[SHARE]), np.full(len(its), waits)])
-    time_ns = np.concatenate([found.length_ns[own], shares, waiting])
+    time_ns = np.concatenate([found.length_ns[own], own_shares, waiting])
     told_ns = Groups(request, len(joined.rows)).sums(time_ns).astype(np.int64)  # at most the wall
     request = np.concatenate([request, np.arange(len(joined.rows))])
     part = np.concatenate([part, np.full(len(joined.rows), unknown)])
@@ -219,8 +220,8 @@ def _in_batches(given: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, 
     groups, firsts = numbered(pairs)
     spent = Groups(groups, len(firsts)).sums(lengths)
     its = pairs[firsts]
-    shares = np.minimum(spent, given[its])
-    return its, shares, spent - shares
+    own_shares = np.minimum(spent, given[its])
+    return its, own_shares, spent - own_shares
 
 
 _Part = tuple[Int64s, Int64s, Int64s, int]

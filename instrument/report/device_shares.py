@@ -1,0 +1,65 @@
+"""Device time of requests by endpoint: of their own work, and their shares of the batches that served them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from instrument.report.table import bounded, in_unit, named_table, safe, share, tenths
+from instrument.report.view import Options
+from instrument.trace.device_ledger import DeviceLedger
+
+SHOWN = (
+    "Device time of the requests' own work, and their shares of that of batches, each given out once, by",
+    "weight. Of several devices it is the sum. Of all: of that of all requests.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointShare:
+    """The requests of a name, and the device time that they had. One with `remaining` stands for so many names."""
+
+    name: str
+    requests: int
+    own_ns: int
+    shared_ns: int
+    ratio: float | None
+    remaining: int = 0
+
+    @property
+    def device_ns(self) -> int:
+        """All of it."""
+        return self.own_ns + self.shared_ns
+
+
+def device_shares(found: DeviceLedger, by_name: Mapping[str, Sequence[int]], options: Options) -> list[EndpointShare]:
+    """By the places of the requests of each endpoint; nothing where no batch had device time."""
+    if not found.given_ns.any():
+        return []
+    whole_ns = sum(int((found.own_ns + found.shared_ns)[list(places)].sum()) for places in by_name.values())
+
+    def of(name: str, places: Sequence[int], remaining: int = 0) -> EndpointShare:
+        own_ns, shared_ns = (int(column[list(places)].sum()) for column in (found.own_ns, found.shared_ns))
+        return EndpointShare(name, len(places), own_ns, shared_ns, share(own_ns + shared_ns, whole_ns), remaining)
+
+    def rest(others: Sequence[EndpointShare]) -> EndpointShare:
+        return of("", [place for one in others for place in by_name[one.name]], len(others))
+
+    all_of_it = sorted((of(*one) for one in by_name.items()), key=lambda one: (-one.device_ns, one.name))
+    return [*bounded(all_of_it, options, lambda one: one.device_ns, rest)]
+
+
+def share_lines(found: Sequence[EndpointShare], unit: str) -> list[str]:
+    """The table."""
+    cells = [
+        [
+            f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)",
+            str(one.requests),
+            in_unit(one.own_ns, unit),
+            in_unit(one.shared_ns, unit),
+            in_unit(one.device_ns / one.requests, unit),
+            tenths(one.ratio, 1),
+        ]
+        for one in found
+    ]
+    return [*named_table(["By request", "Requests", "Own", "Of batches", "Mean", "Of all"], cells, 0), *SHOWN]
