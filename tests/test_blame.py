@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_ledger import API, ENGINE, made
 
-from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, Site, Span
+from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, COLLECTION, Site, Span
 from instrument.trace.blame import blame, typical_times
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
@@ -134,6 +134,9 @@ PLANTED = [
     ("before", blocked, ("unknown", "json.dumps", "")),
     ("before", of_another(RENDER, API), ("unknown", "render_page", "other")),
     ("stall 2", alone(RENDER, API), ("transport", "render_page", "")),
+    ("tokenise", alone(COLLECTION, API), ("tokenise", "garbage collection", "")),
+    ("queue", alone(COLLECTION, 9), ("queue", "garbage collection", "")),  # on a thread beside the engine's
+    ("step 1", alone(COLLECTION, ENGINE), ("share of batches", "garbage collection", "")),
 ]
 
 

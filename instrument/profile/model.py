@@ -259,8 +259,8 @@ class Limits:
     `ring_folder` is where each process has its recording in a file, which outlives it without anybody's help; None for
     memory that lives as long as some process has it.
     `disk_bytes` is for the trace and summary files that the profile's paths name, of all processes that share them.
-    `blocked_ns` is how long a callback may keep an event loop from open requests before it is recorded; None for any
-    time.
+    `blocked_ns` is how long a callback may keep an event loop from open requests, or a garbage collection all threads
+    from going on, before it is recorded; None for any time.
     """
 
     ring_bytes: int = 64 * 2**20

@@ -447,6 +447,15 @@ def is_blocked_loop(site: Site) -> bool:
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
+COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
+"""Spans of it are collections of Python's, for which all threads of a process stood still."""
+
+
+def is_collection(site: Site) -> bool:
+    """Whether spans of the site are such collections. Their time is also that of whom they interrupted."""
+    return site.module == COLLECTION.module and site.name == COLLECTION.name
+
+
 def flops_told(attributes: Mapping[str, object]) -> int:
     """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
     count = attributes.get(FLOPS)

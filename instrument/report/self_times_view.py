@@ -26,7 +26,7 @@ from operator import ne
 import numpy as np
 
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Site, is_blocked_loop, is_operator
+from instrument.recording.spans import Site, is_blocked_loop, is_collection, is_operator
 from instrument.report.function_times import ORDERS, Function, Functions, Group, Sites, functions
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows
 from instrument.report.table import (
@@ -283,9 +283,11 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
 
 
 def _own(lines: LineSums) -> tuple[Int64s, Rows]:
-    """The nodes and the lines whose time is their own: that of blocked event loops is of whatever ran meanwhile."""
+    """The nodes and the lines whose time is their own: that of blocked event loops, and of garbage collections, is of
+    whatever ran meanwhile."""
     nodes, rows = lines.of(None)
-    others = np.array([*lines.tree.by_site(is_blocked_loop), False], dtype=np.bool_)[lines.site_of[nodes]]
+    of_others = lines.tree.by_site(lambda site: is_blocked_loop(site) or is_collection(site))
+    others = np.array([*of_others, False], dtype=np.bool_)[lines.site_of[nodes]]
     return (nodes[~others], rows[~others]) if others.any() else (nodes, rows)
 
 

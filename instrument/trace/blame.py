@@ -2,7 +2,8 @@
 
 The part that made the difference is the one that exceeds its median over the endpoint's requests by most. Who caused it
 is what took most of that part's time: among the spans of others on the threads that the request waited for, or, where
-its own work was slow, the span right below that.
+its own work was slow, the span right below that. A garbage collection that was most of the difference is the cause, on
+whichever thread it came: no thread of its process goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from instrument.recording.histogram import percentiles_of
-from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
+from instrument.recording.spans import BLOCKED_BY, is_blocked_loop, is_collection
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import Groups
@@ -73,7 +74,22 @@ def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapp
     if part is None or times[part] <= typical.get(part, 0):
         return None
     moments = timeline(trace, joined, place)
-    return Blame(part, times[part], typical.get(part, 0), _cause(trace, joined, found, place, part, moments))
+    excess_ns = times[part] - typical.get(part, 0)
+    cause = _collection(trace, joined, part, moments, excess_ns)
+    cause = cause or _cause(trace, joined, found, place, part, moments)
+    return Blame(part, times[part], typical.get(part, 0), cause)
+
+
+def _collection(trace: Trace, joined: Joined, part: str, moments: Sequence[Moment], excess_ns: int) -> Cause | None:
+    """Garbage collections, where they were at least half of what a part is longer than is typical."""
+    wanted = trace.of_sites([is_collection(site) for site in trace.sites])
+    if not wanted.any():
+        return None
+    parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
+    its = [one for one in moments if one.part in parts]
+    when = union(*(np.array([one[edge] for one in its], dtype=np.int64) for edge in (1, 2)))
+    told = _taking_most(trace, joined, when, wanted) if its else None
+    return told if told is not None and 2 * told.ran_ns >= excess_ns else None
 
 
 def _cause(

@@ -6,13 +6,14 @@ imported by us, only met when the host has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.requests import (
     blocked,
+    garbage,
     grpc,
     litserve,
     mosec,
@@ -39,6 +40,13 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
 }
 """By what the profile calls them, the modules that have the seams of servers."""
 
+STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
+    blocked.MODULE: blocked.attach,
+    blocked.UVLOOP: blocked.attach_uvloop,
+    garbage.MODULE: garbage.attach,
+}
+"""The modules at which is met what keeps requests from going on for longer than `limits.blocked`."""
+
 
 class Requests:
     """The request rule of one session at work: at most one."""
@@ -63,7 +71,7 @@ class Requests:
     def wants(self, module_name: str) -> bool:
         """Whether that module has a seam."""
         is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
-        if module_name in (blocked.MODULE, blocked.UVLOOP):
+        if module_name in STALLS:
             is_known = self._blocked_ns is not None
         return self._seam(module_name) is not None or (bool(self.rules) and is_known)
 
@@ -87,10 +95,9 @@ class Requests:
             elif name == propagation.MODULE:
                 self._undos += propagation.attach(module, self._recorder)
                 self._met[name] = ""
-            elif name in (blocked.MODULE, blocked.UVLOOP):
-                attach_loops = blocked.attach if name == blocked.MODULE else blocked.attach_uvloop
+            elif name in STALLS:
                 if self._blocked_ns is not None:
-                    self._undos += attach_loops(module, self._blocked_ns, self._recorder)
+                    self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
                 self._met[name] = ""
             else:
                 self._undos += routes.ROUTERS[name](module)
