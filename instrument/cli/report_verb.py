@@ -20,7 +20,7 @@ from instrument.runtime import compression
 from instrument.runtime.memory_limit import bound_bytes, within_memory
 
 if TYPE_CHECKING:
-    from instrument.report.view import Recording
+    from instrument.report.view import Options, Recording
 
 
 def add(verbs: Verbs) -> None:
@@ -64,6 +64,9 @@ def add(verbs: Verbs) -> None:
         "--skip-first", type=whole, default=0, metavar="N", help="iterations to leave out of means over iterations"
     )
     parser.add_argument("--unit", choices=tuple(UNITS), default="ms", help="of times in text (default: ms)")
+    parser.add_argument(
+        "--html", metavar="PAGE", help="write all of it as one HTML file that needs no network, and no view"
+    )
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
     parser.add_argument(
         "--memory",
@@ -132,6 +135,8 @@ def _reported(options: argparse.Namespace) -> int:
         "unit": options.unit,
     }
     views, asked = options.view or views_for(given), Options.of(given)
+    if options.html is not None:
+        return _written(options, asked)
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options)):
         if options.request is not None:
@@ -149,6 +154,18 @@ def _reported(options: argparse.Namespace) -> int:
     if options.json:
         json.dump({"processes": documents} if options.by else documents[0], sys.stdout, indent=2)
         sys.stdout.write("\n")
+    return 0
+
+
+def _written(options: argparse.Namespace, asked: Options) -> int:
+    from instrument.report.page.html_page import write_page
+
+    for name in ("json", "by", "view"):
+        if getattr(options, name):
+            raise InstrumentError(f"report: --html is one page of all views; found --{name} beside it; leave one out")
+    for header, _, recording in _recordings(options):
+        page = write_page(options.html, recording, asked, request=options.request, header=header)
+        sys.stdout.write(f"HTML page: {page}\n")
     return 0
 
 

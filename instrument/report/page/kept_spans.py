@@ -1,0 +1,423 @@
+"""The requests that a page lists, and the spans that it has of them: as many as fit, whole requests first.
+
+A page lists requests, or the outermost steps where there are none, or else the topmost spans. It has the spans of one
+that is asked for, then of the request in the middle of each endpoint, then of the slowest down: those of the request in
+all processes, the batches that served it, and what lies below these. Of one that alone has more than fit it has the
+longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
+from instrument.report.page.varints import column, steps
+from instrument.report.request_life import place_of
+from instrument.report.requests_view import IN_ORDER, blame_text, joined_requests, request_ledger, requests
+from instrument.report.table import safe, shorten
+from instrument.report.view import Options, Recording
+from instrument.trace.columns import Int64s, Trace
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.joined import Served
+from instrument.trace.ledger import SHARE, UNKNOWN, turns_of
+from instrument.trace.owners import owners
+
+MOST_LISTED = 10_000
+"""Requests in the list, at most."""
+
+MOST_SPANS = 200_000
+"""Spans in a page, at most: some 1.5 MB, and as much for the turns of requests."""
+
+TURNS_OF_A_BATCH = 3
+"""What a request's place in a batch takes of the room of a page, as so many spans: a share, and a stall before it."""
+
+MOST_BLAMED = 50
+"""The slowest requests of which a page says what made them slow."""
+
+TEXT_BYTES = 2_000_000
+"""For attributes of spans, at most."""
+
+VALUE = 200
+"""Columns of the value of an attribute, at most."""
+
+NAME = 160
+"""Columns of the name of a site, and of a thread, at most."""
+
+KEYS, KEY_COLUMNS = 2, 64
+"""Keys of a request, at most, and the columns of each."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a page lists: each is a row of the trace, in the order of their begins; `of` has the place of each span's.
+
+    `what` they are is a request, a step or a span. Of requests there are `keys` and `times` by place, and what is
+    `served` in batches.
+    """
+
+    trace: Trace
+    what: str
+    rows: Int64s
+    of: Int64s
+    keys: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    times: tuple[Mapping[str, int], ...] = ()
+    served: Served | None = None
+
+    @classmethod
+    def of_recording(cls, recording: Recording) -> Listed:
+        """The requests, or what a page lists where there are none."""
+        trace, joined = recording.columns, recording.once(joined_requests)
+        if len(joined.rows):
+            times = recording.once(request_ledger).times
+            return cls(trace, "request", joined.rows, joined.of, joined.keys, times, joined.served)
+        is_step = trace.of_kind("step")
+        own = owners(trace, is_step if is_step.any() else trace.parent == NONE)
+        rows = np.flatnonzero(own == np.arange(len(trace)))
+        rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+        place_of_row = np.full(len(trace) + 1, NONE, dtype=np.int64)
+        place_of_row[rows] = np.arange(len(rows))
+        return cls(trace, "step" if is_step.any() else "span", rows, place_of_row[own])
+
+    @cached_property
+    def slowest(self) -> Int64s:
+        """All places, the longest first."""
+        return np.lexsort((np.arange(len(self.rows)), -self.trace.total_ns[self.rows]))
+
+
+class KeptSpans:
+    """What a page has of a recording's requests and spans. `rows` are those of the spans, by begin."""
+
+    def __init__(
+        self, recording: Recording, options: Options, wanted: str | None = None, most_spans: int = MOST_SPANS
+    ) -> None:
+        self._recording, self._options, self._most_spans = recording, options, most_spans
+        self.listed = Listed.of_recording(recording)
+        self._trace = self.listed.trace
+        self.first = self._found(wanted)
+        self.shown = np.sort(_with(self.listed.slowest[:MOST_LISTED], self.first))
+        self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
+        kept = self._kept()
+        trace = self._trace
+        order = np.lexsort((trace.span_id[kept], -trace.end_ns[kept], trace.start_ns[kept]))
+        self.rows: Int64s = kept[order]
+        self.number_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
+        """Of each row of the trace the place of the span in the page; of none that of `NONE`."""
+        self.number_of[self.rows] = np.arange(len(self.rows))
+
+    def _found(self, wanted: str | None) -> int | None:
+        if wanted is None:
+            return None
+        if self.listed.what != "request":
+            raise TraceError(
+                f"asked for the request {wanted!r:.80}, found no request in the trace; leave --request out"
+            )
+        return place_of(self._trace, self._recording.once(joined_requests), wanted)
+
+    # Which spans
+
+    def _order(self) -> Iterator[int]:
+        """Places, those first whose spans are wanted most; some come twice."""
+        listed = self.listed
+        if self.first is not None:
+            yield self.first
+        names: dict[str, list[int]] = {}
+        for place in listed.slowest.tolist():
+            names.setdefault(self._trace.sites[self._trace.site[listed.rows[place]]].name, []).append(place)
+        yield from (places[len(places) // 2] for places in names.values())
+        yield from listed.slowest[:MOST_LISTED].tolist()
+
+    def _kept(self) -> Int64s:
+        """The rows of the spans, and in `_whole` which requests have theirs."""
+        trace, listed = self._trace, self.listed
+        by_place = _Members(listed.of, len(listed.rows))
+        batches, below = self._batches()
+        taken = np.zeros(len(trace), dtype=np.bool_)
+        left, room = self._most_spans, 2 * self._most_spans
+        for place in self._order():
+            if self._whole[place]:
+                continue
+            own = [by_place[place], *(below[batch] for batch in batches[place].tolist())]
+            rows = np.unique(np.concatenate(own))
+            rows = rows[~taken[rows]]
+            takes = len(rows) + TURNS_OF_A_BATCH * len(batches[place])
+            if len(rows) > left or takes > room:
+                if left < self._most_spans:
+                    continue
+                longest = np.lexsort((trace.level[rows], -trace.total_ns[rows]))
+                rows = rows[longest[:left]]
+            taken[rows], self._whole[place] = True, True
+            left, room = left - len(rows), room - takes
+            if left <= 0 or room <= 0:
+                break
+        return np.flatnonzero(taken)
+
+    def _batches(self) -> tuple[_Members, _Members]:
+        """Of each place its batches, by their number, and of each of these numbers its rows: the batch and below."""
+        served, trace = self.listed.served, self._trace
+        if served is None or not len(served.batch):
+            nothing = np.zeros(0, dtype=np.int64)
+            return _Members(nothing, len(self.listed.rows)), _Members(nothing, 0)
+        rows, number = np.unique(served.batch, return_inverse=True)
+        is_batch = np.zeros(len(trace), dtype=np.bool_)
+        is_batch[rows] = True
+        number_of_row = np.full(len(trace) + 1, NONE, dtype=np.int64)
+        number_of_row[rows] = np.arange(len(rows))
+        below = _Members(number_of_row[nearest(trace.parent, is_batch)], len(rows))
+        return _Members(served.request, len(self.listed.rows), number), below
+
+    # What the page is told
+
+    def document(self) -> dict[str, Any]:
+        """The list and the spans as columns, and what is left out of them."""
+        return {
+            "what": self.listed.what,
+            "listed": self._list(),
+            "spans": self._spans(),
+            "sites": self._told_sites(),
+            "errors": [
+                "" if error == NONE else shorten(safe(self._trace.errors[error]), NAME) for error in self._errors
+            ],
+            "turns": self._turns(),
+            "pairs": self._pairs(),
+            "attributes": self._attributes(),
+            "lanes": self._lanes(),
+        }
+
+    def left_out(self) -> list[str]:
+        """Sentences on what of the recording the page does not have."""
+        listed, what = self.listed, self.listed.what
+        said = []
+        if len(self.shown) < len(listed.rows):
+            said.append(f"Of {len(listed.rows):,} {what}s the {len(self.shown):,} longest are listed.")
+        without = len(self.shown) - int(self._whole[self.shown].sum())
+        if without:
+            said.append(
+                f"{without:,} of the listed {what}s have no spans here, for a page has room for some "
+                f"{self._most_spans:,}: those in the middle of each endpoint and the slowest have them, the others "
+                "their numbers alone."
+            )
+        others = len(self._trace) - len(self.rows)
+        if others:
+            said.append(
+                f"{others:,} of {len(self._trace):,} spans are in no picture: they belong to {what}s whose spans are "
+                "left out, or to none. Tables and the call tree count all calls."
+            )
+        if self._attributes_left:
+            said.append(f"The attributes of {self._attributes_left:,} spans are left out.")
+        return said
+
+    def _list(self) -> dict[str, Any]:
+        trace, shown, listed = self._trace, self.shown, self.listed
+        rows = listed.rows[shown]
+        of_shown = [listed.times[place] for place in shown.tolist()] if listed.times else []
+        names = in_their_order({name for its in of_shown for name in its})
+        number_of = {name: number for number, name in enumerate(names)}
+        counts: list[int] = []
+        parts: list[int] = []
+        times: list[int] = []
+        for its in of_shown:
+            counts.append(len(its))
+            parts += map(number_of.__getitem__, its)
+            times += its.values()
+        number = {place: at for at, place in enumerate(shown.tolist())}
+        return {
+            "site": column(self._site_of(rows)),
+            "start": steps(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "wall": column(trace.total_ns[rows]),
+            "error": self._errors_of(rows),
+            "ids": list(map(str, trace.span_id[rows].tolist())),
+            "keys": {
+                at: [shorten(safe(key), KEY_COLUMNS) for key in listed.keys[place][:KEYS]]
+                for at, place in enumerate(shown.tolist())
+                if place in listed.keys
+            },
+            "traces": {
+                at: f"{trace.remote[row].trace_id:032x}" for at, row in enumerate(rows.tolist()) if row in trace.remote
+            },
+            "span": column(self.number_of[rows]),
+            "has_spans": column(self._whole[shown].astype(np.int64)),
+            "first": number.get(NONE if self.first is None else self.first, NONE),
+            "part_names": list(map(safe, names)),
+            "part_count": column(np.array(counts, dtype=np.int64)),
+            "part": column(np.array(parts, dtype=np.int64)),
+            "part_ns": column(np.array(times, dtype=np.int64)),
+            "blame": self._blame(rows),
+        }
+
+    def _blame(self, rows: Int64s) -> dict[int, str]:
+        """What made the slowest requests slow, by their place in the list, in the words of the view."""
+        if self.listed.what != "request":
+            return {}
+        few = Options(rows=MOST_BLAMED, unit=self._options.unit)
+        told = {one.span_id: one.blame for one in requests(self._recording, few).slowest if one.blame is not None}
+        ids = self._trace.span_id[rows].tolist()
+        return {at: blame_text(told[its], few.unit) for at, its in enumerate(ids) if its in told}
+
+    def _spans(self) -> dict[str, Any]:
+        trace, rows = self._trace, self.rows
+        number_of_place = np.full(len(self.listed.rows) + 1, NONE, dtype=np.int64)
+        number_of_place[self.shown] = np.arange(len(self.shown))
+        parent = self.number_of[trace.parent[rows]]
+        own = np.arange(len(rows))
+        return {
+            "start": steps(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "length": column(trace.total_ns[rows]),
+            "children": column(trace.total_ns[rows] - trace.self_ns[rows]),
+            "site": column(self._site_of(rows)),
+            "parent": column(np.where(parent == NONE, 0, own - parent)),  # how many spans before, 0 for none
+            "request": column(number_of_place[self.listed.of[rows]]),
+            "error": self._errors_of(rows),
+            "lane": column(self._lanes_and_spans[1]),
+        }
+
+    @cached_property
+    def _sites(self) -> Int64s:
+        """The sites that the page has spans or requests of."""
+        rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
+        return np.unique(self._trace.site[rows]).astype(np.int64)
+
+    def _site_of(self, rows: Int64s) -> Int64s:
+        return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
+
+    @cached_property
+    def _errors(self) -> list[int]:
+        """The errors that these ended with."""
+        rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
+        found: list[int] = np.unique(self._trace.error[rows]).tolist()
+        return found
+
+    def _errors_of(self, rows: Int64s) -> dict[int, int]:
+        """Of the rows that ended with one the place of the error, by their own place."""
+        errors = self._trace.error[rows]
+        told = np.flatnonzero(errors != NONE)
+        return dict(zip(told.tolist(), np.searchsorted(self._errors, errors[told]).tolist(), strict=True))
+
+    def _told_sites(self) -> list[list[str]]:
+        """Of each of these sites name, kind, instance and where it is."""
+        told = []
+        for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
+            place = site.function or (f"{site.file}:{site.line}" if site.file else "")
+            name, instance, where = (shorten(safe(text), NAME) for text in (site.name, site.instance, place))
+            told.append([name or "(no name)", site.kind, instance, where])
+        return told
+
+    @cached_property
+    def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
+        """The lines that spans ran on, as thread and task, and of each span the place of its own."""
+        if not len(self.rows):
+            return [], np.zeros(0, dtype=np.int64)
+        lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
+        found, number, sizes = np.unique(lines, axis=1, return_inverse=True, return_counts=True)
+        order = np.argsort(-sizes, kind="stable")  # so that most have a small number
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        return [(int(thread), int(task)) for thread, task in found.T[order]], place[number.reshape(-1)]
+
+    def _lanes(self) -> dict[str, Any]:
+        """The names of threads, and of each lane its thread and the number of its task there, 0 for none."""
+        names, tasks = self._recording.facts.threads, dict[int, dict[int, int]]()
+        threads: dict[int, int] = {}
+        lanes = []
+        for thread, task in self._lanes_and_spans[0]:
+            its = tasks.setdefault(thread, {})
+            lanes.append((threads.setdefault(thread, len(threads)), its.setdefault(task, len(its) + 1) if task else 0))
+        table = np.array(lanes, dtype=np.int64).reshape(-1, 2)
+        told = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
+        return {"threads": told, "thread": column(table[:, 0]), "task": column(table[:, 1])}
+
+    def _turns(self) -> dict[str, Any]:
+        """Turn by turn what went on in the requests that have their spans; between turns it is unknown."""
+        listed = self.listed
+        if not listed.times or not self._whole.any():
+            return {}
+        found = turns_of(self._trace, self._recording.once(joined_requests))
+        wanted = np.flatnonzero(self._whole[found.request])
+        order = wanted[np.lexsort((found.start_ns[wanted], found.request[wanted]))]
+        counts = np.bincount(found.request[order], minlength=len(listed.rows))[self.shown]
+        begins = self._trace.start_ns[listed.rows[found.request[order]]]
+        starts, lengths = found.start_ns[order] - begins, found.length_ns[order]
+        is_first = np.diff(found.request[order], prepend=NONE) != 0
+        ends_before = np.where(is_first, 0, np.concatenate([[0], (starts + lengths)[:-1]])[: len(order)])
+        return {
+            "names": list(map(safe, found.names)),
+            "count": column(counts.astype(np.int64)),
+            "part": column(found.part[order]),
+            "span": column(np.where(found.row[order] == NONE, NONE, self.number_of[found.row[order]])),
+            "after": column(starts - ends_before),
+            "length": column(lengths),
+        }
+
+    def _pairs(self) -> dict[str, Any]:
+        """The batches of each request that has its spans, how many it shared them with, and its share."""
+        served = self.listed.served
+        if served is None or not self._whole.any():
+            return {}
+        given = self._recording.once(request_ledger).given_ns
+        own = served.request != NONE
+        wanted = np.flatnonzero(own & self._whole[np.where(own, served.request, 0)])
+        wanted = wanted[np.lexsort((self._trace.start_ns[served.batch[wanted]], served.request[wanted]))]
+        batches = served.batch[wanted]
+        sizes = np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)
+        return {
+            "count": column(np.bincount(served.request[wanted], minlength=len(self.listed.rows))[self.shown]),
+            "span": steps(self.number_of[batches]),
+            "given": column(given[wanted]),
+            "size": column(sizes),
+        }
+
+    def _attributes(self) -> dict[int, dict[str, str]]:
+        """Those of the spans, as far as there is room for their text: of requests first."""
+        trace, found, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
+        is_listed = np.zeros(len(trace), dtype=np.bool_)
+        is_listed[self.listed.rows] = True
+        having = trace.attributes.rows()
+        having = having[self.number_of[having] != NONE]
+        self._attributes_left = 0
+        for place, row in enumerate(having[np.argsort(~is_listed[having], kind="stable")].tolist()):
+            told = {
+                shorten(safe(str(name)), VALUE): shorten(safe(_text(value)), VALUE)
+                for name, value in trace.attributes[row].items()
+                if name not in (BATCH_KEYS, BATCH_WEIGHTS)
+            }
+            room -= sum(len(name) + len(value) + 6 for name, value in told.items())
+            if room < 0:
+                self._attributes_left = len(having) - place
+                break
+            if told:
+                found[int(self.number_of[row])] = told
+        return found
+
+    _attributes_left = 0
+
+
+def in_their_order(parts: Iterable[str]) -> list[str]:
+    """Parts of requests as they mostly follow each other, and what is unknown at last."""
+    known = {name: place for place, name in enumerate(IN_ORDER)}
+    return sorted(parts, key=lambda name: (name == UNKNOWN, known.get(name, known[SHARE]), name))
+
+
+class _Members:
+    """What belongs to each of some groups: numbers, or their places where none are given."""
+
+    def __init__(self, groups: Int64s, count: int, numbers: Int64s | None = None) -> None:
+        order = np.argsort(groups, kind="stable")
+        self._numbers = order if numbers is None else numbers[order]
+        self._starts = np.searchsorted(groups[order], np.arange(count + 1))
+
+    def __getitem__(self, group: int) -> Int64s:
+        return self._numbers[self._starts[group] : self._starts[group + 1]]
+
+
+def _with(places: Int64s, first: int | None) -> Int64s:
+    return places if first is None else np.union1d(places, [first])
+
+
+def _text(value: object) -> str:
+    """A value of an attribute, of which no more is made into text than is shown."""
+    return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)
