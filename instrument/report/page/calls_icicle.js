@@ -1,6 +1,6 @@
 // The call tree as an icicle: each call path a box, as wide as the self times at and below it. A click opens a box.
 
-const BOX_HEIGHT = 21, LEAST_WIDTH = 0.8, BOX_CHARACTER = 6.6;
+const BOX_HEIGHT = 21, LEAST_WIDTH = 0.8;
 
 const WIDTHS = [
   ["width", "All self time", "of all self times, those in which coroutines wait among them"],
@@ -107,6 +107,8 @@ class Icicle {
       group.on("pointerleave", hideTip);
       return group;
     });
+    const measure = document.createElement("canvas").getContext("2d");
+    measure.font = getComputedStyle(svg.node()).font;
     const left = (node) => Math.max(0, scale(node.x0)), right = (node) => Math.min(width, scale(node.x1));
     groups.order().attr("data-row", (node) => node.data.row)
       .attr("aria-label", (node) => `${callName(node.data.row)}, ${shareText(node.value, this.root.value)}`)
@@ -115,8 +117,8 @@ class Icicle {
     groups.select("rect").attr("width", (node) => Math.max(right(node) - left(node), LEAST_WIDTH)).attr("height", BOX_HEIGHT - 1)
       .attr("fill", (node) => colour(this.colourOf(node))).attr("opacity", (node) => (above.includes(node) && node !== this.node ? 0.6 : 1));
     groups.select("text").attr("x", 5).attr("y", BOX_HEIGHT / 2 + 4).attr("fill", (node) => colour(inkOn(this.colourOf(node)))).text((node) => {
-      const room = Math.floor((right(node) - left(node) - 9) / BOX_CHARACTER), name = callName(node.data.row);
-      return name.length <= room ? name : room < 3 ? "" : `${name.slice(0, room - 1)}…`;
+      const room = right(node) - left(node) - 9;
+      return room > 10 ? fitted(measure, callName(node.data.row), room) : "";
     });
   }
 

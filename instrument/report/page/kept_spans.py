@@ -8,7 +8,7 @@ longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.page.varints import column, steps
 from instrument.report.request_life import place_of
-from instrument.report.requests_view import IN_ORDER, blame_text, joined_requests, request_ledger, requests
+from instrument.report.requests_view import IN_ORDER, SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
@@ -36,9 +36,6 @@ MOST_SPANS = 200_000
 
 TURNS_OF_A_BATCH = 3
 """What a request's place in a batch takes of the room of a page, as so many spans: a share, and a stall before it."""
-
-MOST_BLAMED = 50
-"""The slowest requests of which a page says what made them slow."""
 
 TEXT_BYTES = 2_000_000
 """For attributes of spans, at most."""
@@ -173,11 +170,11 @@ class KeptSpans:
 
     # What the page is told
 
-    def document(self) -> dict[str, Any]:
-        """The list and the spans as columns, and what is left out of them."""
+    def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
+        """The list and the spans as columns; of the `slowest` the view `requests` says what made them slow."""
         return {
             "what": self.listed.what,
-            "listed": self._list(),
+            "listed": self._list(slowest),
             "spans": self._spans(),
             "sites": self._told_sites(),
             "errors": [
@@ -212,7 +209,7 @@ class KeptSpans:
             said.append(f"The attributes of {self._attributes_left:,} spans are left out.")
         return said
 
-    def _list(self) -> dict[str, Any]:
+    def _list(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows = listed.rows[shown]
         of_shown = [listed.times[place] for place in shown.tolist()] if listed.times else []
@@ -247,17 +244,14 @@ class KeptSpans:
             "part_count": column(np.array(counts, dtype=np.int64)),
             "part": column(np.array(parts, dtype=np.int64)),
             "part_ns": column(np.array(times, dtype=np.int64)),
-            "blame": self._blame(rows),
+            "blame": self._blame(rows, slowest),
         }
 
-    def _blame(self, rows: Int64s) -> dict[int, str]:
-        """What made the slowest requests slow, by their place in the list, in the words of the view."""
-        if self.listed.what != "request":
-            return {}
-        few = Options(rows=MOST_BLAMED, unit=self._options.unit)
-        told = {one.span_id: one.blame for one in requests(self._recording, few).slowest if one.blame is not None}
+    def _blame(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
+        """What made slow requests slow, by their place in the list, in the words of the view."""
+        told = {one.span_id: one.blame for one in slowest if one.blame is not None}
         ids = self._trace.span_id[rows].tolist()
-        return {at: blame_text(told[its], few.unit) for at, its in enumerate(ids) if its in told}
+        return {at: blame_text(told[its], self._options.unit) for at, its in enumerate(ids) if its in told}
 
     def _spans(self) -> dict[str, Any]:
         trace, rows = self._trace, self.rows

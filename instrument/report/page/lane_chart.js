@@ -1,6 +1,6 @@
 // Bars on lanes over a time axis, on a canvas: drag to move, Ctrl and the wheel to zoom, arrow keys from bar to bar.
 
-const ROW_HEIGHT = 18, LABEL_HEIGHT = 17, LANE_GAP = 7, AXIS_HEIGHT = 24, CHARACTER = 6.4;
+const ROW_HEIGHT = 18, LABEL_HEIGHT = 17, LANE_GAP = 7, AXIS_HEIGHT = 24;
 
 /** Rows for bars of one lane, so that none covers another: each below the one it was called by, or the next free row. */
 function stackBars(bars) {
@@ -18,7 +18,7 @@ function stackBars(bars) {
 
 /**
  * A chart of `lanes`, of which each has a `label` and `bars` with `start`, `end`, `colour`, `text` and what else `tell`
- * needs to say of one. Times are ns after `zero`; `length` of them are shown at first.
+ * needs to say of one; as high as the `ratio` of its `own` it has another colour. Times are ns after `zero`; `length` of them are shown at first.
  */
 class LaneChart {
   constructor({ label, lanes, length, tell, pick }) {
@@ -113,7 +113,7 @@ class LaneChart {
       let y = lane.y;
       if (lane.label) {
         context.fillStyle = colour("soft");
-        context.fillText(fitted(lane.label, this.width - 8), 4, y + LABEL_HEIGHT / 2 + 1);
+        context.fillText(fitted(context, lane.label, this.width - 8), 4, y + LABEL_HEIGHT / 2 + 1);
         y += LABEL_HEIGHT;
       }
       for (const row of lane.rows) {
@@ -152,14 +152,19 @@ class LaneChart {
       context.globalAlpha = dim;
       context.fillStyle = colour(bar.colour);
       context.fillRect(x, y, width, ROW_HEIGHT - 2);
+      if (bar.own) {
+        const height = Math.max(1, (ROW_HEIGHT - 2) * bar.own.ratio);
+        context.fillStyle = colour(bar.own.colour);
+        context.fillRect(x, y + ROW_HEIGHT - 2 - height, width, height);
+      }
       if (bar.error && width > 2) {
         context.fillStyle = colour("bad");
         context.fillRect(x, y, Math.min(3, width), ROW_HEIGHT - 2);
       }
       if (width > 26) {
         const from = Math.max(x, 0);
-        context.fillStyle = colour(inkOn(bar.colour));
-        context.fillText(fitted(bar.text, Math.min(end, this.width) - from - 8), from + 4, y + ROW_HEIGHT / 2 - 0.5);
+        context.fillStyle = colour(isDim ? "ink" : inkOn(bar.colour));
+        context.fillText(fitted(context, bar.text, Math.min(end, this.width) - from - 8), from + 4, y + ROW_HEIGHT / 2 - 0.5);
       }
       context.globalAlpha = 1;
       if (isMarked) {
@@ -297,9 +302,11 @@ function firstEndingAfter(row, time) {
   return low;
 }
 
-/** As much of a text as some pixels have room for. */
-function fitted(text, width) {
-  const room = Math.floor(width / CHARACTER);
-  if (text.length <= room) return text;
-  return room < 3 ? "" : `${text.slice(0, room - 1)}…`;
+/** As much of a text as some pixels have room for, in the font of a canvas. */
+function fitted(context, text, width) {
+  const whole = context.measureText(text).width;
+  if (whole <= width) return text;
+  let room = Math.floor((text.length * width) / whole);
+  while (room > 1 && context.measureText(`${text.slice(0, room)}…`).width > width) room--;
+  return room < 2 ? "" : `${text.slice(0, room)}…`;
 }

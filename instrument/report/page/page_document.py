@@ -13,8 +13,9 @@ from instrument.report.instrumentation import instrumentation
 from instrument.report.page.calls_tree import CallsTree
 from instrument.report.page.device_lanes import MOST_STRETCHES, DeviceLanes
 from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
-from instrument.report.page.page_tables import MOST_TABLE_ROWS, TIME, number_text, views_of
-from instrument.report.requests_view import EPOCH, YEARS_NS
+from instrument.report.page.page_tables import MOST_TABLE_ROWS, TABLES, TIME, number_text, views_of
+from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes
+from instrument.report.summary import VIEW_OF
 from instrument.report.table import compact, safe, shorten, tenths
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.ledger import UNKNOWN
@@ -36,15 +37,16 @@ def page_document(
     kept = KeptSpans(recording, options, wanted, MOST_SPANS // part)
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept.number_of, MOST_STRETCHES // part)
     of_devices = lanes.document()
-    pictures = kept.document()
+    views = {name: VIEW_OF[name](recording, bounded) for name in TABLES}
+    served = views["requests"]
+    pictures = kept.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
-    views = views_of(recording, bounded)
     return {
         "about": _about(recording, shown, header, options.unit),
         "figures": _figures(recording, shown, options.unit),
         "endpoints": _endpoints(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),
-        "views": views,
+        "views": views_of(views, options.unit),
         **pictures,
         "calls": tree.document(),
         "device": {**of_devices, "why": _why_no_device(shown)},

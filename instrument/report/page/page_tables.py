@@ -16,9 +16,8 @@ from instrument.recording.spans import HOST
 from instrument.report.overview_view import ALL_DEVICES, DeviceWork
 from instrument.report.requests_view import PhaseTime, RequestTimes
 from instrument.report.self_times_view import path_text
-from instrument.report.summary import VIEW_OF
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, shorten, tenths
-from instrument.report.view import UNITS, Options, Recording, View
+from instrument.report.view import UNITS, View
 from instrument.trace.ledger import UNKNOWN
 
 TEXT, TIME, SIZE, RATIO, NUMBER = "text", "time", "size", "ratio", "number"
@@ -264,18 +263,18 @@ TIMES = frozenset({f"batch.{name}" for name in ("mean", "p50", "p99", "least", "
 """Fields of times in ns whose name does not say it."""
 
 
-def views_of(recording: Recording, options: Options) -> list[dict[str, Any]]:
-    """Every view with its tables; one that has nothing to show says why instead."""
-    return [_shown(name, VIEW_OF[name](recording, options), options) for name in TABLES]
+def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
+    """Each view with its tables; one that has nothing to show says why instead."""
+    return [_shown(name, view, unit) for name, view in views.items()]
 
 
-def _shown(name: str, view: View, options: Options) -> dict[str, Any]:
+def _shown(name: str, view: View, unit: str) -> dict[str, Any]:
     tables, more = [], 0
     for spec in TABLES[name]:
         of = getattr(view, spec.each) if spec.each else (view,)
         more += max(len(of) - MOST_TABLES, 0)
         for one in of[:MOST_TABLES]:
-            made = _table(spec, one, options)
+            made = _table(spec, one, unit)
             if made["rows"]:
                 tables.append(made)
     shown: dict[str, Any] = {"name": name, "about": VIEWS[name][0].upper() + VIEWS[name][1:], "tables": tables}
@@ -295,7 +294,7 @@ def why_empty(view: View) -> str:
     return " ".join(said) or "It has nothing to say of this trace."
 
 
-def _table(spec: Spec, of: Any, options: Options) -> dict[str, Any]:
+def _table(spec: Spec, of: Any, unit: str) -> dict[str, Any]:
     found = getattr(of, spec.rows) if isinstance(spec.rows, str) else spec.rows(of)
     columns = [column.partition("=")[::2] for column in spec.columns.split("|")]
     rows = list(found)
@@ -305,8 +304,8 @@ def _table(spec: Spec, of: Any, options: Options) -> dict[str, Any]:
     return {
         "title": safe(spec.title if isinstance(spec.title, str) else spec.title(of)),
         "note": spec.note,
-        "columns": [_heading(columns[place][1], kinds[place], options.unit) for place in told],
-        "rows": [[_cell(_value(row, columns[place][0]), kinds[place], options.unit) for place in told] for row in rows],
+        "columns": [_heading(columns[place][1], kinds[place], unit) for place in told],
+        "rows": [[_cell(_value(row, columns[place][0]), kinds[place], unit) for place in told] for row in rows],
         "depths": [row.depth for row in rows] if rows and hasattr(rows[0], "depth") else [],
     }
 

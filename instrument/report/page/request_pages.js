@@ -2,6 +2,7 @@
 
 const MOST_LANES = 120;
 const SPAN_ROWS = 2000;
+const SHARE = "share of batches", WAITING = "waiting in batches";
 
 const listed = columnsOf(report.listed, ["site", "start", "wall", "span", "has_spans", "part_count", "part", "part_ns"], ["start"]);
 const spans = columnsOf(report.spans, ["start", "length", "children", "site", "parent", "request", "lane"], ["start"]);
@@ -148,7 +149,7 @@ function waterfallOf(request) {
   for (let at = pairBegins[request]; at < pairBegins[request + 1]; at++) {
     const span = pairs.span[at];
     if (span < 0) continue;
-    add(span, { colour: "batch", given: pairs.given[at], size: pairs.size[at] });
+    add(span, { colour: "batch", pair: at });
     const open = [...(below.get(span) ?? [])];
     while (open.length) {
       const inner = open.pop();
@@ -172,14 +173,21 @@ function waterfallOf(request) {
 /** A lane of the turns of a request: what it was, instant by instant. */
 function lifeLane(request) {
   if (!turns.count.length) return [];
-  const its = [];
+  const its = [], given = new Map();
+  for (let at = pairBegins[request]; at < pairBegins[request + 1]; at++) given.set(pairs.span[at], at);
   let until = 0;
   const unknown = (start, end) => its.push({ start, end, colour: "unknown", text: "unknown", part: "unknown" });
   for (let at = turnBegins[request]; at < turnBegins[request + 1]; at++) {
     const start = until + turns.after[at], part = report.turns.names[turns.part[at]];
     if (start > until) unknown(until, start);
     until = start + turns.length[at];
-    its.push({ start, end: until, colour: partColour(part), text: part, part, of: turns.span[at] });
+    const pair = part === SHARE ? given.get(turns.span[at]) : undefined;
+    if (pair === undefined) {
+      its.push({ start, end: until, colour: partColour(part), text: part, part, of: turns.span[at] });
+    } else {
+      const own = { ratio: Math.min(1, pairs.given[pair] / (turns.length[at] || 1)), colour: partColour(SHARE) };
+      its.push({ start, end: until, colour: partColour(WAITING), text: "in a batch", part, of: turns.span[at], own, pair });
+    }
   }
   if (until < listed.wall[request]) unknown(until, listed.wall[request]);
   return [{ label: "What it was, turn by turn", bars: its }];
@@ -232,18 +240,25 @@ function tellBar(bar, request) {
   if (bar.part) {
     facts.push(["of wall", shareText(bar.end - bar.start, listed.wall[request])]);
     if (bar.of >= 0) facts.push(["span", siteLabel(spans.site[bar.of])]);
+    if (bar.pair !== undefined) facts.push(...factsOfPair(bar.pair));
     return [bar.text, facts];
   }
   if (bar.interval !== undefined) return tellInterval(bar, facts);
   const site = spans.site[bar.span];
   const [, kind, , where] = report.sites[site];
   facts.push(["self", timeText(selfOf(bar.span))], ["kind", kind]);
-  if (bar.given !== undefined) facts.push(["serves", counted(bar.size, "request")], ["its share", `${timeText(bar.given)}, ${shareText(bar.given, spans.length[bar.span])}`]);
+  if (bar.pair !== undefined) facts.push(...factsOfPair(bar.pair));
   if (where) facts.push(["code", where]);
   facts.push(["on", laneLabel(spans.lane[bar.span])]);
   if (errorOfSpan(bar.span)) facts.push(["error", errorOfSpan(bar.span)]);
   for (const [name, value] of Object.entries(report.attributes[bar.span] ?? {})) facts.push([name, value]);
   return [bar.text, facts];
+}
+
+/** How many requests a batch served, and which part of it is given to this one. */
+function factsOfPair(pair) {
+  const given = pairs.given[pair];
+  return [["serves", counted(pairs.size[pair], "request")], ["its share", `${timeText(given)}, ${shareText(given, spans.length[pairs.span[pair]])}`]];
 }
 
 /** The same spans as a table, for whoever reads no picture. */
