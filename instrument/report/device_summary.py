@@ -89,7 +89,7 @@ class DeviceSummary:
         lines += ["", *table(HEADER, [_cells(row) for row in self.rows], WIDTHS), ""]
         for name in dict.fromkeys(row.gauge for row in self.rows):
             if name in GAUGES:
-                shown = f"{name}: {_shown_unit(GAUGES[name])[0]} {GAUGES[name].about}"
+                shown = f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}"
                 lines += wrapped(shown)
         return [*lines, ""]
 
@@ -117,12 +117,13 @@ def _interval_ns(samples: Sequence[Sample]) -> int | None:
     return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _shown_unit(gauge: Gauge) -> tuple[str, float]:
+def shown_unit(gauge: Gauge) -> tuple[str, float]:
+    """The unit in which values of a gauge are shown, and how many of the gauge's own it has."""
     return UNITS.get(gauge.unit, (gauge.unit, 1))
 
 
 def _cells(row: DeviceRow) -> list[str]:
-    unit, scale = _shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
+    unit, scale = shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
 
     def cell(value: float | None) -> str:
         if value is None:

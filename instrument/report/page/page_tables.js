@@ -1,14 +1,18 @@
 // Tables that are sorted by a click on a heading: first the way that is mostly wanted, then the other, then as they came.
 
-const ROWS_AT_ONCE = 100;
+const ROWS_AT_ONCE = 100, ROWS_OF_A_VIEW = 25, NAME_CHARACTERS = 63;
+
+/** A text whose middle gives way where it is long: paths differ in their ends. */
+const shortened = (text) => (text.length <= NAME_CHARACTERS ? text
+  : `${text.slice(0, NAME_CHARACTERS / 3)}…${text.slice(1 + NAME_CHARACTERS / 3 - NAME_CHARACTERS)}`);
 
 /**
  * A table of `count` rows. A column has a `label`, perhaps a `unit`, its `kind`, the `value` of a row to sort by (null for
  * none) and its `text`, or a `node`. `pick` is called with the row that was chosen, and `more` rows are shown on demand.
  */
 class SortableTable {
-  constructor({ label, columns, count, depths = [], pick = null, tall = false }) {
-    Object.assign(this, { columns, count, depths, pick });
+  constructor({ label, columns, count, depths = [], pick = null, tall = false, atFirst = ROWS_AT_ONCE }) {
+    Object.assign(this, { columns, count, depths, pick, atFirst });
     this.order = Array.from({ length: count }, (_, row) => row);
     this.kept = this.order;
     this.sorted = { column: -1, way: "none" };
@@ -71,12 +75,12 @@ class SortableTable {
   }
 
   showMore() {
-    const next = this.rows.slice(this.shown, this.shown + ROWS_AT_ONCE);
+    const next = this.rows.slice(this.shown, this.shown + (this.shown ? ROWS_AT_ONCE : this.atFirst));
     this.body.append(...next.map((row) => this.row(row)));
     this.shown += next.length;
     const left = this.rows.length - this.shown;
     this.rest.parentNode.hidden = left === 0;
-    this.rest.textContent = `Show ${Math.min(left, ROWS_AT_ONCE)} more of ${left.toLocaleString("en")}`;
+    this.rest.textContent = `Show ${Math.min(left, ROWS_AT_ONCE)} more${left > ROWS_AT_ONCE ? ` of ${left.toLocaleString("en")}` : ""}`;
   }
 
   row(row) {
@@ -84,7 +88,7 @@ class SortableTable {
       const text = column.text ? column.text(row) : "";
       const kind = column.kind === "text" ? (at ? "words" : null) : "number";
       const isZero = column.kind === "number" && (text === "0" || text === "-");
-      const inside = column.node ? column.node(row) : text;
+      const inside = column.node ? column.node(row) : shortened(text);
       const cell = element(at ? "td" : "th", { scope: at ? null : "row", class: [kind, isZero && "zero"].filter(Boolean).join(" ") || null,
         title: column.kind === "text" && text.length > 24 ? text : null });
       if (at === 0 && this.pick) {
@@ -120,7 +124,8 @@ function viewTable(told) {
       text: (row) => (isText ? told.rows[row][at] : told.rows[row][at][1]),
     };
   });
-  const made = new SortableTable({ label: told.title, columns, count: told.rows.length, depths: told.depths });
+  const made = new SortableTable({ label: told.title, columns, count: told.rows.length, depths: told.depths,
+    atFirst: ROWS_OF_A_VIEW });
   return element("div", { class: "view-table" }, element("h3", {}, told.title), made.node,
     told.note ? element("p", { class: "note" }, told.note) : null);
 }

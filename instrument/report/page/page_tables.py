@@ -12,7 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import HOST
+from instrument.recording.spans import GAUGES, HOST
+from instrument.report.device_summary import shown_unit
+from instrument.report.device_view import Device
 from instrument.report.overview_view import ALL_DEVICES, DeviceWork
 from instrument.report.requests_view import PhaseTime, RequestTimes
 from instrument.report.self_times_view import path_text
@@ -68,6 +70,15 @@ def _parts(view: RequestTimes) -> Iterator[tuple[str, int, PhaseTime]]:
 
 def _device(number: int) -> str:
     return "host" if number == HOST else f"GPU {number}"
+
+
+def _gauges(view: Device) -> Iterator[dict[str, Any]]:
+    """What the gauges read, in the units of the text."""
+    for row in view.gauges.rows if view.gauges is not None else ():
+        unit, scale = shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
+        read = {"mean": row.mean, "least": row.least, "most": row.most, "total": row.total}
+        shown = {name: None if value is None else value / scale for name, value in read.items()}
+        yield {"of": row.label, "gauge": row.gauge, "samples": row.samples, "unit": unit, **shown}
 
 
 def _losses(view: Any) -> list[dict[str, Any]]:
@@ -187,8 +198,8 @@ TABLES: Mapping[str, tuple[Spec, ...]] = {
         ),
         Spec("Without device time", "unanswered", "name=Name|kind=Kind|spans=Spans|reason=Why"),
         Spec(
-            "Gauges", lambda view: view.gauges.rows if view.gauges else (),
-            "device=Of|gauge=Gauge|samples=Samples|mean=Mean|least=Least|most=Most|total=Grew by",
+            "Gauges", _gauges,
+            "of=Of|gauge=Gauge|samples=Samples|mean=Mean|least=Least|most=Most|total=Grew by|unit=Unit",
         ),
     ),
     "copies": (
