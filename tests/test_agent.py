@@ -376,6 +376,31 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
 
 
+def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_helper_outlived_it(
+    folder: Path,
+) -> None:
+    Path("helper.py").write_text(
+        "import os, signal, time, engine\n"
+        "print(engine.step(1), flush=True)\n"
+        "while os.getppid() == int(os.environ['SERVICE']): time.sleep(0.01)\n"
+        "time.sleep(1)\n"  # the agent has forgotten the service, which recorded nothing
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    Path("main.py").write_text(
+        "import os, subprocess, sys\n"
+        "environ = {**os.environ, 'SERVICE': str(os.getpid())}\n"
+        "helper = subprocess.Popen([sys.executable, 'helper.py'], env=environ, stdout=subprocess.PIPE,\n"
+        "    stderr=open('helper.err', 'w'))\n"
+        "helper.stdout.readline()\n"
+        "os._exit(0)\n"
+    )
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    with Path("service.err").open("w") as errors:
+        subprocess.run(command, stderr=errors, timeout=60, check=True)
+    until(lambda: "Summary of shop" in Path("service.err").read_text() + Path("helper.err").read_text())
+    assert "Summary of shop" in Path("service.err").read_text()
+
+
 def test_a_process_that_vanishes_and_had_recorded_nothing_is_not_worth_a_word() -> None:
     service = begin(f"""{ASK}
 import engine, sys

@@ -320,6 +320,8 @@ class Agent:
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
+        if not run.stderr or pid == run.first:
+            run.stderr = str(facts.get("stderr", ""))
         if process.exit_fd >= 0:
             self._selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
         return [memory] if memory >= 0 else []

@@ -94,7 +94,8 @@ class Run:
 
     `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
     connection of the process that waits for it. `folded` is the file with the totals of the `folded_count` processes
-    that ended first. `captures` counts those that vanished.
+    that ended first. `captures` counts those that vanished. `stderr` is what the first process writes its errors to, or
+    who joined first where that one never did: the service's, where helpers that outlive it may have files of their own.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Run:
     is_told: bool = False
     waiting: Connection | None = None
     captures: int = 0
+    stderr: str = ""
     folded: str = ""
     folded_count: int = 0
     lost: dict[str, int] = field(default_factory=dict)

@@ -26,10 +26,11 @@ _PIDFD_GETFD = 438
 
 
 def tell(run: Run, text: str, of: Process | None = None) -> bool:
-    """Write to the standard error of the process that it is about, else to that of another one; whether it was."""
+    """Write to the standard error of the process that it is about, else to that of the service; whether it was."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
-    wanted = dict.fromkeys(str(one.facts.get("stderr", "")) for one in ([of] if of is not None else run.processes))
+    others = [run.stderr, *(str(one.facts.get("stderr", "")) for one in run.processes)]
+    wanted = dict.fromkeys(others if of is None else [str(of.facts.get("stderr", ""))])
     for target in wanted or [""]:
         for path in _paths_of(run, target):
             if _written(path, data):
