@@ -227,7 +227,7 @@ def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPa
     trace.spans[1].error = "ValueError"
     ids = Ids()
     monkeypatch.setattr("instrument.otlp.json_lines.Ids", lambda: ids)
-    [made] = requests_in(list(json_lines(trace.spans, trace.origin, trace.threads)))
+    [made] = requests_in(list(json_lines([trace.spans], trace.origin, trace.threads)))
     ids._device_numbers = itertools.count(1 << 63)
     resource = pack_resource({"service.name": "shop", "service.instance.id": ids.instance, "process.pid": 1,
         "host.name": "node"})  # fmt: skip

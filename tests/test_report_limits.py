@@ -38,11 +38,16 @@ class Report(NamedTuple):
 
 
 def report(*arguments: str) -> Report:
-    """What `instrument report` did, in a process of its own: the limit counts all that a process holds."""
+    """What `instrument report` did."""
+    return outcome("report", *arguments)
+
+
+def outcome(*arguments: str) -> Report:
+    """What a verb did, in a process of its own: the limit counts all that a process holds."""
     program = (
         "import re, resource, sys\nfrom instrument.cli import main\n"
         "before = resource.getrlimit(resource.RLIMIT_DATA)\n"
-        "try:\n    code = main(['report', *sys.argv[1:]])\nexcept SystemExit as error:\n    code = error.code\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as error:\n    code = error.code\n"
         # Not ru_maxrss, which begins with what the process held that started this one.
         "peak_kb = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print('measured', peak_kb, *before, *resource.getrlimit(resource.RLIMIT_DATA), file=sys.stderr)\n"
@@ -84,6 +89,18 @@ def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_pat
     wrong = report(str(path), "--memory", "1 G")
     assert wrong.code == 2
     assert "found '1 G'; allowed: a number and one of B kB" in wrong.text
+
+
+@pytest.mark.parametrize("words", [("convert", "--to", "recording"), ("merge", "-o", "all.npz"), ("query",)])
+def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents":[{"ph":"X","ts":1,"dur":1,"pid":1,"tid":1}]}')
+    verb, *more = words
+    statement = ["select 1"] if verb == "query" else []
+    refused = outcome(verb, str(path), *statement, *more, "--memory", "30MB")
+    assert refused.code == 2
+    assert f"{verb}: {path} takes more than 30 MB of memory" in refused.text
+    assert refused.limits[:2] == refused.limits[2:]
 
 
 def test_events_that_say_nothing_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

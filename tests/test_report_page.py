@@ -229,7 +229,7 @@ def test_parts_and_turns_of_each_request_add_up_to_its_wall_as_in_the_ledger() -
         zip(numbers_of(its["part_count"]), numbers_of(turns["count"]), strict=True)
     ):
         shown = {names[part]: time_ns for part, time_ns in (next(parts) for _ in range(count))}
-        assert shown == recording.once(request_ledger).times[place]
+        assert shown == recording.once(request_ledger).parts_of(place)
         assert sum(shown.values()) == walls[place]
         sums, gaps = Counter[str](), 0
         for part, after, length in (next(told) for _ in range(of_turns)):

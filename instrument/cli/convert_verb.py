@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, expanded, merged_of, saved_in
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, expanded, merged_of, read_bounded
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError, TraceError
 
@@ -40,6 +40,7 @@ def add(verbs: Verbs) -> None:
         "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
     )
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    add_memory(parser)
     parser.set_defaults(verb=convert, takes_host=False)
 
 
@@ -51,9 +52,9 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     target = Path(options.output or _beside(paths[0], FORMS[options.to][0]))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
-        _write_otlp(target, list(map(saved_in, paths)))
+        _write_otlp(target, read_bounded("convert", paths, options.memory))
     else:
-        write(target, options.to, merged_of(paths, options.clock))
+        write(target, options.to, merged_of("convert", paths, options.clock, options.memory))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -107,7 +108,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
 
     def write_lines() -> None:
         with atomic.replacing(target) as file:
-            file.writelines(line.encode(errors="replace") for line in chain.from_iterable(lines))
+            file.writelines(chain.from_iterable(lines))
 
     with_refusals(target, write_lines)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instrument.cli.option_values import size_bytes
 from instrument.errors import TraceError
+from instrument.runtime import compression
+from instrument.runtime.memory_limit import within_memory
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
@@ -47,10 +52,38 @@ def saved_in(path: str) -> Saved:
     return file.load(path) if file.is_recording(path) else chrome.load_columns(path)
 
 
-def merged_of(paths: Sequence[str], clock: str) -> Saved:
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """The option that says what files may take."""
+    parser.add_argument(
+        "--memory",
+        type=size_bytes,
+        metavar="SIZE",
+        help="the most to use, such as 2GiB (default: 500MB, and more for files that are large themselves)",
+    )
+
+
+def load_libraries() -> None:
+    """What reads files is there before memory is bounded: the system would not load all of a library, and OpenBLAS
+    would end the process."""
+    # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from instrument.chrome import reading  # noqa: F401
+    from instrument.trace import file, merge  # noqa: F401
+
+    compression.damages()
+
+
+def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
+    """The files as they are, read within the memory that they may take. Raises `TraceError`."""
+    load_libraries()
+    with within_memory(verb, paths, memory):
+        return list(map(saved_in, paths))
+
+
+def merged_of(verb: str, paths: Sequence[str], clock: str, memory: int | None) -> Saved:
     """All files as one, with one tree for each request. Raises `TraceError`."""
     from instrument.trace.grafted import graft
     from instrument.trace.merge import merge
 
-    files = list(map(saved_in, expanded(paths)))
+    files = read_bounded(verb, expanded(paths), memory)
     return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)

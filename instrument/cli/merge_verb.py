@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from instrument.cli.convert_verb import refuse_to_replace_input, write
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, expanded, merged_of
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, expanded, merged_of
 from instrument.cli.option_values import Verbs
 
 
@@ -23,6 +23,7 @@ def add(verbs: Verbs) -> None:
         help="the file to write: .json or .json.gz is Chrome JSON, .parquet Parquet, all else a recording",
     )
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    add_memory(parser)
     parser.set_defaults(verb=merge, takes_host=False)
 
 
@@ -31,6 +32,6 @@ def merge(options: argparse.Namespace, host: list[str]) -> int:
     paths, target = expanded(options.traces), Path(options.output)
     refuse_to_replace_input(target, paths)
     forms = {".json": "chrome", ".gz": "chrome", ".parquet": "parquet"}
-    write(target, forms.get(target.suffix, "recording"), merged_of(paths, options.clock))
+    write(target, forms.get(target.suffix, "recording"), merged_of("merge", paths, options.clock, options.memory))
     sys.stdout.write(f"{target}\n")
     return 0

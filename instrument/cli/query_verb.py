@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, merged_of
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, merged_of
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError
 
@@ -42,6 +42,7 @@ def add(verbs: Verbs) -> None:
     forms.add_argument("--json", action="store_true", help="rows as one JSON document")
     forms.add_argument("--csv", action="store_true", help="rows as CSV")
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    add_memory(parser)
     parser.set_defaults(verb=query, takes_host=False)
 
 
@@ -50,7 +51,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.trace import tables
 
     errors = tables.duckdb().Error
-    saved = merged_of(options.traces, options.clock)
+    saved = merged_of("query", options.traces, options.clock, options.memory)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
     connection = tables.closed_off(tables.opened(saved.columns, saved.facts, attributes=asks_for_attributes))
     try:

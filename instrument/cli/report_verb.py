@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, WALL, expanded, saved_in
-from instrument.cli.option_values import Verbs, count, size_bytes, time_ns, view_names, whole
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, WALL, add_memory, expanded, load_libraries, saved_in
+from instrument.cli.option_values import Verbs, count, time_ns, view_names, whole
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
-from instrument.runtime import compression
 from instrument.runtime.memory_limit import bound_bytes, within_memory
 
 if TYPE_CHECKING:
@@ -68,12 +66,7 @@ def add(verbs: Verbs) -> None:
         "--html", metavar="PAGE", help="write all of it as one HTML file that needs no network, and no view"
     )
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
-    parser.add_argument(
-        "--memory",
-        type=size_bytes,
-        metavar="SIZE",
-        help="the most to use, such as 2GiB (default: 500MB, and more for files that are large themselves)",
-    )
+    add_memory(parser)
     parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     parser.set_defaults(verb=report_files, takes_host=False)
 
@@ -105,16 +98,11 @@ def report_files(options: argparse.Namespace, host: list[str]) -> int:
 def report(options: argparse.Namespace, host: list[str]) -> int:
     """Print the views of a saved trace. Returns the exit code."""
     files = [options.trace, *filter(None, [options.beside])]
-    # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Before memory is bounded: the system would not load all of a library, and OpenBLAS would end the process.
-    from instrument.chrome import reading  # noqa: F401
+    load_libraries()
     from instrument.report.summary import prepare
-    from instrument.trace import file  # noqa: F401
 
-    compression.damages()
     prepare(tuple(VIEWS))
-    with within_memory(files, options.memory):
+    with within_memory("report", files, options.memory):
         return _reported(options)
 
 

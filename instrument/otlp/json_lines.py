@@ -6,10 +6,12 @@ a collector gets of it, by the same functions.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from instrument.otlp.packing import (
     SCHEMA_URL,
@@ -27,17 +29,15 @@ from instrument.otlp.packing import (
     version,
 )
 from instrument.recording.spans import Origin, Span
-
-SPANS_AT_ONCE = 1_000
-"""Spans of a line; a tree is not cut."""
+from instrument.trace.text import INT64
 
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 
 def json_lines(
-    spans: Sequence[Span], origin: Origin, threads: Mapping[int, str], ids: Ids | None = None
-) -> Iterator[str]:
-    """The lines of a process's spans, with the newline of each. `ids` are those of all whose trees it shares."""
+    trees: Iterable[Sequence[Span]], origin: Origin, threads: Mapping[int, str], ids: Ids | None = None
+) -> Iterator[bytes]:
+    """The lines of a process's spans, one for some whole trees. `ids` are those of all whose trees it shares."""
     own = Ids()
     ids = ids or own
     resource = {
@@ -46,24 +46,15 @@ def json_lines(
         "process.pid": origin.pid,
         **({"host.name": origin.host} if origin.host else {}),
     }
-    ordered = sorted(spans, key=lambda span: (span.root_id, span.start_ns, -span.end_ns, span.span_id))
-    part: list[dict[str, Any]] = []
-    root_id = 0
     offset_ns = origin.realtime_of(0)
-    for found in identify(ordered, ids):
-        if len(part) >= SPANS_AT_ONCE and found[5].root_id != root_id:
-            yield _line(resource, part)
-            part = []
-        root_id = found[5].root_id
-        part.append(_span(found, ids, threads, offset_ns))
-    if part:
-        yield _line(resource, part)
+    for spans in trees:
+        yield _line(resource, [_span(found, ids, threads, offset_ns) for found in identify(spans, ids)])
 
 
-def _line(resource: Mapping[str, object], spans: list[dict[str, Any]]) -> str:
+def _line(resource: Mapping[str, object], spans: list[dict[str, Any]]) -> bytes:
     scope = {"scope": {"name": SCOPE, "version": version()}, "spans": spans, "schemaUrl": SCHEMA_URL}
     request = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [scope]}]}
-    return json.dumps(request, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+    return msgspec.json.encode(request) + b"\n"
 
 
 def _span(found: Identified, ids: Ids, threads: Mapping[int, str], offset_ns: int) -> dict[str, Any]:
@@ -99,8 +90,27 @@ def _span(found: Identified, ids: Ids, threads: Mapping[int, str], offset_ns: in
     return facts
 
 
-def _attributes(found: Mapping[str, object]) -> list[dict[str, Any]]:
-    return [{"key": plain(key), "value": _value(plain(value))} for key, value in found.items()]
+def _attributes(found: Mapping[str, object]) -> list[msgspec.Raw]:
+    return [_attribute(key, value) for key, value in found.items()]
+
+
+def _attribute(key: str, value: object) -> msgspec.Raw:
+    if type(value) is str:
+        return _text(key, value)
+    if type(value) is int and -INT64 <= value < INT64:
+        return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_head(key), value))
+    return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode(_value(plain(value)))))
+
+
+@lru_cache(maxsize=4096)
+def _text(key: str, value: str) -> msgspec.Raw:
+    """An attribute that is text: what sites say, which many spans have."""
+    return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode({"stringValue": plain(value)})))
+
+
+@lru_cache(maxsize=1024)
+def _head(key: str) -> bytes:
+    return b'{"key":%b,"value":' % msgspec.json.encode(plain(key))
 
 
 def _value(value: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from instrument.errors import InstrumentError
 
 LEAST_BYTES = 500_000_000
-"""What `report` may use of any file, all of the process counted."""
+"""What a verb may use of any file, all of the process counted."""
 
 SHARE_OF_DATA = 0.9
 """What part of it the system's limit is for, which does not count libraries and stacks."""
@@ -27,8 +27,8 @@ def bound_bytes(files: Sequence[str]) -> int:
 
 
 @contextmanager
-def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Bound what the process may use in all: to what is asked for, or else by the sizes of the trace files.
+def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
+    """Bound what the process may use in all: to what the verb is asked for, or else by the sizes of the trace files.
 
     Raises `InstrumentError` where they take more: they are made to do so, or very large.
     """
@@ -43,7 +43,7 @@ def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[Non
             raise
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # what is told now needs some, too
         raise InstrumentError(
-            f"report: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust it, give "
+            f"{verb}: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust it, give "
             "more with --memory, such as --memory 4GiB"
         ) from None
     finally:

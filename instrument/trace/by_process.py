@@ -16,33 +16,32 @@ import numpy as np
 from instrument.recording import spans
 from instrument.recording.spans import LINK, LinkedRequest, Span
 from instrument.trace.apart import Part
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged, moved_link
 from instrument.trace.of_spans import spans_of
 
+SPANS_AT_ONCE = 1_000
+"""Spans that are made at a time; a tree is not cut."""
+
 
 def spans_by_process(
     merged: Merged, columns: Trace, joined: Joined, below: Mapping[int, Sequence[Span]] | None = None
-) -> Iterator[tuple[spans.Trace, list[Span]]]:
+) -> Iterator[tuple[spans.Trace, Iterator[list[Span]]]]:
     """Of each process what is known of it, and its spans, by the columns that are left of those that were merged.
 
     `columns` have the same rows, as where requests were made one tree each. Spans that hang `below` rows are of the
-    process that the row is of.
+    process that the row is of. Some whole trees of a process come at a time.
     """
     base = merged.saved.facts.origin
-    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
     linked = linked_requests(columns, joined)
     for _, parts in groupby(merged.parts, attrgetter("process")):
         its = list(parts)
         facts = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
         threads = {thread_id: name for part in its for thread_id, name in part.saved.facts.threads.items()}
-        found = [span for part in its for span in _spans_of(part, columns, linked, below or {})]
-        for span in found:
-            span.remote = remotes.get(span.root_id)
-        yield replace(facts, origin=origin, threads=threads), found
+        yield replace(facts, origin=origin, threads=threads), _trees(its, columns, linked, below or {})
 
 
 def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
@@ -59,19 +58,51 @@ def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[Lin
     return {batch: tuple(its) for batch, its in found.items()}
 
 
-def _spans_of(
-    part: Part, columns: Trace, linked: Mapping[int, Sequence[LinkedRequest]], below: Mapping[int, Sequence[Span]]
-) -> Iterator[Span]:
-    """The spans of a file that are taken from it, and what hangs below them."""
-    moved_ns = part.moved_ns
-    ids = (columns.span_id, columns.parent_id, columns.root_id)
-    rows = part.row[part.is_kept]
-    numbers = zip(rows.tolist(), *(column[rows].tolist() for column in ids), strict=True)
-    kept = part.is_kept.tolist()
-    for own, span in enumerate(spans_of(part.trace)):
-        if not kept[own]:
+def _trees(
+    parts: Sequence[Part],
+    columns: Trace,
+    linked: Mapping[int, Sequence[LinkedRequest]],
+    below: Mapping[int, Sequence[Span]],
+) -> Iterator[list[Span]]:
+    """The spans of a process, some whole trees at a time, those of a tree in the order of their begins."""
+    of_part = np.repeat(np.arange(len(parts)), [len(part.row) for part in parts])
+    own = np.concatenate([np.arange(len(part.row)) for part in parts])
+    is_kept = np.concatenate([part.is_kept for part in parts])
+    row = np.concatenate([part.row for part in parts])[is_kept]
+    of_part, own = of_part[is_kept], own[is_kept]
+    order = np.lexsort((columns.span_id[row], -columns.end_ns[row], columns.start_ns[row], columns.root_id[row]))
+    roots = columns.root_id[row[order]]
+    remotes = {int(columns.root_id[at]): one for at, one in columns.remote.items()}
+    begin = 0
+    for end in [*(np.flatnonzero(roots[1:] != roots[:-1]) + 1).tolist(), len(order)]:
+        if (end - begin < SPANS_AT_ONCE and end < len(order)) or end == begin:
             continue
-        row, span.span_id, span.parent_id, span.root_id = next(numbers)
+        its, begin = order[begin:end], end
+        found = [
+            span
+            for number, part in enumerate(parts)
+            if (its_own := its[of_part[its] == number]).size
+            for span in _spans_of(part, own[its_own], row[its_own], columns, linked, below)
+        ]
+        found.sort(key=lambda span: (span.root_id, span.start_ns, -span.end_ns, span.span_id))
+        for span in found:
+            span.remote = remotes.get(span.root_id)
+        yield found
+
+
+def _spans_of(
+    part: Part,
+    own: Int64s,
+    rows: Int64s,
+    columns: Trace,
+    linked: Mapping[int, Sequence[LinkedRequest]],
+    below: Mapping[int, Sequence[Span]],
+) -> Iterator[Span]:
+    """The spans of a file by their `own` rows in it and their `rows` among all, and what hangs below them."""
+    moved_ns = part.moved_ns
+    numbers = (column[rows].tolist() for column in (columns.span_id, columns.parent_id, columns.root_id))
+    for span, row, span_id, parent_id, root_id in zip(spans_of(part.trace, own), rows.tolist(), *numbers, strict=True):
+        span.span_id, span.parent_id, span.root_id = span_id, parent_id, root_id
         if moved_ns:
             span.start_ns, span.end_ns = span.start_ns + moved_ns, span.end_ns + moved_ns
             span.device = tuple(

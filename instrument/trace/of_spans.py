@@ -136,42 +136,46 @@ ROWS_AT_ONCE = 20_000
 """Rows of which objects are made together: each number is an object of its own meanwhile."""
 
 
-def spans_of(trace: Trace, first: int = 0, end: int | None = None) -> list[Span]:
-    """Columns as objects, a span for each row, or for each of some, in the same order."""
-    end = len(trace) if end is None else end
+def spans_of(trace: Trace, rows: Int64s | None = None) -> list[Span]:
+    """Columns as objects, a span for each row, or for each of some, in their order."""
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
+    rows = np.arange(len(trace)) if rows is None else rows
     spans: list[Span] = []
-    for at in range(first, end, ROWS_AT_ONCE):
-        some = slice(at, min(at + ROWS_AT_ONCE, end))
+    for at in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[at : at + ROWS_AT_ONCE]
         columns: list[Iterable[Any]] = [map(trace.sites.__getitem__, trace.site[some].tolist())]
         columns += [getattr(trace, name)[some].tolist() for name in _NUMBERS]
         columns.append(map(names.__getitem__, trace.error[some].tolist()))
         spans += map(make, *columns)
-    for row, its in _devices_of(trace, first, end):
-        spans[row - first].device += its  # those of one row may come in two parts
-    for at in np.flatnonzero(trace.clipped[first:end]).tolist():
-        spans[at].clipped = True
-    rows = trace.attributes.rows()
-    for row in rows[slice(*np.searchsorted(rows, [first, end]))].tolist():
-        spans[row - first].attributes = LaterAttributes(trace.attributes, row)
-    for row, remote in trace.remote.items():
-        if first <= row < end:
-            spans[row - first].remote = remote
+        for place, its in _devices_of(trace, some):
+            spans[at + place].device = its
+    for place in np.flatnonzero(trace.clipped[rows]).tolist():
+        spans[place].clipped = True
+    having = trace.attributes.rows()
+    if len(having):
+        at_or_after = np.searchsorted(having, rows).clip(max=len(having) - 1)
+        for place in np.flatnonzero(having[at_or_after] == rows).tolist():
+            spans[place].attributes = LaterAttributes(trace.attributes, int(rows[place]))
+    if trace.remote:
+        for place, row in enumerate(rows.tolist()):
+            if row in trace.remote:
+                spans[place].remote = trace.remote[row]
     return spans
 
 
-def _devices_of(trace: Trace, first: int, end: int) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """The intervals of each of some rows that has any."""
+def _devices_of(trace: Trace, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
+    """The intervals of each of some rows that has any, by its place among these."""
     its = trace.device
-    begin, until = np.searchsorted(its.row, [first, end]).tolist()
-    for at in range(begin, until, ROWS_AT_ONCE):
-        some = slice(at, min(at + ROWS_AT_ONCE, until))
-        numbers = (one[some].tolist() for one in (its.device, its.stream, its.start_ns, its.end_ns))
-        labels = map(its.labels.__getitem__, its.label[some].tolist())
-        made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
-        for row, group in groupby(zip(its.row[some].tolist(), made, strict=True), itemgetter(0)):
-            yield row, tuple(interval for _, interval in group)
+    begins, ends = np.searchsorted(its.row, rows), np.searchsorted(its.row, rows, side="right")
+    counts = ends - begins
+    places = np.repeat(np.arange(len(rows)), counts)
+    some = np.arange(len(places)) + (begins - np.cumsum(counts) + counts)[places]
+    numbers = (one[some].tolist() for one in (its.device, its.stream, its.start_ns, its.end_ns))
+    labels = map(its.labels.__getitem__, its.label[some].tolist())
+    made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
+    for place, group in groupby(zip(places.tolist(), made, strict=True), itemgetter(0)):
+        yield place, tuple(interval for _, interval in group)
 
 
 class LaterSpans(Sequence[Span]):
@@ -199,7 +203,7 @@ class LaterSpans(Sequence[Span]):
         if self._made is not None or isinstance(place, slice):
             return self._all()[place]
         row = range(len(self))[place]
-        return spans_of(self.columns, row, row + 1)[0]
+        return spans_of(self.columns, np.array([row]))[0]
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self._all())

@@ -1,14 +1,15 @@
 """A trace as tables of a database in memory: what `query`, Parquet files and data frames are made of.
 
-DuckDB takes the columns as they are; names and attributes are values in its tables, never part of a statement. A
-statement reaches these tables and nothing else: no file, no network, no extension.
+DuckDB reads the columns where they are, without a copy; names and attributes are values in its tables, never part of a
+statement. A statement reaches these tables and nothing else: no file, no network, no extension.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,27 @@ from instrument.trace.text import clean, encode, safe
 
 if TYPE_CHECKING:
     from instrument.recording.spans import Trace as Facts
-    from instrument.trace.columns import Trace
+    from instrument.trace.columns import Int64s, Trace
 
 EXTRA = "instrument-sdk[query]"
 
+ROWS_AT_ONCE = 50_000
+"""Spans whose attributes are read, or that are written to Parquet, together."""
+
+ROWS_OF_GROUP = 61_440
+"""Spans that lie together in a Parquet file: half of what DuckDB takes, and half of the memory."""
+
 _SPANS = """
-create table spans as select s.span_id, s.parent_id, s.root_id, t.name, t.kind, s.thread_id, n.name as thread,
+create view spans as select s.span_id, s.parent_id, s.root_id, t.name, t.kind, s.thread_id, n.name as thread,
   s.task_id, s.start_ns, s.end_ns, s.end_ns - s.start_ns as total_ns, s.active_ns, s.self_ns, s.unix_ns,
-  e.name as error, s.clipped, s.level, s.site
-from raw_spans s join sites t using (site) left join raw_errors e on e.number = s.error
-  left join threads n using (thread_id) order by s.number
+  e.name as error, s.clipped, s.level::bigint as level, s.site::bigint as site
+from given_spans s join sites t using (site) left join given_errors e on e.number = s.error
+  left join threads n using (thread_id)
+"""
+
+_INTERVALS = """
+create view intervals as select i.span_id, i.device, i.stream, i.start_ns, i.end_ns, l.name as label, i.uncertainty_ns
+from given_intervals i join given_labels l on l.number = i.label
 """
 
 _WITH_INTERVALS = """
@@ -55,20 +67,26 @@ def duckdb() -> ModuleType:
     return duckdb
 
 
-def opened(trace: Trace, facts: Facts, *, attributes: bool = True) -> Any:
-    """A connection to a database with the tables that the help of `query` lists; that of `attributes` where asked."""
+def opened(trace: Trace, facts: Facts, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
+    """A connection to a database with the tables that the help of `query` lists, of all spans or of those in some rows;
+    that of `attributes` where asked."""
     connection = duckdb().connect(":memory:")
     try:
         connection.execute("set enable_progress_bar = false")
-        for name, columns in _raw(trace, facts, attributes).items():
-            connection.register("given", dict(columns))
-            kinds = ", ".join(
-                f"cast({column} as {_KINDS[its.dtype.kind]}) as {column}" for column, its in columns.items()
-            )
-            connection.execute(f"create table {name} as select {kinds} from given")  # noqa: S608 - names of ours
-            connection.unregister("given")
+        for name, columns in _given(trace, facts, rows).items():
+            connection.register(f"given_{name}", dict(columns))
+            if name not in ("intervals", "spans"):
+                kinds = ", ".join(
+                    f"cast({column} as {_KINDS[its.dtype.kind]}) as {column}" for column, its in columns.items()
+                )
+                connection.execute(f"create view {name} as select {kinds} from given_{name}")  # noqa: S608 - our names
+        connection.execute(_INTERVALS)
         connection.execute(_SPANS)
-        connection.execute("drop table raw_spans; drop table raw_errors")
+        connection.execute("create table attributes (span_id bigint, name varchar, value varchar, number double)")
+        for columns in _attributes(trace, rows) if attributes else ():
+            connection.register("given_attributes", dict(columns))
+            connection.execute("insert into attributes from given_attributes")
+            connection.unregister("given_attributes")
     except BaseException:
         connection.close()
         raise
@@ -89,34 +107,53 @@ def frame(trace: Trace, facts: Facts) -> Any:
 
 
 def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> Path:
-    """Write the spans as a Parquet file, each with its device intervals and attributes; whole, or not at all."""
-    target, connection = Path(path), opened(trace, facts)
-    with atomic.replacing(target) as file:
+    """Write the spans as a Parquet file, each with its device intervals and attributes; whole, or not at all.
+
+    Some spans at a time become a file of their own, so that not all of them are in memory as they will be in the file.
+    """
+    target, order = Path(path), np.lexsort((trace.span_id, trace.start_ns))
+    with atomic.replacing(target) as file, TemporaryDirectory() as folder:
+        parts: list[str] = []
+        for first in range(0, max(len(order), 1), ROWS_AT_ONCE):
+            part = str(Path(folder, f"{len(parts)}.parquet"))
+            connection = opened(trace, facts, rows=order[first : first + ROWS_AT_ONCE])
+            connection.execute(f"copy ({_WITH_INTERVALS}) to '{part}' (format parquet, compression snappy)")
+            connection.close()
+            parts.append(part)
         # By its descriptor: the name of what is being written is known to `atomic` alone.
         into = f"/proc/self/fd/{file.fileno()}"
-        connection.execute(
-            f"copy ({_WITH_INTERVALS}) to '{into}' (format parquet, compression zstd, use_tmp_file false)"
-        )
-    connection.close()
+        with duckdb().connect(":memory:") as connection:
+            connection.execute("set enable_progress_bar = false")
+            how = f"format parquet, compression zstd, row_group_size {ROWS_OF_GROUP}, use_tmp_file false"
+            connection.execute(f"copy (from read_parquet($parts)) to '{into}' ({how})", {"parts": parts})
     return target
 
 
 _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "varchar"}
 
 
-def _raw(trace: Trace, facts: Facts, attributes: bool) -> dict[str, Columns]:
+def _given(trace: Trace, facts: Facts, rows: Int64s | None) -> dict[str, Columns]:
     its = trace.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
     samples = [one for one in facts.samples if one.value is not None]
     by_row = ("span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns")
+    spans = {name: getattr(trace, name) for name in (*by_row, "site", "error", "clipped", "level")}
+    intervals = {
+        name: getattr(its, name) for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns", "label")
+    }
+    of_intervals = its.row
+    if rows is not None:
+        is_wanted = np.zeros(len(trace), dtype=np.bool_)
+        is_wanted[rows] = True
+        spans = {name: column[rows] for name, column in spans.items()}
+        intervals = {name: column[is_wanted[its.row]] for name, column in intervals.items()}
+        of_intervals = its.row[is_wanted[its.row]]
     return {
-        "raw_spans": {
-            "number": np.arange(len(trace)),
-            **{name: getattr(trace, name) for name in (*by_row, "site", "error", "clipped", "level")},
-            "unix_ns": trace.start_ns + since_1970_ns,
-        },
-        "raw_errors": {"number": np.arange(len(trace.errors)), "name": _texts(trace.errors)},
+        "spans": {**spans, "unix_ns": spans["start_ns"] + since_1970_ns},
+        "errors": {"number": np.arange(len(trace.errors)), "name": _texts(trace.errors)},
+        "labels": {"number": np.arange(len(its.labels)), "name": _texts(its.labels)},
+        "intervals": {"span_id": trace.span_id[of_intervals], **intervals},
         "sites": {
             "site": np.arange(len(trace.sites)),
             **{
@@ -128,12 +165,6 @@ def _raw(trace: Trace, facts: Facts, attributes: bool) -> dict[str, Columns]:
             "attributes": _texts(encode(safe(dict(site.attributes))) for site in trace.sites),
         },
         "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _texts(threads.values())},
-        "intervals": {
-            "span_id": trace.span_id[its.row],
-            **{name: getattr(its, name) for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")},
-            "label": _texts(its.labels)[its.label],
-        },
-        "attributes": _attributes(trace) if attributes else _table_of([]),
         "samples": {
             "name": _texts(one.name for one in samples),
             "device": np.array([one.device for one in samples], dtype=np.int64),
@@ -151,14 +182,19 @@ def _texts(found: Any) -> NDArray[np.object_]:
     return column
 
 
-def _attributes(trace: Trace) -> Columns:
-    return _table_of(
-        [
-            (int(trace.span_id[row]), name, value)
-            for row in trace.attributes.rows().tolist()
-            for name, value in trace.attributes[row].items()
-        ]
-    )
+def _attributes(trace: Trace, rows: Int64s | None) -> Iterator[Columns]:
+    """Those of some rows at a time."""
+    its = trace.attributes.rows()
+    if rows is not None:
+        its = its[np.isin(its, rows)]
+    for first in range(0, len(its), ROWS_AT_ONCE):
+        yield _table_of(
+            [
+                (int(trace.span_id[row]), name, value)
+                for row in its[first : first + ROWS_AT_ONCE].tolist()
+                for name, value in trace.attributes[row].items()
+            ]
+        )
 
 
 def _table_of(rows: list[tuple[int, str, Any]]) -> Columns:

@@ -41,6 +41,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import instrument
@@ -156,12 +157,13 @@ def kernels_of(trace: Trace, count: int) -> list[Kernel]:
     return sorted(found, key=lambda kernel: kernel.start_ns)
 
 
-def write(path: str, count: int, beside: str) -> None:
-    """A trace of so many spans, and of what is beside them."""
+def write(path: str, count: int, beside: str, pid: int) -> None:
+    """A trace of so many spans of a process, and of what is beside them."""
     if beside == "torch":
         write_of_torch(path, count)
         return
     trace = trace_of(count)
+    trace.origin = replace(trace.origin, pid=pid)
     if beside == "attributes":
         for number, span in enumerate(trace.spans):
             span.attributes = {**span.attributes, "model": "llama-8b", "tokens": number, "cached": number % 3 == 0}
@@ -295,10 +297,11 @@ def main() -> None:
     parser.add_argument("--live", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="tree", choices=("tree", "flat"), help=argparse.SUPPRESS)
     parser.add_argument("--write", help=argparse.SUPPRESS)
+    parser.add_argument("--pid", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--beside", default="", choices=["", *BESIDE], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        write(options.write, options.spans, options.beside)
+        write(options.write, options.spans, options.beside, options.pid)
         return
     if options.live:
         live(*options.live, options.shape)

@@ -17,15 +17,16 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
+from instrument.report.endpoint_times import IN_ORDER
 from instrument.report.page.varints import column, steps
 from instrument.report.request_life import place_of
-from instrument.report.requests_view import IN_ORDER, SlowRequest, blame_text, joined_requests, request_ledger
+from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.joined import Served
-from instrument.trace.ledger import SHARE, UNKNOWN, turns_of
+from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 from instrument.trace.owners import owners
 
 MOST_LISTED = 10_000
@@ -54,7 +55,7 @@ KEYS, KEY_COLUMNS = 2, 64
 class Listed:
     """What a page lists: each is a row of the trace, in the order of their begins; `of` has the place of each span's.
 
-    `what` they are is a request, a step or a span. Of requests there are `keys` and `times` by place, and what is
+    `what` they are is a request, a step or a span. Of requests there are `keys` by place, the `ledger`, and what is
     `served` in batches.
     """
 
@@ -63,7 +64,7 @@ class Listed:
     rows: Int64s
     of: Int64s
     keys: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    times: tuple[Mapping[str, int], ...] = ()
+    ledger: Ledger | None = None
     served: Served | None = None
 
     @classmethod
@@ -71,8 +72,8 @@ class Listed:
         """The requests, or what a page lists where there are none."""
         trace, joined = recording.columns, recording.once(joined_requests)
         if len(joined.rows):
-            times = recording.once(request_ledger).times
-            return cls(trace, "request", joined.rows, joined.of, joined.keys, times, joined.served)
+            found = recording.once(request_ledger)
+            return cls(trace, "request", joined.rows, joined.of, joined.keys, found, joined.served)
         is_step = trace.of_kind("step")
         own = owners(trace, is_step if is_step.any() else trace.parent == NONE)
         rows = np.flatnonzero(own == np.arange(len(trace)))
@@ -212,7 +213,7 @@ class KeptSpans:
     def _list(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows = listed.rows[shown]
-        of_shown = [listed.times[place] for place in shown.tolist()] if listed.times else []
+        of_shown = list(map(listed.ledger.parts_of, shown.tolist())) if listed.ledger else []
         names = in_their_order({name for its in of_shown for name in its})
         number_of = {name: number for number, name in enumerate(names)}
         counts: list[int] = []
@@ -328,7 +329,7 @@ class KeptSpans:
     def _turns(self) -> dict[str, Any]:
         """Turn by turn what went on in the requests that have their spans; between turns it is unknown."""
         listed = self.listed
-        if not listed.times or not self._whole.any():
+        if listed.ledger is None or not self._whole.any():
             return {}
         found = turns_of(self._trace, self._recording.once(joined_requests))
         wanted = np.flatnonzero(self._whole[found.request])

@@ -15,8 +15,9 @@ from instrument.profile.model import VIEWS
 from instrument.recording.spans import GAUGES, HOST
 from instrument.report.device_summary import shown_unit
 from instrument.report.device_view import Device
+from instrument.report.endpoint_times import PhaseTime
 from instrument.report.overview_view import ALL_DEVICES, DeviceWork
-from instrument.report.requests_view import PhaseTime, RequestTimes
+from instrument.report.requests_view import RequestTimes
 from instrument.report.self_times_view import path_text
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, shorten, tenths
 from instrument.report.view import UNITS, View
