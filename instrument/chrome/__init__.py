@@ -2,7 +2,8 @@
 
 `lanes` finds the place of every slice, `arrows` what leads from one to another, `writing` makes the file, `reading`
 takes it back, as it does the files of other profilers. Both ways share `text`, the JSON, and `metadata`, the facts
-beside the events. `joining` puts what torch.profiler saw beside our spans.
+beside the events. `joining` puts what torch.profiler saw beside our spans. `track_events` writes the same slices in
+Perfetto's own format.
 
 Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
 that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Trace as Columns
     from instrument.trace.file import Saved
 
-__all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write"]
+__all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write", "write_track_events"]
 
 # What reads and writes wants numpy, which a service that only records has no use for.
 
@@ -44,6 +45,13 @@ def write(path: str | os.PathLike[str], columns: Columns, facts: Trace, tally: T
     from instrument.chrome import writing
 
     return writing.write(path, columns, facts, tally)
+
+
+def write_track_events(path: str | os.PathLike[str], columns: Columns, facts: Trace) -> Path:
+    """See `instrument.chrome.track_events.write_track_events`."""
+    from instrument.chrome import track_events
+
+    return track_events.write_track_events(path, columns, facts)
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:

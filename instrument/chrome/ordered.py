@@ -9,9 +9,9 @@ import numpy as np
 
 from instrument.recording.spans import Site
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
-from instrument.trace.forest import NONE
+from instrument.trace.forest import NONE, tops
 from instrument.trace.gathering import rank_of
-from instrument.trace.groups import by_first_sight
+from instrument.trace.groups import by_first_sight, numbered, ranked
 from instrument.trace.layout import in_order
 
 BATCH = 4096
@@ -62,6 +62,23 @@ class Spans(NamedTuple):
             is_request=is_request,
             is_async=(task_id != 0) | is_request,
         )
+
+    def groups(self) -> Int64s:
+        """What thread, or what task of what tree, each span is on: numbers from 0."""
+        threads, groups = ranked(self.thread_id)
+        slices = np.flatnonzero(self.is_async)
+        if not len(slices):
+            return groups
+        # Most spans are on the task of their parent: so few are looked at one by one.
+        root_id, task_id, above = self.trace.root_id[self.row], self.task_id, self.parent
+        goes_on = (above != NONE) & self.is_async & self.is_async[above]
+        goes_on &= (root_id == root_id[above]) & (task_id == task_id[above])
+        first_of = tops(np.where(goes_on, above, np.int32(NONE)).astype(np.int32))
+        firsts = np.flatnonzero(self.is_async & ~goes_on)
+        number_of = np.zeros(len(groups), dtype=np.int64)
+        number_of[firsts] = numbered(ranked(root_id[firsts])[1], ranked(task_id[firsts])[1])[0]
+        groups[slices] = len(threads) + number_of[first_of[slices]]
+        return groups
 
 
 class Intervals(NamedTuple):

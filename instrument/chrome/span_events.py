@@ -16,8 +16,8 @@ from instrument.chrome.lanes import DEEPEST, Board, lane_mark, lanes_of
 from instrument.chrome.ordered import Spans
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
-from instrument.trace.forest import NONE, tops
-from instrument.trace.groups import by_first_sight, numbered, ranked
+from instrument.trace.forest import NONE
+from instrument.trace.groups import by_first_sight, ranked
 from instrument.trace.layout import attribute_texts
 from instrument.trace.metadata import SiteText
 from instrument.trace.text import MILLI, encode, safe
@@ -40,7 +40,7 @@ class SpanEvents:
         self._spans = spans
         tied = np.sort(np.array([*binds], dtype=np.int64))
         self._binds = [Rare(tied, lambda places: map(binds.__getitem__, places.tolist()))]
-        groups = self._groups()
+        groups = spans.groups()
         deep = spans.trace.level[spans.row] >= DEEPEST
         number, around = lanes_of(groups, spans.parent, spans.start_ns, spans.end_ns, deep)
         slices = np.flatnonzero(spans.is_async)
@@ -69,24 +69,6 @@ class SpanEvents:
             spans.end_ns[slices][order],
             before[order],
         )
-
-    def _groups(self) -> Int64s:
-        """What thread, or what task of what tree, each span is on: numbers from 0."""
-        spans = self._spans
-        threads, groups = ranked(spans.thread_id)
-        slices = np.flatnonzero(spans.is_async)
-        if not len(slices):
-            return groups
-        # Most spans are on the task of their parent: so few are looked at one by one.
-        root_id, task_id, above = spans.trace.root_id[spans.row], spans.task_id, spans.parent
-        goes_on = (above != NONE) & spans.is_async & spans.is_async[above]
-        goes_on &= (root_id == root_id[above]) & (task_id == task_id[above])
-        first_of = tops(np.where(goes_on, above, np.int32(NONE)).astype(np.int32))
-        firsts = np.flatnonzero(spans.is_async & ~goes_on)
-        number_of = np.zeros(len(groups), dtype=np.int64)
-        number_of[firsts] = numbered(ranked(root_id[firsts])[1], ranked(task_id[firsts])[1])[0]
-        groups[slices] = len(threads) + number_of[first_of[slices]]
-        return groups
 
     def _rarities(self, around: Int32s, openers: Int64s) -> list[Rare]:
         """What spans have to say of themselves beside their ids, and what no reader knows.

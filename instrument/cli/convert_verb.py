@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMS = {
     "recording": (".npz", "what report, query and numpy.load read"),
     "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
+    "perfetto": (".pftrace", "Perfetto's own format; wants instrument-sdk[perfetto]"),
     "parquet": (".parquet", "spans with their device intervals and attributes; wants instrument-sdk[query]"),
     "otlp": (".otlp.jsonl", "OTLP in JSON, a line for each request, as a collector's otlpjsonfile receiver reads it"),
 }
@@ -30,7 +31,7 @@ def add(verbs: Verbs) -> None:
     """The verb `convert` and its options."""
     parser = verbs.add_parser(
         "convert",
-        help="write saved traces as a recording, Chrome JSON, Parquet or OTLP",
+        help="write saved traces as a recording, Chrome JSON, a Perfetto trace, Parquet or OTLP",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
@@ -66,13 +67,14 @@ def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
 
 
 def write(target: Path, form: str, saved: Saved) -> None:
-    """Write a recording, Chrome JSON or Parquet. Raises `TraceError`."""
+    """Write a recording, Chrome JSON, Perfetto's own form or Parquet. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file, tables
 
     ways: dict[str, Callable[[], object]] = {
         "recording": lambda: file.write(target, saved.columns, saved.facts, saved.counted()),
         "chrome": lambda: chrome.write(target, saved.columns, saved.facts, saved.counted()),
+        "perfetto": lambda: chrome.write_track_events(target, saved.columns, saved.facts),
         "parquet": lambda: tables.write_parquet(target, saved.columns, saved.facts),
     }
     with_refusals(target, ways[form])

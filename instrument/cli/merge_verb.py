@@ -20,7 +20,7 @@ def add(verbs: Verbs) -> None:
         "--output",
         required=True,
         metavar="OUT",
-        help="the file to write: .json or .json.gz is Chrome JSON, .parquet Parquet, all else a recording",
+        help="what to write: .json or .json.gz is Chrome JSON, .pftrace Perfetto's, .parquet Parquet, or a recording",
     )
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
     add_memory(parser)
@@ -31,7 +31,7 @@ def merge(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
     paths, target = expanded(options.traces), Path(options.output)
     refuse_to_replace_input(target, paths)
-    forms = {".json": "chrome", ".gz": "chrome", ".parquet": "parquet"}
+    forms = {".json": "chrome", ".gz": "chrome", ".pftrace": "perfetto", ".parquet": "parquet"}
     write(target, forms.get(target.suffix, "recording"), merged_of("merge", paths, options.clock, options.memory))
     sys.stdout.write(f"{target}\n")
     return 0
