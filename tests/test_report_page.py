@@ -25,7 +25,7 @@ from instrument.recording.spans import KEY, Origin, Site, Span, Trace
 from instrument.report.page import device_lanes, html_page, kept_spans, page_document
 from instrument.report.page.html_page import SCRIPTS, write_page
 from instrument.report.page.page_tables import TABLES
-from instrument.report.page.varints import column, steps
+from instrument.report.page.varints import column_text, steps_text
 from instrument.report.requests_view import joined_requests, request_ledger, requests
 from instrument.report.summary import VIEW_OF
 from instrument.report.table import safe
@@ -56,12 +56,12 @@ def hostile() -> Trace:
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
 def test_a_column_reads_back_as_what_was_written(numbers: list[int]) -> None:
-    assert numbers_of(column(np.array(numbers, dtype=np.int64))) == numbers
+    assert numbers_of(column_text(np.array(numbers, dtype=np.int64))) == numbers
 
 
 def test_a_column_by_differences_reads_back_and_is_short() -> None:
     numbers = [1_000_000 + 3 * number for number in range(1000)]
-    text = steps(np.array(numbers, dtype=np.int64))
+    text = steps_text(np.array(numbers, dtype=np.int64))
     assert summed_numbers_of(text) == numbers
     assert len(text) < 1400
 

@@ -161,6 +161,11 @@ def test_arrow_keys_go_from_span_to_span_and_a_search_goes_to_its_hits(opened: A
     told = page.tab.inner_text(".life .detail")
     assert told.startswith("engine.step")
     assert "its share" in told
+    page.tab.fill(".life .find-span", "in a batch")
+    page.tab.press(".life .find-span", "Enter")
+    told = page.tab.inner_text(".life .detail")
+    assert "serves\n" in told
+    assert "its share\n" in told
     page.tab.get_by_text("spans as a table").click()
     assert "engine.step" in page.texts(".life tbody th")
 

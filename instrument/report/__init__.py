@@ -1,7 +1,7 @@
 """Reports: each view is numbers made of a recording, and a text that shows them.
 
 A view sees finished numbers only, so what was saved yesterday on a server reads on a laptop. See `view` for what a view
-is, and `summary` for all of them.
+is, `summary` for all of them, and `page` for one HTML file of all.
 
 What the numbers mean:
 

@@ -118,7 +118,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     Raises `TraceError` where there is none.
     """
     trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    place = place_of(trace, joined, asked)
+    place = place_of_request(trace, joined, asked)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
@@ -143,7 +143,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     )
 
 
-def place_of(trace: Trace, joined: Joined, asked: str) -> int:
+def place_of_request(trace: Trace, joined: Joined, asked: str) -> int:
     """The place of the request of a key, or of the span of that number; of several with one key, the longest.
 
     Raises `TraceError` where there is none.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from instrument.report.events_view import EventRow, events
-from instrument.report.page.varints import column
+from instrument.report.page.varints import column_text
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 
@@ -102,7 +102,7 @@ class CallsTree:
 
 def _column(numbers: Iterable[int | None]) -> str:
     found = [NEVER if one is None else min(one, GREATEST) for one in numbers]
-    return column(np.array(found, dtype=np.int64))
+    return column_text(np.array(found, dtype=np.int64))
 
 
 def _parents(rows: Sequence[EventRow]) -> list[int]:

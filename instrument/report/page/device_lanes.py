@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from instrument.recording.spans import GAUGES, HOST, UNTIMED
-from instrument.report.page.varints import column, steps
+from instrument.report.page.varints import column_text, steps_text
 from instrument.report.table import safe, shorten
 from instrument.report.view import Recording
 from instrument.trace.columns import Int64s
@@ -90,12 +90,12 @@ class DeviceLanes:
             "lanes": [f"GPU {device}, stream {stream}{f', {what}' if what else ''}" for device, stream, what in order],
             "names": [names[one] for one in named.tolist()],
             "labels": list(map(safe, self._recording.columns.device.labels)),
-            "start": steps(kept["start"]),
-            "length": column(kept["length"]),
-            "lane": column(place[kept["lane"]]),
-            "name": column(number.reshape(-1).astype(np.int64)),
-            "span": steps(kept["span"]),
-            "label": column(kept["label"]),
+            "start": steps_text(kept["start"]),
+            "length": column_text(kept["length"]),
+            "lane": column_text(place[kept["lane"]]),
+            "name": column_text(number.reshape(-1).astype(np.int64)),
+            "span": steps_text(kept["span"]),
+            "label": column_text(kept["label"]),
             "gauges": self._gauges(),
         }
 
@@ -133,7 +133,7 @@ class DeviceLanes:
                 "name": shorten(safe(name), NAME),
                 "unit": GAUGES[name].unit if name in GAUGES else "",
                 "about": GAUGES[name].about if name in GAUGES else "",
-                "at": steps(np.array([at_ns - base_ns for at_ns, _ in some], dtype=np.int64)),
+                "at": steps_text(np.array([at_ns - base_ns for at_ns, _ in some], dtype=np.int64)),
                 "values": [float(f"{value:.4g}") for _, value in some],
             })  # fmt: skip
         return gauges

@@ -77,7 +77,7 @@ def html_page(document: Mapping[str, Any]) -> str:
         "style": style,
         "d3": d3,
         "licence": escape(_asset("d3.md").partition("## Licence")[2].strip()),
-        "data": packed(document),
+        "data": packed_document(document),
         "script": script,
     }
     page = _asset("page.html")
@@ -85,7 +85,7 @@ def html_page(document: Mapping[str, Any]) -> str:
     return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:]))
 
 
-def packed(document: Any) -> str:
+def packed_document(document: Any) -> str:
     """A document as JSON, deflated, in base64: letters, digits, `+`, `/` and `=`, whatever it says."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")

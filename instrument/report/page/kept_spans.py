@@ -18,8 +18,8 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_times import IN_ORDER
-from instrument.report.page.varints import column, steps
-from instrument.report.request_life import place_of
+from instrument.report.page.varints import column_text, steps_text
+from instrument.report.request_life import place_of_request
 from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten
 from instrument.report.view import Options, Recording
@@ -115,7 +115,7 @@ class KeptSpans:
             raise TraceError(
                 f"asked for the request {wanted!r:.80}, found no request in the trace; leave --request out"
             )
-        return place_of(self._trace, self._recording.once(joined_requests), wanted)
+        return place_of_request(self._trace, self._recording.once(joined_requests), wanted)
 
     # Which spans
 
@@ -225,9 +225,9 @@ class KeptSpans:
             times += its.values()
         number = {place: at for at, place in enumerate(shown.tolist())}
         return {
-            "site": column(self._site_of(rows)),
-            "start": steps(trace.start_ns[rows] - self._recording.facts.start_ns),
-            "wall": column(trace.total_ns[rows]),
+            "site": column_text(self._site_of(rows)),
+            "start": steps_text(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "wall": column_text(trace.total_ns[rows]),
             "error": self._errors_of(rows),
             "ids": list(map(str, trace.span_id[rows].tolist())),
             "keys": {
@@ -238,13 +238,13 @@ class KeptSpans:
             "traces": {
                 at: f"{trace.remote[row].trace_id:032x}" for at, row in enumerate(rows.tolist()) if row in trace.remote
             },
-            "span": column(self.number_of[rows]),
-            "has_spans": column(self._whole[shown].astype(np.int64)),
+            "span": column_text(self.number_of[rows]),
+            "has_spans": column_text(self._whole[shown].astype(np.int64)),
             "first": number.get(NONE if self.first is None else self.first, NONE),
             "part_names": list(map(safe, names)),
-            "part_count": column(np.array(counts, dtype=np.int64)),
-            "part": column(np.array(parts, dtype=np.int64)),
-            "part_ns": column(np.array(times, dtype=np.int64)),
+            "part_count": column_text(np.array(counts, dtype=np.int64)),
+            "part": column_text(np.array(parts, dtype=np.int64)),
+            "part_ns": column_text(np.array(times, dtype=np.int64)),
             "blame": self._blame(rows, slowest),
         }
 
@@ -261,14 +261,14 @@ class KeptSpans:
         parent = self.number_of[trace.parent[rows]]
         own = np.arange(len(rows))
         return {
-            "start": steps(trace.start_ns[rows] - self._recording.facts.start_ns),
-            "length": column(trace.total_ns[rows]),
-            "children": column(trace.total_ns[rows] - trace.self_ns[rows]),
-            "site": column(self._site_of(rows)),
-            "parent": column(np.where(parent == NONE, 0, own - parent)),  # how many spans before, 0 for none
-            "request": column(number_of_place[self.listed.of[rows]]),
+            "start": steps_text(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "length": column_text(trace.total_ns[rows]),
+            "children": column_text(trace.total_ns[rows] - trace.self_ns[rows]),
+            "site": column_text(self._site_of(rows)),
+            "parent": column_text(np.where(parent == NONE, 0, own - parent)),  # how many spans before, 0 for none
+            "request": column_text(number_of_place[self.listed.of[rows]]),
             "error": self._errors_of(rows),
-            "lane": column(self._lanes_and_spans[1]),
+            "lane": column_text(self._lanes_and_spans[1]),
         }
 
     @cached_property
@@ -324,7 +324,7 @@ class KeptSpans:
             lanes.append((threads.setdefault(thread, len(threads)), its.setdefault(task, len(its) + 1) if task else 0))
         table = np.array(lanes, dtype=np.int64).reshape(-1, 2)
         told = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
-        return {"threads": told, "thread": column(table[:, 0]), "task": column(table[:, 1])}
+        return {"threads": told, "thread": column_text(table[:, 0]), "task": column_text(table[:, 1])}
 
     def _turns(self) -> dict[str, Any]:
         """Turn by turn what went on in the requests that have their spans; between turns it is unknown."""
@@ -341,11 +341,11 @@ class KeptSpans:
         ends_before = np.where(is_first, 0, np.concatenate([[0], (starts + lengths)[:-1]])[: len(order)])
         return {
             "names": list(map(safe, found.names)),
-            "count": column(counts.astype(np.int64)),
-            "part": column(found.part[order]),
-            "span": column(np.where(found.row[order] == NONE, NONE, self.number_of[found.row[order]])),
-            "after": column(starts - ends_before),
-            "length": column(lengths),
+            "count": column_text(counts.astype(np.int64)),
+            "part": column_text(found.part[order]),
+            "span": column_text(np.where(found.row[order] == NONE, NONE, self.number_of[found.row[order]])),
+            "after": column_text(starts - ends_before),
+            "length": column_text(lengths),
         }
 
     def _pairs(self) -> dict[str, Any]:
@@ -360,10 +360,10 @@ class KeptSpans:
         batches = served.batch[wanted]
         sizes = np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)
         return {
-            "count": column(np.bincount(served.request[wanted], minlength=len(self.listed.rows))[self.shown]),
-            "span": steps(self.number_of[batches]),
-            "given": column(given[wanted]),
-            "size": column(sizes),
+            "count": column_text(np.bincount(served.request[wanted], minlength=len(self.listed.rows))[self.shown]),
+            "span": steps_text(self.number_of[batches]),
+            "given": column_text(given[wanted]),
+            "size": column_text(sizes),
         }
 
     def _attributes(self) -> dict[int, dict[str, str]]:

@@ -30,11 +30,11 @@ def varints(numbers: NDArray[np.int64]) -> bytes:
     return out.tobytes()
 
 
-def column(numbers: NDArray[np.int64]) -> str:
+def column_text(numbers: NDArray[np.int64]) -> str:
     """A column as base64 of `varints`."""
     return base64.b64encode(varints(numbers)).decode("ascii")
 
 
-def steps(numbers: Int64s) -> str:
+def steps_text(numbers: Int64s) -> str:
     """A column by the differences of its numbers, which are small where they are in order."""
-    return column(np.diff(numbers, prepend=np.int64(0)))
+    return column_text(np.diff(numbers, prepend=np.int64(0)))
