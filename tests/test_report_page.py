@@ -315,7 +315,7 @@ def test_a_page_of_a_hundred_thousand_spans_has_at_most_five_megabytes(tmp_path:
     assert 1_000_000 < page.stat().st_size <= html_page.MOST_BYTES == 5_000_000
     document = Elements(page.read_text("utf-8")).document
     assert len(numbers_of(document["spans"]["start"])) == len(trace.spans)
-    assert document["left_out"][:-1] == []  # the last is of rows of tables
+    assert document["left_out"] == []
 
 
 def test_a_page_that_is_too_large_has_fewer_spans_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +327,12 @@ def test_a_page_that_is_too_large_has_fewer_spans_instead(tmp_path: Path, monkey
     less = write_page(tmp_path / "less.html", recording, Options())
     assert less.stat().st_size <= whole.stat().st_size - 20_000
     assert "have no spans here" in " ".join(Elements(less.read_text()).document["left_out"])
+
+
+def test_rows_that_a_table_leaves_out_are_said_where_there_are_any() -> None:
+    assert document_of(engine_trace(6))["left_out"] == []
+    (said,) = document_of(engine_trace(6), Options(rows=1))["left_out"]
+    assert said.startswith("Tables have at most ")
 
 
 def test_readings_of_gauges_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def page_document(
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept.number_of, MOST_STRETCHES // part)
     of_devices = lanes.document()
     views = {name: VIEW_OF[name](recording, bounded) for name in TABLES}
+    shown_views = views_of(views, options.unit)
     served = views["requests"]
     pictures = kept.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
@@ -46,11 +47,11 @@ def page_document(
         "figures": _figures(recording, shown, options.unit),
         "endpoints": _endpoints(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),
-        "views": views_of(views, options.unit),
+        "views": shown_views,
         **pictures,
         "calls": tree.document(),
         "device": {**of_devices, "why": _why_no_device(shown)},
-        "left_out": [*kept.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(bounded)],
+        "left_out": [*kept.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
         "instrumentation": _instrumentation(recording),
     }
 
@@ -111,7 +112,7 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
         ratio = shown.cost_ratio
         add("Instrumentation", "-" if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%", "of the window")
     lost = sum(shown.losses.values())
-    add("Not kept", f"{lost:,}" if lost else "0", "see below" if lost else "nothing was lost", "bad" if lost else "")
+    add("Not kept", f"{lost:,}" if lost else "0", "see About" if lost else "nothing was lost", "bad" if lost else "")
     return figures
 
 
@@ -145,5 +146,10 @@ def _instrumentation(recording: Recording) -> list[str]:
     return [line for line in lines if line and not line.startswith("-----")]
 
 
-def _rows_left_out(options: Options) -> Sequence[str]:
-    return [f"Tables have their {options.rows} heaviest rows; what remains of one is its last row."]
+def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
+    names = (str(row[0]) for view in views for table in view["tables"] for row in table["rows"])
+    if not any(name.startswith("(remaining ") for name in names):
+        return []
+    return [
+        f"Tables have at most {MOST_TABLE_ROWS} rows, or as many as were asked for; what remains is their last row."
+    ]
