@@ -79,7 +79,7 @@ function startRequests() {
   const table = new SortableTable({ label: WHAT[what], columns, count, tall: true, pick: showLife });
   table.sortBy(columns.findIndex((one) => one.label === "Wall"));
   byId("request-list").append(table.node);
-  if (report.about.cut) byId("request-list").append(element("p", { class: "note" }, `Of the list ${counted(report.about.cut, "request")} at an edge of what is held: no number of the summary or a table counts what is cut.`));
+  if (report.about.cut) byId("request-list").append(element("p", { class: "note" }, `At an edge of what is held, and so in no number of the summary or a table: ${counted(report.about.cut, "request")} of the list.`));
   const search = byId("request-search");
   search.placeholder = hasKeys ? "Endpoint, key, error or span" : "Name, error or span";
   const haystack = Array.from({ length: count }, (_, row) =>
