@@ -7,8 +7,20 @@ the same service; it is imported on the export thread only.
 
 from instrument.otlp.exporter import Delivery, Exporter
 from instrument.otlp.metrics import DELAY_NS as METRICS_EVERY_NS
-from instrument.otlp.packing import Ids
+from instrument.otlp.packing import Ids, pack_resource
 from instrument.otlp.senders import modules_of, require_grpc
-from instrument.otlp.tracer import current_parent
+from instrument.otlp.tracer import current_parent, given_attributes, provider_attributes, resource_attributes
 
-__all__ = ["METRICS_EVERY_NS", "Delivery", "Exporter", "Ids", "current_parent", "modules_of", "require_grpc"]
+__all__ = [
+    "METRICS_EVERY_NS",
+    "Delivery",
+    "Exporter",
+    "Ids",
+    "current_parent",
+    "given_attributes",
+    "modules_of",
+    "pack_resource",
+    "provider_attributes",
+    "require_grpc",
+    "resource_attributes",
+]

@@ -17,6 +17,7 @@ from instrument.otlp.response import Response
 from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
 from instrument.otlp.tracer import (
     detected_attributes,
+    given_attributes,
     of_a_child,
     provider_attributes,
     resource_attributes,
@@ -169,9 +170,10 @@ class Exporter:
     def origin(self, origin: Origin) -> None:
         self.own.origin = origin
 
-    def resource(self) -> Mapping[str, object]:
+    def resource(self) -> dict[str, object]:
         """The attributes of this process's resource, as they are now; what was detected with them once it is ready."""
-        return resource_attributes(self.origin, self.ids.instance, self._detected or {}, provider_attributes())
+        detected = given_attributes() if self._detected is None else self._detected
+        return resource_attributes(self.origin, self.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
         """Start the thread; nothing happens when it runs already. What was offered before is sent too.

@@ -63,11 +63,20 @@ def detected_attributes() -> dict[str, object]:
 
         return dict(Resource.create().attributes)
     except RuntimeError:  # threads and exit handlers can no longer be made
-        pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
-        return {unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()}
+        return given_attributes()
     except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
         return {}
+
+
+def given_attributes() -> dict[str, object]:
+    """What `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` say, where nobody asks the SDK."""
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
+    found: dict[str, object] = {
+        unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()
+    }
+    name = os.environ.get("OTEL_SERVICE_NAME", "")
+    return {**found, "service.name": name} if name else found
 
 
 def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:

@@ -162,6 +162,13 @@ class Recorded:
             self._ids = otlp.Ids()
         return self._ids
 
+    def resource(self) -> dict[str, object]:
+        """What this process is to collectors and profilers, as attributes of OpenTelemetry."""
+        if self._exporter is not None:
+            return self._exporter.resource()
+        given, provider = otlp.given_attributes(), otlp.provider_attributes()
+        return otlp.resource_attributes(self.origin(), self.ids().instance, given, provider)
+
     def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
         """Trace id, span id, flags and state of a span: those of the caller's trace, or of our own, by the sample."""
         ids, remote = self.ids(), remote_of(told)

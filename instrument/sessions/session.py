@@ -27,6 +27,7 @@ from instrument.recording.spans import (
     Span,
 )
 from instrument.report.summary import prepare
+from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX
@@ -132,6 +133,8 @@ class Session(Recorded):
             raise
         if self._is_of_run and files.is_main():
             self.make_board()
+        FAULTS.attempt("process context", self._publish_context)
+        self._last_undos.append(process_context.withdraw)
         self._join_run()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
@@ -144,6 +147,12 @@ class Session(Recorded):
         self._generations.listen_to_agent()
         if problem:
             self.account.complain(f"{problem}; what this process records goes with it", log=False)
+
+    def _publish_context(self) -> None:
+        """Let profilers outside find who this process is."""
+        problem = process_context.publish(otlp.pack_resource(self.resource()))
+        if problem:
+            self.account.complain(f"process context: {problem}; profilers name this process on their own", log=False)
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -310,6 +319,7 @@ class Session(Recorded):
         RECORDER.tell(self._facts())
         if self._exporter is not None:
             self._exporter.origin = self.origin()
+        FAULTS.attempt("process context", self._publish_context)
         if self._is_read() and not was_read:
             self._reader.skip()  # nobody has read what was recorded until now
         self._threads.start()
@@ -418,6 +428,8 @@ class Session(Recorded):
         self._begin_readings()
         self._threads.start_when_needed()
         self._generations.listen_in_child()
+        process_context.after_fork_in_child()
+        FAULTS.attempt("process context", self._publish_context)
         self._join_run()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:

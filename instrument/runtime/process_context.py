@@ -1,0 +1,161 @@
+"""The process context: who this process is, in memory that profilers outside find by its name in `/proc/PID/maps`.
+
+OpenTelemetry's OTEP 4719 says how it lies there, in which order it is written, and how it is read. A forked child has
+none until it publishes its own. Whoever publishes one first, this or another SDK of the process, is alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instrument.runtime.unpatched import Lock
+
+NAME = b"OTEL_CTX"
+VERSION = 2
+HEADER = struct.Struct("<8sIIQQ")
+"""The name once all is there, the version, the payload's length, when it was published on the clock that counts sleep,
+0 while it changes, and the payload's address."""
+
+PAYLOAD_LIMIT = 64 << 10
+"""Readers take no longer one."""
+
+_PUBLISHED_AT = 16
+_PAGE_BYTES = 4096
+_READ_WRITE, _PRIVATE, _ANONYMOUS, _DONTFORK = 3, 2, 0x20, 10
+_SET_VMA, _ANON_NAME = 0x53564D41, 0
+_NOEXEC_SEAL = 8
+_FAILED = ctypes.c_void_p(-1).value
+
+_lock = Lock()
+
+
+class _Published:
+    """What this process has published: where the header lies, and what the payload lies in."""
+
+    def __init__(self, address: int) -> None:
+        self.pid = os.getpid()
+        self.address = address
+        self.payload: Any = None
+
+
+_published: _Published | None = None
+
+
+def publish(payload: bytes) -> str:
+    """Publish an encoded `ProcessContext`, in place of one that this process has published before.
+
+    Returns why that cannot be, "" where it is done, or another SDK of the process has done it.
+    """
+    global _published
+    if len(payload) > PAYLOAD_LIMIT:
+        return f"a process context of {len(payload)} bytes, of at most {PAYLOAD_LIMIT}"
+    with _lock:
+        try:
+            libc = _libc()
+            known = _published if _published is not None and _published.pid == os.getpid() else None
+            if known is None:
+                if _is_there():
+                    return ""
+                known = _published = _Published(_mapped(libc))
+            _put(known, payload)
+            # Some readers hook on the call: it is made also where a kernel names no memory.
+            libc.prctl(_SET_VMA, _ANON_NAME, known.address, _PAGE_BYTES, NAME)
+        except (OSError, AttributeError) as problem:
+            return str(problem)
+    return ""
+
+
+def withdraw() -> None:
+    """Take back what this process has published, if anything."""
+    global _published
+    with _lock:
+        known, _published = _published, None
+        if known is not None and known.pid == os.getpid():
+            with suppress(OSError, AttributeError):
+                _libc().munmap(known.address, _PAGE_BYTES)
+
+
+def after_fork_in_child() -> None:
+    """The parent's is not here, and another thread of the parent may have held the lock."""
+    global _lock, _published
+    _lock, _published = Lock(), None
+
+
+def _put(known: _Published, payload: bytes) -> None:
+    """Write what readers find whole, or find that it changes."""
+    before, known.payload = known.payload, ctypes.create_string_buffer(payload, len(payload))
+    address, at = ctypes.addressof(known.payload), known.address
+    # A lock that is taken and released is a barrier: what was written before it is seen before what is written after.
+    _store(at + _PUBLISHED_AT, bytes(8))
+    with Lock():
+        rest = HEADER.pack(NAME, VERSION, len(payload), 0, address)
+        _store(at + 8, rest[8:_PUBLISHED_AT])
+        _store(at + 24, rest[24:])
+    with Lock():
+        _store(at + _PUBLISHED_AT, max(time.clock_gettime_ns(time.CLOCK_BOOTTIME), 1).to_bytes(8, "little"))
+    if before is None:
+        with Lock():
+            _store(at, NAME)
+
+
+def _store(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))
+
+
+def _mapped(libc: ctypes.CDLL) -> int:
+    """A page that goes by the name, and that no forked child has. Raises `OSError`."""
+    try:
+        fd = _memfd()
+    except (OSError, AttributeError):
+        fd = -1
+    try:
+        flags = _PRIVATE if fd >= 0 else _PRIVATE | _ANONYMOUS
+        address = libc.mmap(None, _PAGE_BYTES, _READ_WRITE, flags, fd, 0)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if address in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), "cannot map a page for the process context")
+    if libc.madvise(address, _PAGE_BYTES, _DONTFORK):
+        number = ctypes.get_errno()
+        libc.munmap(address, _PAGE_BYTES)
+        raise OSError(number, "cannot keep the process context from forked children")
+    return int(address)
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(NAME.decode(), flags | _NOEXEC_SEAL)
+    except OSError:  # a kernel before 6.3
+        fd = os.memfd_create(NAME.decode(), flags)
+    try:
+        os.ftruncate(fd, _PAGE_BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_there() -> bool:
+    """Whether a context of this process is published, by whomever."""
+    with suppress(OSError):
+        return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
+    return False
+
+
+def _libc() -> ctypes.CDLL:
+    """The functions that are called, which raise nothing. Raises `AttributeError` where the system lacks one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
+    libc.munmap.argtypes = [address, size]
+    libc.madvise.argtypes = [address, size, number]
+    libc.prctl.argtypes = [number, ctypes.c_ulong, address, size, ctypes.c_char_p]
+    return libc
