@@ -759,6 +759,47 @@ def test_a_recording_that_was_cut_short_is_read_as_far_as_it_goes_or_refused(rec
     os.close(fd)
 
 
+LOCKED = """
+import ctypes, os
+if ctypes.CDLL(None).mlockall(2):  # MCL_FUTURE
+    raise SystemExit("may not lock")
+from instrument.recorder.recorder import Recorder
+recorder = Recorder(1 << 26)
+recorder.begin(1 << 26, {})
+recorder.on = True
+for _ in range(100):
+    with recorder.scope("x"):
+        pass
+print(recorder.no_memory or os.fstat(recorder.memory_fd).st_blocks * 512)
+"""
+
+
+@pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"])
+def test_a_service_that_locks_its_memory_fills_no_more_of_a_recording_than_it_uses(
+    pure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTRUMENT_PURE", pure)
+    done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=60)
+    if "may not lock" in done.stderr or not done.stdout.strip().isdigit():
+        pytest.skip(f"{done.stderr}{done.stdout}")
+    assert int(done.stdout) < 1 << 20
+
+
+@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
+def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
+    recorder = Recorder(1 << 26)
+    recorder.begin(1 << 26, {})
+    if recorder.memory_fd < 0:
+        pytest.skip(recorder.no_memory)
+    recorder.on = True
+    recorder.wrap(lambda: None, Site("f"))()
+    before = os.fstat(recorder.memory_fd).st_blocks * 512
+    assert recorder.touch_ahead(1 << 20) in (0, 1 << 20)  # 0: a system that cannot
+    assert os.fstat(recorder.memory_fd).st_blocks * 512 - before in (0, 1 << 20)
+    assert recorder.touch_ahead(1 << 30) < recorder.rings()[0].capacity * 64
+    assert [row.totals.calls for row in read(recorder).tally().rows()] == [1]
+
+
 def test_where_no_memory_can_be_made_the_recorder_records_all_the_same_and_says_why(
     make_recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

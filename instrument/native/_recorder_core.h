@@ -268,6 +268,7 @@ static PyMethodDef Core_methods[] = {
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
     {"_memory_part", (PyCFunction)Core_memory_part, METH_O, "A part of the memory to be written, by its number, or None."},
+    {"touch_ahead", (PyCFunction)Core_touch_ahead, METH_O, "Have pages found for the rows that threads write next."},
     {"attach", (PyCFunction)Core_attach, METH_VARARGS, "Record into a file from the next reset on."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
     {"_preset", (PyCFunction)Core_preset, METH_VARARGS, "For tests: the next identity and this thread's head."},

@@ -354,7 +354,16 @@ map_memory(int fd, int is_file)
         PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
         goto failed;
     }
-    memory->at = mmap(NULL, memory->size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    /* A service may have locked all that it will ever map (mlockall): what nobody may touch is not filled, and what is not
+     * locked any more is filled as it is touched. */
+    memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (memory->at != MAP_FAILED) {
+        (void)munlock(memory->at, memory->size_bytes);
+        if (mprotect(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE) < 0) {
+            munmap(memory->at, memory->size_bytes);
+            memory->at = MAP_FAILED;
+        }
+    }
     if (memory->at == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;

@@ -58,8 +58,10 @@ class _RingPlace:
 class MemoryWriter:
     """Writes to one recording, in the process that has made it: in a forked child it does nothing."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_file: bool = False) -> None:
         self.map = mmap.mmap(fd, os.fstat(fd).st_size)
+        if not is_file and os.fstat(fd).st_blocks * 512 > len(self.map) // 2:
+            self._give_back_what_is_locked()
         self.fd = fd
         self._identity = os.fstat(fd).st_dev, os.fstat(fd).st_ino
         self._pid = _getpid()
@@ -75,6 +77,15 @@ class MemoryWriter:
         with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing left to ask
             if self.own_fd() >= 0:
                 os.close(self.fd)
+
+    def _give_back_what_is_locked(self) -> None:
+        """A service has locked all that it will ever map (mlockall): it was filled, and is to be as it is used."""
+        import ctypes
+
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        ctypes.CDLL(None).munlock(ctypes.c_void_p(address), ctypes.c_size_t(len(self.map)))
+        with contextlib.suppress(OSError, AttributeError):
+            self.map.madvise(mmap.MADV_REMOVE, layout.ALIGNED_BYTES, len(self.map) - layout.ALIGNED_BYTES)
 
     def own_fd(self) -> int:
         """The descriptor, -1 where a service has closed it."""

@@ -108,11 +108,15 @@ class Core(Opened):
         """A part of the memory to be written, by its number."""
         return None if self._writer is None else self._writer.part(layout.PARTS[number])
 
+    def touch_ahead(self, most_bytes: int, /) -> int:
+        """Have pages found for the rows that threads write next. Here a page is the least of what a span costs."""
+        return 0
+
     def attach(self, fd: int, is_file: bool, /) -> None:
         """Record into a file from the next reset on, which is the recorder's from then on."""
         from instrument.recorder.memory_writer import MemoryWriter
 
-        before, self._writer = self._writer, MemoryWriter(fd)
+        before, self._writer = self._writer, MemoryWriter(fd, is_file=is_file)
         if before is not None and before.own_fd() >= 0:
             os.close(before.fd)
 
