@@ -153,6 +153,55 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
     assert agent.returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "limits: {ring: 1MiB, ring_dir: ./rings}\n"], ids=["memory", "files"])
+def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: str) -> None:
+    Path("profile.yaml").write_text(PROFILE + where)
+    service = begin("""
+        import engine, os, sys
+        from instrument import scope
+        children = []
+        for records in (True, False):
+            child = os.fork()
+            if not child:
+                if records:
+                    engine.step(1)
+                print(os.getpid(), flush=True)
+                with scope("left open", kind="request") if records else open(os.devnull):
+                    engine.time.sleep(600)
+            children.append(child)
+        engine.step(1)
+        os.write(1, b"%d\\n" % os.getpid())
+        sys.stdin.readline()
+        for child in children:
+            os.waitpid(child, 0)
+    """)
+    assert service.stdout is not None
+    assert service.stdin is not None
+    pids = sorted(int(service.stdout.readline()) for _ in range(3))
+    recording = until(lambda: sorted(one["pid"] for one in processes() if one["hears"])[1:] and processes())
+    child = next(one["pid"] for one in recording if one["hears"] and one["pid"] != service.pid)
+    (before,) = agents()
+    os.kill(before, signal.SIGKILL)
+    (run,) = run_folder.found()
+    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
+    for pid in pids:
+        if pid != service.pid:
+            os.kill(pid, signal.SIGKILL)
+    service.stdin.write("\n")
+    service.stdin.flush()
+    until(lambda: not Path(f"/proc/{child}").exists())
+    service.wait(60)
+    agent = beside("--run", run.name)
+    _, errors = agent.communicate(timeout=60)
+    errors += service.stderr.read() if service.stderr is not None else ""
+    service.communicate()
+    told = [line for line in errors.splitlines() if "without a goodbye" in line and "process" in line]
+    assert [str(child) in line for line in told] == [True]
+    assert ("what it recorded went with it" if not where else "it died in request `left open`") in told[0]
+    assert not run.exists()
+
+
 def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) -> None:
     Path("profile.yaml").write_text(f"{PROFILE}limits: {{ring: 64KiB, ring_dir: ./rings}}\nagent: off\n")
     killed = begin("""

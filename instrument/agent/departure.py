@@ -51,8 +51,15 @@ def _line_in_report(process: Process) -> str:
 def capture_of(process: Process, path: str) -> Callable[[], Answer]:
     """What saves what a process has left in memory; of one that vanished also what it was in the middle of."""
     how = _way(process) if process.how == VANISHED else ""
-    end_ns, said = process.ended_ns or None, process.goodbye or {}
+    end_ns, said = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
     return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
+
+
+def why_unread(process: Process) -> str:
+    """Why nothing can be saved of a process."""
+    if process.is_missed:
+        return "its run had no agent then, and what it recorded went with it"
+    return "it recorded where nobody else can read"
 
 
 def place_of_capture(process: Process, folder: Path | None) -> str:

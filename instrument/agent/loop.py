@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, exit_status, run_report, telling
+from instrument.agent import departure, exit_status, journal, run_report, telling
 from instrument.agent.glance import rows_held
 from instrument.agent.jobs import Jobs
 from instrument.agent.peer import Connection
@@ -101,6 +101,7 @@ class Agent:
                 self._selector.register(run.first_fd, selectors.EVENT_READ, self._first_exited)
             self._after(START_S, self._say_if_nobody_joined)
         self._after(AGAIN_S, self._look_again)
+        self._after(0, self._take_over)
 
     # ---------------------------------------------------------------- the loop
 
@@ -280,6 +281,7 @@ class Agent:
         elif process is not None and "records" in message:
             process.has_recorded = True
             process.run.is_told = False
+            journal.note(self._folder, process)
         elif process is not None and "hears" in message:
             process.hears = True
         elif process is not None and "goodbye" in message:
@@ -298,7 +300,7 @@ class Agent:
         if self._connections[connection] is not None:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
-        run = self._run if self._run is not None else self.runs.setdefault(name, Run(name))
+        run = self._run_of(name)
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
         image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
@@ -315,6 +317,8 @@ class Agent:
         )  # fmt: skip
         self._connections[connection] = process
         process.has_recorded = bool(facts.get("records"))
+        if process.has_recorded:
+            journal.note(self._folder, process)
         process.memory_events = exit_status.memory_events(connection.pid)
         process.oom_kills = exit_status.oom_kills(process.memory_events)
         run.processes.append(process)
@@ -325,6 +329,14 @@ class Agent:
         if process.exit_fd >= 0:
             self._selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
         return [memory] if memory >= 0 else []
+
+    def _take_over(self) -> None:
+        """Tell of the processes that have ended since an agent before this one did."""
+        for process in journal.missed(self._folder, self._run_of):
+            self._vanished(process)
+
+    def _run_of(self, name: str) -> Run:
+        return self._run if self._run is not None else self.runs.setdefault(name, Run(name))
 
     def _said_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
         """A process leaves. Of several that have recorded, each saves it, and the last one gets the run's report."""
@@ -423,6 +435,7 @@ class Agent:
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
+        journal.forget(self._folder, process)
         if process.exit_fd >= 0:
             self._selector.unregister(process.exit_fd)
             if how == VANISHED and process.status is None:
@@ -444,7 +457,7 @@ class Agent:
         run = process.run
         run.captures += 1
         if process.memory < 0:
-            self._captured(process, {"error": "it recorded where nobody else can read"})
+            self._captured(process, {"error": departure.why_unread(process)})
             return
         if run.captures > CAPTURES:
             error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}

@@ -20,6 +20,7 @@ VARIABLE = "INSTRUMENT_AGENT"
 """The variable that names the agent's socket to the processes of a run."""
 
 SOCKET = "agent.sock"
+NOTE_SUFFIX = ".process"
 
 ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
@@ -107,6 +108,11 @@ def first_process(run: str) -> int:
     """The number of the process that began a run, as its name has it; 0 where it says none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
+
+
+def note_of(folder: Path, pid: int, started: int) -> Path:
+    """The file by which agents know of a process of the run that records."""
+    return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
 def remove(folder: Path) -> None:

@@ -159,6 +159,8 @@ class Membership:
         goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
         # Where its agent has gone, or the service has closed the connection, another one may have taken over.
         if not self.tell(goodbye) and (self.join() or not self.tell(goodbye)):
+            with suppress(OSError):  # nobody hears it; who comes later need not miss this process
+                run_folder.note_of(Path(self.path).parent, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             return {}
         answer = {} if save is None else self._answer(ALIVE_S)
         try:
@@ -252,6 +254,7 @@ class RunFacts:
         recording = session.profile.export.recording or Recordings()
         return {
             "run": saving.run,
+            "memory": RECORDER.memory_path,
             "service": session.profile.service,
             "profile": session.profile.source,
             "digest": session.digest,

@@ -1,0 +1,63 @@
+"""Which processes of a run have recorded and not ended, as files beside its socket, for an agent that takes over.
+
+A process whose agent has gone joins the next one by itself. Who ended in between is known by its file alone: what it
+recorded went with it, but for what lies in a file of its own (`limits.ring_dir`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from instrument.agent.processes import Process, Run
+from instrument.runtime import atomic, run_folder
+
+
+def note(folder: Path, process: Process) -> None:
+    """Note that a process records: of one whose end can be seen. Raises nothing."""
+    if process.exit_fd >= 0:
+        facts = {**process.facts, "pid": process.pid, "started": process.started}
+        with suppress(OSError, TypeError, ValueError), atomic.replacing(_place(folder, process)) as file:
+            file.write(json.dumps(facts).encode())
+
+
+def forget(folder: Path, process: Process) -> None:
+    """A process has ended, and is told of."""
+    with suppress(OSError):
+        _place(folder, process).unlink()
+
+
+def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
+    """The processes that have ended while nobody was there to see it, each as one that lives until that is said.
+
+    `run_of` is the run of a name.
+    """
+    found = []
+    for path in sorted(folder.glob(f"*{run_folder.NOTE_SUFFIX}")):
+        with suppress(OSError, TypeError, ValueError, LookupError):
+            facts = json.loads(path.read_bytes())
+            run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
+            pid, started = int(facts["pid"]), int(facts["started"])
+            process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
+            if process.has_exited():
+                process.has_recorded = True
+                process.memory = _file_of(facts.get("memory"))
+                run.processes.append(process)
+                found.append(process)
+    return found
+
+
+def _file_of(path: object) -> int:
+    """A descriptor of the file that a process recorded into, -1 where there is none."""
+    if isinstance(path, str) and path:
+        with suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    return -1
+
+
+def _place(folder: Path, process: Process) -> Path:
+    return run_folder.note_of(folder, process.pid, process.started)
