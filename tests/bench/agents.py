@@ -1,0 +1,244 @@
+"""What an agent costs an HTTP service, and a reader in its process, against neither: `python tests/bench/agents.py`.
+
+A service under uvicorn answers requests of so many calls (`--calls`), each some microseconds of work, as three servers:
+bare; under `instrument run` with its agent; and with `agent: off`, whose reader is a thread of the service. `--export`
+has both send every span over OTLP to a collector beside them that takes everything, as many spans a second as the
+service makes. All three live at the same time and are asked in turns, so many requests in a row (`--burst`), there and
+back again (ABCCBA), so that the machine's speed counts alike. Each block begins the servers anew, for where the memory
+of a process lies makes it faster or slower than another by more than what is looked for.
+
+A latency is told in units of the bare server's median in its turn. Told are the medians and the 99th percentiles of
+these, as ratios to the bare server's, with 95 % confidence from drawing the turns anew (bootstrap), and the processor
+time of a request, which other work on the machine changes less. Where there is more
+than one core the servers have the last one, and client, collector and agents the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy
+
+SERVICE = """
+import sys
+import uvicorn
+
+CALLS, WORK = int(sys.argv[2]), int(sys.argv[3])
+
+def work(count):
+    total = 0
+    for number in range(count):
+        total += number * number
+    return total
+
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    for _ in range(CALLS):
+        work(WORK)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+if __name__ == "__main__":
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="error", lifespan="off")
+"""
+PROFILE = """
+service: bench
+requests: auto
+functions:
+  - match: "__main__:work"
+export:
+  summary: {{to: stderr}}
+"""
+EXPORT = """  otlp: {{endpoint: "http://127.0.0.1:{collector}"}}
+capture: {{sample: 1}}
+"""
+STATES = ("bare", "agent", "in the process")
+DRAWS = 1_000
+LIMIT_S = 60
+REQUEST = b"GET / HTTP/1.1\r\nHost: bench\r\n\r\n"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Collector:
+    """Takes every request, and counts bytes."""
+
+    def __init__(self) -> None:
+        self.port, self.bytes, self.requests = free_port(), 0, 0
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 20)
+        await server.serve_forever()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+                await reader.readexactly(length)
+                self.bytes, self.requests = self.bytes + length, self.requests + 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+class Server:
+    """One of the servers, and a connection to it."""
+
+    def __init__(self, state: str, folder: Path, options: argparse.Namespace, collector: int, core: set[int]) -> None:
+        self.port, self.took_s = free_port(), list[float]()
+        profile = folder / f"{state}.yaml"
+        text = PROFILE + (EXPORT if options.export else "") + ("agent: off\n" if state != "agent" else "")
+        profile.write_text(text.format(collector=collector))
+        words = ["service.py", str(self.port), str(options.calls), str(options.work)]
+        ours = ["-m", "instrument", "run", "--profile", str(profile), "--"] if state != "bare" else []
+        self.errors = (folder / f"{state}.errors").open("w+")
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "INSTRUMENT"))}
+        self.process = subprocess.Popen(
+            [sys.executable, *ours, *words], cwd=folder, stderr=self.errors, stdout=self.errors, env=own
+        )
+        self.socket = self._connected()
+        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), core)
+
+    def _connected(self) -> socket.socket:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                found = socket.create_connection(("127.0.0.1", self.port), 30)
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return found
+            except OSError:
+                if time.monotonic() > end or self.process.poll() is not None:
+                    self.errors.seek(0)
+                    raise RuntimeError(f"the server did not start: {self.errors.read()[-2000:]}") from None
+                time.sleep(0.05)
+
+    def processor_s(self) -> float:
+        """Processor time of all threads that the server has now."""
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+    def ask(self, times: int) -> list[float]:
+        """Latencies of so many requests, one after the other, in seconds; what they took of a processor is added."""
+        found, before_s = [], self.processor_s()
+        for _ in range(times):
+            begin = time.perf_counter()
+            self.socket.sendall(REQUEST)
+            answer = b""
+            while not answer.endswith(b"ok"):
+                answer += (more := self.socket.recv(4096))
+                if not more or not answer.startswith(b"HTTP/1.1 200"):
+                    raise RuntimeError(f"a request failed: {answer!r:.200}")
+            found.append(time.perf_counter() - begin)
+        self.took_s.append((self.processor_s() - before_s) / times)
+        return found
+
+    def stop(self) -> str:
+        """End it. What it said of losses."""
+        self.socket.close()
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(LIMIT_S)
+        self.errors.seek(0)
+        said = [line for line in self.errors.read().splitlines() if re.search("overwritten|dropped|not sent", line)]
+        self.errors.close()
+        return "; ".join(line.strip()[:110] for line in said[:3])
+
+
+@contextmanager
+def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> Iterator[dict[str, Server]]:
+    """All three, and what they say at their ends."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        Path(folder, "service.py").write_text(SERVICE)
+        servers = {}
+        for state in STATES:
+            server = servers[state] = Server(state, Path(folder), options, collector, core)
+            ends.callback(lambda state=state, server=server: print(f"  {state}: {server.stop() or 'no losses said'}"))
+        yield servers
+
+
+Turn = dict[str, list[float]]
+
+
+def ratios(turns: list[Turn], rng: numpy.random.Generator) -> None:
+    """Print medians and 99th percentiles, and what they are of the bare server's."""
+    base = [statistics.median(turn["bare"]) for turn in turns]
+    units = {
+        state: [numpy.array(turn[state]) / unit for turn, unit in zip(turns, base, strict=True)] for state in STATES
+    }
+    for percentile in (50, 99):
+        told = {state: float(numpy.percentile(numpy.concatenate(its), percentile)) for state, its in units.items()}
+        for state in STATES[1:]:
+            drawn = []
+            for _ in range(DRAWS):
+                chosen = rng.integers(0, len(turns), len(turns))
+                own, bare = (
+                    numpy.percentile(numpy.concatenate([units[one][turn] for turn in chosen]), percentile)
+                    for one in (state, "bare")
+                )
+                drawn.append(own / bare - 1)
+            low, high = numpy.percentile(drawn, (2.5, 97.5))
+            ratio = told[state] / told["bare"] - 1
+            print(f"p{percentile} {state:15} {ratio:+7.2%}   ({low:+.2%} to {high:+.2%})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=12, help="of each block")
+    parser.add_argument("--burst", type=int, default=20, help="requests in a row")
+    parser.add_argument("--calls", type=int, default=40, help="of each request")
+    parser.add_argument("--work", type=int, default=1000, help="steps of each call's loop, some 30 ns each")
+    parser.add_argument("--export", action="store_true", help="send every span over OTLP")
+    options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, set(cores[:-1]) or set(cores))
+    collector, rng, turns = Collector(), numpy.random.default_rng(7), list[Turn]()
+    took_s: dict[str, list[float]] = {state: [] for state in STATES}
+    for _ in range(options.blocks):
+        with servers_of(options, collector.port, {cores[-1]}) as servers:
+            for server in servers.values():
+                server.ask(50)
+            for _ in range(options.turns):
+                order = [STATES[place] for place in rng.permutation(len(STATES))]
+                turn: Turn = {state: [] for state in STATES}
+                for state in (*order, *reversed(order)):
+                    turn[state] += servers[state].ask(options.burst)
+                turns.append(turn)
+            for state in STATES:
+                took_s[state] += servers[state].took_s[1:]
+    bare_s = statistics.median(latency for turn in turns for latency in turn["bare"])
+    rate = (options.calls + 1) / bare_s
+    processor = {state: statistics.median(its) for state, its in took_s.items()}
+    asked = len(turns) * 2 * options.burst
+    print(f"{asked} requests in each state, {1e3 * bare_s:.2f} ms and {options.calls} calls each:")
+    print(f"{rate:,.0f} spans a second while one is asked; the collector got {collector.bytes / 1e6:.1f} MB")
+    ratios(turns, rng)
+    for state in STATES[1:]:
+        print(
+            f"processor {state:15} {processor[state] / processor['bare'] - 1:+7.2%} of {1e3 * processor['bare']:.2f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
