@@ -560,7 +560,7 @@ import engine, sys, threading
 from instrument import scope
 
 def serve():
-    with scope("GET /slow", kind="request"):
+    with scope("GET /slow", kind="request", attributes={"request_id": "r-9", "http.request.method": "GET"}):
         engine.hang(600)
 
 for x in range(100):
@@ -623,11 +623,12 @@ def test_ps_tells_of_runs_and_processes(service: subprocess.Popen[str]) -> None:
 
 def test_live_shows_requests_in_flight_with_where_they_are(service: subprocess.Popen[str]) -> None:
     text = command("live", "--once")
-    assert re.search(r"^GET /slow +[\d.e-]+ +hang +", text, re.MULTILINE)
+    assert re.search(r"^GET /slow \(request_id=r-9\) +[\d.e-]+ +hang +", text, re.MULTILINE)
     assert re.search(r"^GET /fast +100 +0 ", text, re.MULTILINE)
     seen = json.loads(command("live", "--once", "--json"))
     (request,) = seen["in_flight"]
     assert (request["name"], request["now"], request["pid"]) == ("GET /slow", "hang", service.pid)
+    assert request["bears"] == " (request_id=r-9)"
     (endpoint,) = seen["endpoints"]
     assert (endpoint["name"], endpoint["requests"], endpoint["errors"]) == ("GET /fast", 100, 0)
     assert endpoint["p50_ns"] <= endpoint["p99_ns"]

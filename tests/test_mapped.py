@@ -23,6 +23,8 @@ import pytest
 from fuzz_recordings import copied, look_at_all, used_of
 
 from instrument import native
+from instrument.agent.client import Member
+from instrument.agent.screen import Looker
 from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
@@ -179,6 +181,24 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
     assert found[-1].tolist() == (299, 1, 1 << 40, 299_000, 299_005, LABELS.index("overlapped"), 7)
     recorder.reset()
     assert len(mapped.intervals()) == 0
+
+
+def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
+    recorder.begin(1 << 22, {})
+    function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), Looker("run")
+    facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
+    member = Member(facts, recorder.memory_fd)
+    for times in (1, 2):
+        for _ in range(times):
+            function()
+            (ring,) = recorder.rings()
+            (row,) = ring.newest(ring.head - 1)[0]
+            assert recorder.count_device(ring, row[0], row[6] - row[5], 5_000_000, row[6] - row[5])
+        screen = looker.look([member])
+        assert [(place.name, place.calls, place.device_ns) for place in screen.places] == [
+            ("decode", times, times * 5_000_000)
+        ]
+        assert any(line.startswith("Where the time goes") and "Device, ms" in line for line in screen.lines())
 
 
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:

@@ -19,6 +19,8 @@ REQUESTS_TOLD = 5
 """The most requests that were open which the sentence names; the file has all of them."""
 ATTRIBUTES_TOLD, VALUE_TOLD = 4, 60
 """How many attributes of a span the sentence names, and characters of each."""
+OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
+"""Attributes that the sentence leaves to the file."""
 GAUGES_TOLD = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
 """The gauges whose last readings are told in words; the file has all of them."""
 
@@ -130,13 +132,14 @@ def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
 def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
     first, last = _ends(spans)
     kind = "request " if first.site.kind == "request" else ""
-    inner = "" if last is first else f"`{last.site.name}`{_bearing(last)} of "
-    return f"{inner}{kind}`{first.site.name}`{_bearing(first)}, {_length(end_ns - first.start_ns)} after it began"
+    inner = "" if last is first else f"`{last.site.name}`{bearing(last)} of "
+    return f"{inner}{kind}`{first.site.name}`{bearing(first)}, {_length(end_ns - first.start_ns)} after it began"
 
 
-def _bearing(span: OpenSpan) -> str:
-    """The first attributes that a span bears, in brackets."""
-    told = [f"{name}={value!s:.{VALUE_TOLD}}" for name, value in span.attributes.items() if name != REMOTE]
+def bearing(span: OpenSpan) -> str:
+    """The first attributes that a span bears, in brackets, but for those of its transport, which its name tells."""
+    names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
+    told = [f"{name}={span.attributes[name]!s:.{VALUE_TOLD}}" for name in names]
     more = [f"{len(told) - ATTRIBUTES_TOLD} more"] if len(told) > ATTRIBUTES_TOLD else []
     return f" ({', '.join([*told[:ATTRIBUTES_TOLD], *more])})" if told else ""
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from instrument.agent.client import Member
+from instrument.agent.crash_capture import bearing
 from instrument.errors import TraceError
 from instrument.recording.histogram import percentiles
 from instrument.recording.mapped import Mapped
@@ -27,10 +28,14 @@ ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request that has begun and not ended: its age, and the innermost span that is open in it, with its age."""
+    """A request that has begun and not ended: its age, and the innermost span that is open in it, with its age.
+
+    `bears` are the first of its attributes.
+    """
 
     pid: int
     name: str
+    bears: str
     span_id: int
     age_ns: int
     now: str
@@ -51,11 +56,12 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site, and what its calls spent themselves in the time."""
+    """A site, and what its calls spent themselves in the time, and devices for them."""
 
     name: str
     calls: int
     self_ns: int
+    device_ns: int
     ratio: float | None
 
 
@@ -103,7 +109,13 @@ class Screen:
         lines += _table(
             ["Request in flight", "Age, s", "Now in", "For, s", "Process"],
             [
-                [one.name, _seconds(one.age_ns), safe(one.now)[:30], _seconds(one.now_ns), str(one.pid)]
+                [
+                    f"{one.name}{safe(one.bears)}"[:60],
+                    _seconds(one.age_ns),
+                    safe(one.now)[:30],
+                    _seconds(one.now_ns),
+                    str(one.pid),
+                ]
                 for one in self.in_flight
             ],
         )
@@ -114,13 +126,17 @@ class Screen:
                 for one in self.endpoints
             ],
         )
+        on_devices = any(one.device_ns for one in self.places)
         lines += _table(
-            ["Where the time goes", "Calls", "Self, ms", "Of all"],
+            ["Where the time goes", "Calls", "Self, ms", "Of all", *(["Device, ms"] if on_devices else [])],
             [
-                [one.name, str(one.calls), *_ms(one.self_ns), "" if one.ratio is None else tenths(one.ratio, 1)]
+                [
+                    one.name, str(one.calls), *_ms(one.self_ns), "" if one.ratio is None else tenths(one.ratio, 1),
+                    *(_ms(one.device_ns) if on_devices else []),
+                ]
                 for one in self.places
             ],
-        )
+        )  # fmt: skip
         lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in [*self.losses.items()][:3]]
         lines += [safe(problem) for problem in self.problems]
         return lines
@@ -237,7 +253,7 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
 
 
 def _grown(now: Totals, before: tuple[Site, Totals] | None) -> Totals:
-    """What has come since: counts, self time, errors and the histogram. Extremes are those of all calls."""
+    """What has come since: counts, self and device time, errors and the histogram. Extremes are those of all calls."""
     if before is None:
         return now
     was = before[1]
@@ -245,6 +261,7 @@ def _grown(now: Totals, before: tuple[Site, Totals] | None) -> Totals:
     grown.calls -= was.calls
     grown.errors -= was.errors
     grown.self_ns -= was.self_ns
+    grown.device_ns -= was.device_ns
     grown.histogram = dict(Counter(now.histogram) - Counter(was.histogram))
     return grown
 
@@ -260,7 +277,8 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
             last = max(its, key=lambda span: span.start_ns)
             ages = [max(now_ns - span.start_ns, 0) for span in (request, last)]
             now = "" if last is request else last.site.name
-            found.append(InFlight(pid, request.site.name, request.span_id, ages[0], now, ages[1]))
+            name, bears = request.site.name, bearing(request)
+            found.append(InFlight(pid, name, bears, request.span_id, ages[0], now, ages[1]))
     return found
 
 
@@ -287,7 +305,7 @@ def _places(grown: Sequence[Counted]) -> tuple[Place, ...]:
             by_key.setdefault(key, (site.name, Totals()))[1].merge(totals)
     whole_ns = sum(totals.self_ns for _, totals in by_key.values())
     found = [
-        Place(name, totals.calls, totals.self_ns, share(totals.self_ns, whole_ns))
+        Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))
         for name, totals in by_key.values()
         if totals.calls
     ]
