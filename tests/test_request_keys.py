@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import os
@@ -318,3 +319,40 @@ def test_a_request_is_followed_into_the_engine_of_another_process(export: str, t
     assert {"prepare", "accept", "queue", "share of batches", "waiting in batches", "transport", "post"} <= set(parts)
     assert sum(phase["summed_ns"] for phase in parts.values()) + endpoint["unknown_ns"] == endpoint["wall_ns"]
     assert parts["share of batches"]["requests"] == endpoint["requests"] == 6
+
+
+REPLICA = """
+class UserCallableWrapper:
+    async def call_http_entrypoint(self, request_metadata, status_code_callback, scope, receive):
+        yield []
+
+    async def call_user_method(self, request_metadata, request_args, request_kwargs):
+        return request_args
+
+    async def call_user_generator(self, request_metadata, request_args, request_kwargs):
+        yield request_args
+"""
+
+
+def test_a_rule_for_a_server_s_own_function_tells_of_the_request_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "ray" / "serve" / "_private"
+    folder.mkdir(parents=True)
+    (folder / "replica.py").write_text(REPLICA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rule = "match: 'ray.serve._private.replica:UserCallableWrapper.call_user_method', key: request_metadata.request_id"
+    running = instrument.start(loads(f"requests: auto\nfunctions: [{{{rule}, name: replica}}]"))
+    assert isinstance(running, Session)
+    try:
+        replica = importlib.import_module("ray.serve._private.replica")
+        wrapper = replica.UserCallableWrapper()
+        wrapper._deployment_id = types.SimpleNamespace(name="Prices")
+        metadata = types.SimpleNamespace(call_method="of", request_id="r1", tracing_context=None)
+        assert asyncio.run(wrapper.call_user_method(metadata, (1,), {})) == (1,)
+        inner, request = sorted(running.trace().spans, key=lambda span: span.site.name == "Prices/of")
+    finally:
+        instrument.stop()
+        for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
+            del sys.modules[name]
+    assert (request.site.kind, inner.parent_id, inner.attributes[KEY]) == ("request", request.span_id, "r1")

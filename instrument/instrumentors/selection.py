@@ -63,8 +63,8 @@ class Probes(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
-    "requests": Requests,
     "functions": Functions,
+    "requests": Requests,  # after functions: the span of a rule for a server's own function lies within the request
     "layers": Layers,
     "copies": Copies,
     "loaders": Loaders,
