@@ -97,7 +97,8 @@ class Served:
         """How many spans of each name are of the request of a key, the batches that served it among them."""
         (place,) = (place for place, its in self.joined.keys.items() if key in its)
         batches = np.unique(self.joined.served.batch[self.joined.served.request == place])
-        rows = [*batches.tolist(), *np.flatnonzero(self.joined.of == place).tolist()]
+        own = np.setdiff1d(np.flatnonzero(self.joined.of == place), self.joined.served.batch)
+        rows = [*batches.tolist(), *own.tolist()]
         return Counter(self.trace.sites[self.trace.site[row]].name for row in rows)
 
     def names(self) -> Counter[str]:

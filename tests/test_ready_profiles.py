@@ -111,3 +111,25 @@ def test_litserve_shows_each_request_in_the_batch_that_its_worker_served_it_in(t
     (predict,) = (row for row in rows if row["name"] == "litserve predict")
     assert (predict["items"], predict["max_size"]) == (96, 4)
     assert predict["batches"] < 60
+
+
+def test_ray_serve_shows_each_request_in_the_batch_of_the_replica_that_took_it(tmp_path: Path) -> None:
+    items = [f"item {number}" for number in range(80)]
+
+    def ask_all(port: int) -> list[Answer]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda item: ask(port, "/shop", {"item": item}, {"x-request-id": item}), items))
+
+    words = ["ray_batches.py", "{port}"]
+    expected, answers, served = serve_twice("ray-serve", words, tmp_path, ask_all, ready="/ready")
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    lives = {key: life for key, life in served.lives().items() if key.startswith("item")}
+    assert sorted(lives) == sorted(items)
+    assert served.joined.unbound == 0
+    assert -1 not in served.joined.served.request
+    for key, life in lives.items():
+        assert {"queue", "share of batches"} <= set(life)
+        assert served.names_of(key)["batch"] == 1
+    assert len({served.trace.thread_id[row] for row in served.joined.served.batch}) == 2  # of two replicas
+    assert "share of batches" in served.output
