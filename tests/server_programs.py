@@ -63,8 +63,8 @@ def serving(
 ) -> Iterator[tuple[int, Program]]:
     """A server program, started and stopped: its port, and what has come of it. What is left of it is killed.
 
-    In the words of its command `{port}` stands for its port, and a first word that ends in `.py` for an app. Where it
-    is ours, its folder has the profile.
+    In the words of its command and of its environment `{port}` stands for its port, and a first word that ends in `.py`
+    for an app. Where it is ours, its folder has the profile.
     """
     port, program = free_port(), Program()
     words = [word.replace("{port}", str(port)) for word in command]
@@ -72,7 +72,8 @@ def serving(
         words[0] = str(SERVED / words[0])
     prefix = ["-m", "instrument", "run", "--profile", str(folder / "profile.yaml"), "--"] if ours else []
     own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
-    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environ}
+    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {name: value.replace("{port}", str(port)) for name, value in environ.items()}
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(

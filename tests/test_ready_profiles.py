@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from otlp_receiver import free_port
 from real_servers import Answer, ask, environment_of, serve_twice
 
 pytestmark = pytest.mark.servers
@@ -133,3 +134,31 @@ def test_ray_serve_shows_each_request_in_the_batch_of_the_replica_that_took_it(t
         assert served.names_of(key)["batch"] == 1
     assert len({served.trace.thread_id[row] for row in served.joined.served.batch}) == 2  # of two replicas
     assert "share of batches" in served.output
+
+
+def test_mlserver_shows_each_request_in_the_worker_that_ran_its_model(tmp_path: Path) -> None:
+    settings = {"host": "127.0.0.1", "parallel_workers": 2, "grpc_port": free_port(), "metrics_port": free_port()}
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    model = {"name": "shop", "implementation": "mlserver_runtime.Shop"}
+    (tmp_path / "shop" / "model-settings.json").write_text(json.dumps(model))
+    tensor = {"name": "item", "shape": [1], "datatype": "BYTES"}
+    bodies = [{"id": f"id {number}", "inputs": [{**tensor, "data": [f"item {number}"]}]} for number in range(80)]
+    expected, answers, served = serve_twice(
+        "mlserver",
+        ["bin/mlserver", "start", "."],
+        tmp_path,
+        asked("/v2/models/shop/infer", bodies),
+        ready="/v2/health/ready",
+        environ={"MLSERVER_HTTP_PORT": "{port}"},
+    )
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    lives = served.lives()
+    assert (len(lives), len(served.joined.rows), served.joined.unbound) == (80, 80, 0)
+    for key, life in lives.items():
+        assert {"queue", "share of batches"} <= set(life)
+        assert served.names_of(key)["worker"] == served.names_of(key)["dispatch"] == 1
+    workers = {served.trace.thread_id[row] for row in served.joined.served.batch}
+    assert len(workers) == 2
+    assert served.document("--view", "requests")["merged"]["processes"] >= 3
