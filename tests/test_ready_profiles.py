@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,10 +156,27 @@ def test_mlserver_shows_each_request_in_the_worker_that_ran_its_model(tmp_path: 
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
     lives = served.lives()
-    assert (len(lives), len(served.joined.rows), served.joined.unbound) == (80, 80, 0)
+    assert (len(lives), len(served.joined.rows)) == (80, 80)
+    assert served.joined.unbound == 2  # what said that the model was loaded, of each worker
     for key, life in lives.items():
-        assert {"queue", "share of batches"} <= set(life)
+        assert {"queue", "share of batches", "transport"} <= set(life)
         assert served.names_of(key)["worker"] == served.names_of(key)["dispatch"] == 1
     workers = {served.trace.thread_id[row] for row in served.joined.served.batch}
     assert len(workers) == 2
     assert served.document("--view", "requests")["merged"]["processes"] >= 3
+
+
+def test_mosec_shows_the_batches_of_its_workers_by_the_numbers_of_its_front(tmp_path: Path) -> None:
+    bodies = [{"item": f"item {number}"} for number in range(80)]
+    words = ["mosec_app.py", "{port}"]
+    expected, answers, served = serve_twice("mosec", words, tmp_path, asked("/inference", bodies), ready="/metrics")
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    assert not len(served.joined.rows)  # its front is no Python
+    rows = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
+    assert {name: row["items"] for name, row in rows.items()} == {"mosec Prepare_1": 80, "mosec Predict_2": 80}
+    assert rows["mosec Prepare_1"]["max_size"] == 1
+    assert 1 < rows["mosec Predict_2"]["max_size"] <= 4
+    keys = [served.joined.served.key[at] for at in range(160)]
+    assert all(count == 2 for count in Counter(keys).values())  # once in each stage
+    assert served.names()["decode"] == served.names()["encode"] == 160

@@ -1,20 +1,21 @@
 """mosec: each batch of requests that a worker serves, as one step from its arrival to the answers.
 
 mosec takes requests in a front that is no Python, which hands each worker process batches of them over a socket. So
-there are no requests to record, with a path or the caller's trace, but what each worker does for how many of them.
+there are no requests to record, with a path or the caller's trace, but what each worker does for which of them, by the
+numbers that the front gives them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.recorder.http_status import FIRST_OF_SERVER, STATUS
-from instrument.recording.spans import ITEMS, Site
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, Site
 from instrument.runtime.faults import FAULTS
 
 REQUESTS = "requests"
@@ -40,11 +41,12 @@ class _Batches:
         self._frame: Any = None
         self._events = 0
 
-    def begin(self, requests: int) -> None:
-        """A batch has come; one that was never answered ends here."""
+    def begin(self, ids: Sequence[bytes]) -> None:
+        """A batch has come, of requests that the front has numbered; one that was never answered ends here."""
         self.end(None)
         self._events = 0
-        self._frame = self._recorder.open(self._site, {REQUESTS: requests})
+        keys = tuple(str(int.from_bytes(one, "big")) for one in ids[:BATCH_LIMIT])
+        self._frame = self._recorder.open(self._site, {REQUESTS: len(ids), BATCH_KEYS: keys})
 
     def event(self, count: int) -> None:
         """Parts of streamed answers have gone, from a thread of their own."""
@@ -73,7 +75,7 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             try:
-                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(len(task[1]))
+                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(task[1])
             except Exception as fault:
                 FAULTS.note("batch of mosec", fault)
         return task

@@ -1,0 +1,43 @@
+"""mosec's batches, at the places where its workers receive and send."""
+
+from __future__ import annotations
+
+import enum
+from types import ModuleType
+from typing import Any
+
+from instrument.instrumentors.requests import Requests
+from instrument.profile.model import RequestsRule
+from instrument.recording.spans import BATCH_KEYS
+
+Status = enum.IntFlag("Status", ["OK", "INTERNAL_ERROR", "STREAM_EVENT"])
+
+
+class Protocol:
+    """What a worker has of mosec: batches of so many, whose ids are bytes."""
+
+    name = "<Predict_2|1>"
+
+    def __init__(self) -> None:
+        self.batches = [[b"\0\0\0\1", b"\0\0\1\0"], [b"\0\0\0\2"]]
+
+    def receive(self) -> Any:
+        ids = self.batches.pop(0)
+        return 0, ids, [0] * len(ids), [b""] * len(ids)
+
+    def send(self, flag: Any, ids: Any, states: Any, payloads: Any) -> None:
+        pass
+
+
+def test_a_batch_is_known_by_the_numbers_of_its_requests(recorder: Any) -> None:
+    module: Any = ModuleType("mosec.protocol")
+    module.Protocol, module.HTTPStatusCode = type("Protocol", (Protocol,), dict(vars(Protocol))), Status
+    rules = Requests([RequestsRule()], recorder)
+    rules.imported(module)
+    worker = module.Protocol()
+    for flag in (Status.OK, Status.INTERNAL_ERROR):
+        _, ids, states, payloads = worker.receive()
+        worker.send(flag, ids, states, payloads)
+    rules.undo()
+    found = [(span.site.name, span.attributes[BATCH_KEYS], span.error) for span in recorder.spans()]
+    assert found == [("mosec Predict_2", ("1", "256"), None), ("mosec Predict_2", ("2",), "500")]
