@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import pytest
 from otlp_receiver import free_port
-from real_servers import Answer, ask, environment_of, serve_twice
+from real_servers import CONFIGS, Answer, ask, environment_of, serve_twice
+
+from instrument.profile.keys import load
 
 pytestmark = pytest.mark.servers
 
@@ -180,3 +184,18 @@ def test_mosec_shows_the_batches_of_its_workers_by_the_numbers_of_its_front(tmp_
     keys = [served.joined.served.key[at] for at in range(160)]
     assert all(count == 2 for count in Counter(keys).values())  # once in each stage
     assert served.names()["decode"] == served.names()["encode"] == 160
+
+
+def test_sglang_has_what_its_profile_names() -> None:
+    """Its modules want a device, and cannot be imported without one: so they are read."""
+    (packages,) = environment_of("sglang").glob("lib/python*/site-packages")
+    for rule in load(CONFIGS / "sglang.yaml", environ={}).functions:
+        (match,) = rule.match
+        module, _, qualname = match.partition(":")
+        tree = ast.parse((packages / (module.replace(".", "/") + ".py")).read_text("utf-8"))
+        class_name, name = qualname.split(".")
+        (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        (found,) = (node for node in owner.body if isinstance(node, kinds) and node.name == name)
+        keys = [one.argument for one in (rule.key, rule.batch) if one]
+        assert {re.split(r"[.\[]", key)[0] for key in keys} <= {one.arg for one in found.args.args}
