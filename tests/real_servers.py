@@ -29,10 +29,10 @@ import pytest
 import server_programs
 from server_programs import answers
 
-from instrument.cli.inputs import merged_of
+from instrument.trace import file
 from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import Ledger, ledger
+from instrument.trace.ledger import timeline
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 VARIABLE = "TEST_SERVERS"
@@ -77,21 +77,27 @@ class Served:
 
     @cached_property
     def trace(self) -> Trace:
-        return merged_of([str(self.folder / "traces")], "monotonic").columns
+        """The recordings of all processes, as `instrument merge` puts them together."""
+        merged = self.folder / "merged.npz"
+        command = [sys.executable, "-m", "instrument", "merge", str(self.folder / "traces"), "-o", str(merged)]
+        subprocess.run(command, capture_output=True, timeout=120, check=True)
+        return file.load(merged).columns
 
     @cached_property
     def joined(self) -> Joined:
         return join(self.trace)
 
-    @cached_property
-    def ledger(self) -> Ledger:
-        return ledger(self.trace, self.joined)
-
-    def lives(self) -> dict[str, Mapping[str, int]]:
+    def lives(self) -> dict[str, Counter[str]]:
         """By its key what the time of each request went to; no key is that of two requests."""
         keys = [key for its in self.joined.keys.values() for key in its]
         assert len(keys) == len(set(keys))
-        return {key: self.ledger.times[place] for place, its in self.joined.keys.items() for key in its}
+        lives = {}
+        for place, its in self.joined.keys.items():
+            times = Counter[str]()
+            for moment in timeline(self.trace, self.joined, place):
+                times[moment.part] += moment.end_ns - moment.start_ns
+            lives |= dict.fromkeys(its, times)
+        return lives
 
     def names_of(self, key: str) -> Counter[str]:
         """How many spans of each name are of the request of a key, the batches that served it among them."""
