@@ -110,6 +110,26 @@ def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     assert given_out == {row: int(trace.total_ns[row]) for row in trace.attributes.having(BATCH_KEYS).tolist()}
 
 
+def test_a_request_that_is_in_a_batch_several_times_has_the_weight_of_all() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, TOKENISE, 0, 1, 1, key="a2"),
+        made(3, CHAT, 0, 100, key="b"),
+        made(4, STEP, 10, 20, thread=ENGINE, batch=["a", "b", "a", "nobody", "a2", "nobody"]),
+        made(5, STEP, 30, 40, thread=ENGINE, batch=["b", "a2", "b"], weights=[2, 1, 3]),
+    ]
+    served = join(trace_of(spans)).served
+    found = list(zip(served.batch.tolist(), served.request.tolist(), served.weight.tolist(), served.key, strict=True))
+    assert found == [
+        (3, 0, 3000, "a"),
+        (3, 1, 1000, "b"),
+        (3, -1, 1000, "nobody"),
+        (3, -1, 1000, "nobody"),
+        (4, 1, 5000, "b"),
+        (4, 0, 1000, "a2"),
+    ]
+
+
 def test_who_comes_again_under_its_key_is_another_request() -> None:
     spans = [
         made(1, CHAT, 0, 100, key="a"),

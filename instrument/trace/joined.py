@@ -225,7 +225,25 @@ def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: I
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
     flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
-    return Served(batch, request, flat, keys)
+    return _once(Served(batch, request, flat, keys))
+
+
+def _once(served: Served) -> Served:
+    """Each request once in a batch: one that is there under several keys, or several times, has the weight of all."""
+    places = np.arange(len(served.batch))
+    whose = np.where(served.request == NONE, NONE - 1 - places, served.request)  # what is of none stays as it is
+    order = np.lexsort((places, whose, served.batch))
+    batch, whose = served.batch[order], whose[order]
+    firsts = np.flatnonzero(
+        np.concatenate([[True], (batch[1:] != batch[:-1]) | (whose[1:] != whose[:-1])])[: len(order)]
+    )
+    if len(firsts) == len(order):
+        return served
+    kept = order[firsts]
+    back = np.argsort(kept)
+    weight = np.add.reduceat(served.weight[order], firsts)[back]
+    kept = kept[back]
+    return Served(served.batch[kept], served.request[kept], weight, tuple(served.key[at] for at in kept.tolist()))
 
 
 def _texts(told: Any) -> Sequence[str]:
