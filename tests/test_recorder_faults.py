@@ -993,6 +993,59 @@ def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_cha
 
 
 @needs_native
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handler_that_gives_itself_up_while_it_runs_is_recorded_to_its_end(kind: str) -> None:
+    printed = run(
+        kind,
+        """
+        def handle(*_):
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            gc.collect()
+        for _ in range(20):
+            signal.signal(signal.SIGUSR1, wrapped("handler")(handle))
+            os.kill(os.getpid(), signal.SIGUSR1)
+        print(calls(), recorder.open_rows(), recorder.counts())
+        """,
+    )
+    assert printed == "{'handler': 20} [] {}\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_python_meets_again_and_again_has_each_of_its_calls_recorded(kind: str) -> None:
+    """Each callback on a thread of the C library's has a thread state of its own, which is freed after it."""
+    printed = run(
+        kind,
+        """
+        import ctypes
+        library = ctypes.CDLL(None)
+        callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+        @wrapped()
+        def leaf():
+            pass
+        @wrapped()
+        def branch():
+            leaf()
+        @callback
+        def visit(_):
+            branch()
+            branch()
+        @callback
+        def start(_):
+            for _ in range(8):
+                key = ctypes.c_uint()
+                library.pthread_key_create(ctypes.byref(key), visit)
+                library.pthread_setspecific(key, ctypes.c_void_p(1))
+            branch()
+        for _ in range(3):
+            thread = ctypes.c_ulong()
+            library.pthread_create(ctypes.byref(thread), None, start, None)
+            library.pthread_join(thread, None)
+        print(sorted(calls().items()), recorder.open_rows(), recorder.counts())
+        """,
+    )
+    assert printed == "[('branch', 51), ('leaf', 51)] [] {}\n"
+
+
 def test_signals_leave_no_scope_request_coroutine_or_generator_open() -> None:
     printed = run(
         "native",

@@ -122,7 +122,7 @@ release_frame(frame_t *frame)
         frame_count--;
         return;
     }
-    frame->start_ns = frame->counted_from_ns = 0; /* whoever looks for open spans passes it */
+    frame->start_ns = 0; /* whoever looks for open spans passes it */
     frame->above = free_frames;
     free_frames = frame;
 }
@@ -232,9 +232,25 @@ call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *nam
     return PyObject_Vectorcall(wrapped, args, nargsf, names);
 }
 
-/* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
-static inline __attribute__((always_inline)) PyObject *
-call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
+/* End a call whose frame is not as it was when the call began, or that raised. */
+static SELDOM PyObject *
+end_otherwise(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns, PyObject *result)
+{
+    int found = end_call(core, ring, current, frame, end_ns);
+    if (result != NULL && PyErr_Occurred())
+        Py_CLEAR(result);
+    Py_XDECREF(frame->request);
+    if (found)
+        release_frame(frame);
+    Py_DECREF(current);
+    Py_DECREF(ring);
+    return result;
+}
+
+/* Call what is wrapped inside a span, whatever there is to it. `path` remembers where the site was met, which is
+ * borrowed; NULL where nobody does. */
+static __attribute__((noinline)) PyObject *
+call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
     Ring *ring;
@@ -277,24 +293,126 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     __builtin_prefetch(current, 1);
     __builtin_prefetch((char *)current + LINE, 1);
     int64_t end_ns = read_clock(core);
-    int plain = result != NULL && current->top == frame && ring->rows != NULL &&
-                ((uintptr_t)frame->published | (uintptr_t)frame->attributes | (uintptr_t)frame->pair) == 0;
-    if (__builtin_expect(plain, 1)) {
-        count_against_above(current, frame, ring, end_ns);
-        current->top = frame->above;
-        store_plain(core, ring, frame, end_ns);
-    } else {
-        plain = end_call(core, ring, current, frame, end_ns);
-        if (result != NULL && PyErr_Occurred())
-            Py_CLEAR(result);
+    if (result == NULL || current->top != frame || ring->rows == NULL ||
+        ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0) {
+        result = end_otherwise(core, ring, current, frame, end_ns, result);
+        Py_DECREF(self);
+        return result;
     }
+    count_against_above(current, frame, ring, end_ns);
+    current->top = frame->above;
+    store_plain(core, ring, frame, end_ns);
+    if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
+        Py_CLEAR(result);
     Py_XDECREF(frame->request);
-    if (plain)
-        release_frame(frame);
+    release_frame(frame);
     Py_DECREF(current);
     Py_DECREF(ring);
     Py_DECREF(self);
     return result;
+}
+
+typedef PyObject *(*span_call)(Function *, path_t *, PyObject *const *, size_t, PyObject *);
+
+static __attribute__((noinline)) PyObject *
+call_own_otherwise(Function *self, path_t *Py_UNUSED(path), PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
+}
+
+static __attribute__((noinline)) PyObject *
+call_known_otherwise(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    return call_in_any_span(self, path->site, path, args, nargsf, names);
+}
+
+/* Whether the step from a parent is known, for the site was met there before. */
+static inline int
+find_known_step(const path_t *path, const node_t *parent, node_t **step)
+{
+    *step = path->steps[0];
+    if (__builtin_expect(path->parents[0] == parent, 1))
+        return 1;
+    *step = path->steps[1];
+    return path->parents[1] == parent;
+}
+
+/* Call a function of Python's inside a span that is timed by the monotonic clock alone, below one that is open or the
+ * root, at a path where it was met before: what most calls are. All others go the other way. Neither the function nor
+ * its recorder is looked at after the call, so that neither has to be held for it. */
+static inline __attribute__((always_inline)) PyObject *
+call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names,
+             span_call otherwise)
+{
+    Core *core = self->core;
+    __builtin_prefetch(path->steps[0]);
+    if (at_hand.uid != self->uid)
+        goto otherwise;
+    Ring *ring = at_hand.ring;
+    if (ring->context_version != ring->state->context_ver || is_stack_used_up(ring))
+        goto otherwise;
+    Current *current = ring->current;
+    frame_t *above = current->top, *frame = free_frames;
+    if (frame == NULL)
+        goto otherwise;
+    node_t *node;
+    if (above != NULL) {
+        if (!is_open_and_no_fold(above) || !find_known_step(path, above->node, &node))
+            goto otherwise;
+        frame->span_id = next_identity(core);
+        frame->parent_id = above->span_id;
+        frame->root_id = above->root_id;
+        frame->request = Py_XNewRef(above->request);
+    } else {
+        if (current->base != NULL || current->link_id != 0 || !find_known_step(path, &core->root, &node))
+            goto otherwise;
+        frame->root_id = frame->span_id = next_identity(core);
+        frame->parent_id = 0;
+        frame->request = NULL;
+    }
+    free_frames = frame->above;
+    frame->above = above;
+    frame->node = node;
+    frame->ring = ring;
+    frame->task = current->task;
+    frame->children_ns = 0;
+    set_flags(frame, OPEN);
+    Py_INCREF(ring);
+    Py_INCREF(current);
+    current->top = frame;
+    publish_begun(core, current, frame);
+    struct timespec begin, end; /* two, or the address of one would be kept over the call */
+    begin_frame(frame, read_monotonic_into(&begin));
+    /* Read again, for registers are few and hold the arguments while the clock is read. */
+    node = frame->node;
+    ring = frame->ring;
+    core = current->core;
+    totals_t *totals = node->totals;
+    __builtin_prefetch(totals, 1);
+    PyFunctionObject *wrapped = (PyFunctionObject *)self->wrapped;
+    PyObject *result = wrapped->vectorcall((PyObject *)wrapped, args, nargsf, names);
+    /* What the end needs comes from memory while the clock is read; the compiler is not to ask for it before the call. */
+    __asm__ volatile("" : "+r"(frame), "+r"(ring), "+r"(node));
+    __builtin_prefetch(frame, 1);
+    __builtin_prefetch((char *)frame + LINE, 1);
+    __builtin_prefetch(totals, 1);
+    __builtin_prefetch(node);
+    __builtin_prefetch(ring, 1);
+    __builtin_prefetch(&current->top, 1);
+    int64_t end_ns = read_monotonic_into(&end);
+    if (__builtin_expect(result == NULL || current->top != frame || ring->rows == NULL ||
+                         ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
+        return end_otherwise(core, ring, current, frame, end_ns, result);
+    count_against_above(current, frame, ring, end_ns);
+    current->top = frame->above;
+    store_plain(core, ring, frame, end_ns);
+    Py_XDECREF(frame->request);
+    release_frame(frame);
+    Py_DECREF(current);
+    Py_DECREF(ring);
+    return result;
+otherwise:
+    return otherwise(self, path, args, nargsf, names);
 }
 
 /* Finding the chain of another context may run code, which may let go of the site. */
@@ -307,7 +425,7 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     if (current_of(self->core, &ring) != NULL) {
         if (path != NULL && path->site != site) /* its place was given to another instance meanwhile */
             path = NULL;
-        result = call_in_span(self, site, path, args, nargsf, names); /* it is at hand now */
+        result = call_in_any_span(self, site, path, args, nargsf, names); /* it is at hand now */
     } else if (lose(self->core) == 0) {
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
@@ -318,9 +436,20 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
 static PyObject *
 Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
+    if (__builtin_expect(is_on_and_nothing_else(self->core), 1))
+        return call_in_span(self, &self->path, args, nargsf, names, call_own_otherwise);
     if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
-    return call_in_span(self, self->path.site, &self->path, args, nargsf, names);
+    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
+}
+
+/* The same of what is no function of Python's. */
+static PyObject *
+Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (!self->core->on)
+        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
 /* The same while it is muted. */
@@ -487,8 +616,10 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
         count_passed(pass);
     if (site == NULL || pass != NULL)
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    else if (path != NULL && is_on_and_nothing_else(self->core) && PyFunction_Check(self->wrapped))
+        return call_in_span(self, path, args, nargsf, names, call_known_otherwise);
     else
-        result = call_in_span(self, site, path, args, nargsf, names);
+        result = call_in_any_span(self, site, path, args, nargsf, names);
     Py_XDECREF(asked);
     return result;
 }
@@ -510,6 +641,15 @@ Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, 
 
 static PyObject *Function_call_async_generator(Function *, PyObject *const *, size_t, PyObject *);
 
+/* What a function is called by that makes a span of each call. */
+static vectorcallfunc
+entry_of(const Function *self)
+{
+    return (vectorcallfunc)(self->muted                       ? Function_call_muted
+                            : PyFunction_Check(self->wrapped) ? Function_call
+                                                              : Function_call_other);
+}
+
 static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -527,17 +667,19 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Function *self = (Function *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->vectorcall = (vectorcallfunc)(makes_async_generators ? Function_call_async_generator
-                                        : sites == NULL          ? Function_call
-                                                                 : Function_call_by_instance);
     self->sites = Py_XNewRef(sites);
     self->decide = Py_XNewRef(decide);
     self->is_followed = (char)(sites != NULL && follow_changes(sites));
     self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
     self->works = works == Py_None ? NULL : Py_NewRef(works);
     self->core = (Core *)Py_NewRef(core);
+    self->uid = self->core->uid; /* never that of a thread without a ring, which is 0 */
     self->wrapped = Py_NewRef(wrapped);
     self->site = self->path.site = Py_NewRef(site);
+    self->makes_spans = (char)(sites == NULL && !makes_async_generators);
+    self->vectorcall = makes_async_generators ? (vectorcallfunc)Function_call_async_generator
+                       : sites != NULL        ? (vectorcallfunc)Function_call_by_instance
+                                              : entry_of(self);
     self->dict = PyDict_New();
     if (self->dict == NULL)
         Py_CLEAR(self);
@@ -656,8 +798,8 @@ Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
         return -1;
     }
     self->muted = value != Py_None;
-    if (self->vectorcall == (vectorcallfunc)Function_call || self->vectorcall == (vectorcallfunc)Function_call_muted)
-        self->vectorcall = (vectorcallfunc)(self->muted ? Function_call_muted : Function_call);
+    if (self->makes_spans)
+        self->vectorcall = entry_of(self);
     Py_XSETREF(self->pass, Py_TYPE(value) == &PassType ? (Pass *)Py_NewRef(value) : NULL);
     return 0;
 }

@@ -99,10 +99,18 @@ ticks_as_ns(const ticks_t *ticks, int64_t now)
     return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
 }
 
+/* Whether spans begin, are timed by the monotonic clock, and none is timed on a device. */
+static inline int
+is_on_and_nothing_else(const Core *core)
+{
+    static const char expected[] = {1, 0, 0, 0};
+    return memcmp(&core->on, expected, sizeof expected) == 0; /* and what is behind it */
+}
+
 static inline int64_t
 read_clock(const Core *core)
 {
-    if (__builtin_expect(core->ticks.in_use, 0)) /* which costs less either way */
+    if (__builtin_expect(core->reads_ticks, 0)) /* which costs less either way */
         return ticks_as_ns(&core->ticks, read_ticks());
     return read_monotonic();
 }

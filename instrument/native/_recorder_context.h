@@ -287,14 +287,20 @@ note_task(Core *core, Current *current)
     return forgive();
 }
 
+/* `current` is of the context that runs now. A ring that has been given up meanwhile stays without one. */
+static void
+note_version(Ring *ring)
+{
+    ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
+}
+
 /* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
 static Current *
 follow(Core *core, Ring *ring, PyThreadState *state)
 {
     ring->state = state;
     if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
-        ring->context = state->context;
-        ring->context_version = state->context_ver;
+        note_version(ring);
         Current *same = ring->current;
         if (!same->is_shared && !is_outdated(same))
             return same;
@@ -359,8 +365,7 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     }
     Current *before = ring->current;
     ring->current = current;
-    ring->context = state->context;
-    ring->context_version = state->context_ver;
+    note_version(ring);
     Py_XDECREF(value);
     Py_XDECREF(before);
     return current;
@@ -394,8 +399,7 @@ current_at_hand(Core *core, Ring **found)
     if (at_hand.uid != core->uid)
         return NULL;
     Ring *ring = *found = at_hand.ring;
-    const PyThreadState *state = ring->state;
-    if (ring->context_version != state->context_ver || ring->context != state->context)
+    if (ring->context_version != ring->state->context_ver)
         return NULL;
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
 }

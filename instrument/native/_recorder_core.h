@@ -7,7 +7,6 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     if (self == NULL)
         return NULL;
     self->uid = ++last_uid;
-    self->next_id = 2;
     self->counted = &self->own_counted;
     self->node_limit = NODE_LIMIT;
     self->rings = PyList_New(0);
@@ -68,6 +67,7 @@ static int
 Core_clear(Core *self)
 {
     Py_CLEAR(self->remote_parent);
+    self->times_devices = 0;
     Py_CLEAR(self->begin_device);
     Py_CLEAR(self->tells_of_tasks);
     return 0;
@@ -291,7 +291,6 @@ static PyMemberDef Core_members[] = {
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
     {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as http_status.ANSWERS has them"},
     {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
-    {"begin_device", T_OBJECT, offsetof(Core, begin_device), 0, "begins to time a span on a device, or None"},
     {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
     {NULL},
 };
@@ -334,6 +333,20 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
 }
 
 static PyObject *
+Core_begin_device(Core *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->begin_device != NULL ? self->begin_device : Py_None);
+}
+
+static int
+Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    self->times_devices = value != NULL && value != Py_None;
+    Py_XSETREF(self->begin_device, self->times_devices ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
 Core_ended_rows(Core *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromUnsignedLongLong(self->counted->ended_rows);
@@ -348,6 +361,8 @@ Core_ended_too_short(Core *self, void *Py_UNUSED(closure))
 static PyGetSetDef Core_getset[] = {
     {"ended_rows", (getter)Core_ended_rows, NULL, "rows of rings that were given up", NULL},
     {"ended_too_short", (getter)Core_ended_too_short, NULL, "the same of `too_short`", NULL},
+    {"begin_device", (getter)Core_begin_device, (setter)Core_set_begin_device,
+     "begins to time a span on a device, or None", NULL},
     {"memory_fd", (getter)Core_memory_fd, NULL, "descriptor of the memory that others can read, or -1", NULL},
     {"_memory_head", (getter)Core_memory_head, NULL, "the memory's header and the text behind it, or None", NULL},
     {"irregular", (getter)Core_irregular, NULL, "irregular events by what happened", NULL},

@@ -73,11 +73,17 @@ static const char *const REASONS[REASON_COUNT] = {
 #endif
 
 static inline int64_t
+read_monotonic_into(struct timespec *now)
+{
+    clock_gettime(CLOCK_MONOTONIC, now);
+    return (int64_t)now->tv_sec * 1000000000 + now->tv_nsec;
+}
+
+static inline int64_t
 read_monotonic(void)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    return read_monotonic_into(&now);
 }
 
 /* ------------------------------------------------------------------ data */
@@ -159,8 +165,8 @@ typedef struct frame {
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     PyObject *published; /* what contexts that were copied under it know it by, or NULL */
     char state;
-    char has_rows; /* whether what counts no time against it may name it as its parent */
     char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
+    char has_rows; /* whether what counts no time against it may name it as its parent */
     char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
     uint32_t is_extra : 1; /* whether it is given up when its call ends, and not kept for another one */
     uint32_t place : 31;   /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
@@ -217,14 +223,12 @@ typedef struct ring {
     uint64_t mask, head;
     uint64_t number; /* never given twice */
     Current *current;
-    /* The context that `current` belongs to, for comparison only: holding it would keep the host's objects alive. The
-     * version tells it from a later one at the same address. */
-    PyObject *context;
-    uint64_t context_version; /* NO_VERSION where it has no `current` */
-    uintptr_t stack_end;
-    uint32_t stack_margin;
-    char has_rare; /* whether a row has something to give up */
+    uint64_t has_rare; /* whether a row has something to give up. What the end of a call needs is one line up to here */
+    /* The version of the context that `current` belongs to, which each change of the thread's context makes another;
+     * NO_VERSION where there is no `current`. */
+    uint64_t context_version;
     PyThreadState *state; /* of its thread, as long as `at_hand` may name it; `nobody` before and after */
+    uintptr_t stack_end, stack_margin;
     uint64_t capacity;
     uint64_t too_short; /* spans that were counted and got no row */
     long thread_id;
@@ -250,7 +254,6 @@ typedef struct scope Scope;
 
 /* The processor's time stamp counter as nanoseconds of the monotonic clock. */
 typedef struct {
-    char in_use;
     int64_t base_ticks, base_ns;
     uint64_t rate; /* ns a tick, times 2^32 */
     int64_t first_ticks, first_ns; /* the pair that the calibration began with */
@@ -265,10 +268,14 @@ typedef struct {
 
 typedef struct core {
     PyObject_HEAD
+    /* One word, for a call that asks whether it is 1: on, and nothing else. */
     char on;
+    char reads_ticks; /* whether the time stamp counter is the clock */
+    char times_devices; /* whether there is a `begin_device` */
+    char unused;
     char watches_all; /* whether `begin_device` is asked for every span, and not for those whose sites ask for it */
     uint64_t uid;
-    uint64_t next_id;
+    uint64_t last_id;
     PyObject *begin_device; /* begins to time a span on a device: (site, attributes, span id) -> pair or None */
     ticks_t ticks;
     Current *currents;
@@ -345,6 +352,7 @@ typedef struct {
     uint32_t known_slots; /* a power of two */
     char is_followed; /* whether `sites` tells when it changes */
     char muted; /* whether calls pass without a span */
+    char makes_spans; /* of its calls: no generators, and not by their instances */
     path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     Pass *pass; /* what counts them, or NULL */

@@ -3,7 +3,7 @@
 static inline int
 is_timed_on_device(const Core *core, const frame_t *frame)
 {
-    return core->begin_device != NULL && core->begin_device != Py_None && (frame->node->is_device || core->watches_all);
+    return core->times_devices && (frame->node->is_device || core->watches_all);
 }
 
 /* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `told` is

@@ -131,6 +131,8 @@ Core_reset(Core *self, PyObject *argument)
     self->uid = ++last_uid;
     self->rings = rings;
     self->ended = ended;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++) /* before any code runs: no call counts there any more */
+        ((Ring *)PyList_GET_ITEM(old_rings, i))->context_version = NO_VERSION;
     self->counted->ended_rows = self->counted->ended_too_short = 0;
     memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
     mark_moving(self);
@@ -273,7 +275,7 @@ Core_preset(Core *self, PyObject *args)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     for (uint64_t i = 0; i < ring->capacity; i++)
         Py_CLEAR(ring->rows[i].rare);
-    self->next_id = next_id;
+    self->last_id = next_id - 2;
     ring->head = head;
     Py_RETURN_NONE;
 }
@@ -296,8 +298,8 @@ Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
     ticks.rate = (uint64_t)(((unsigned __int128)(now_ns - ticks.first_ns) << 32) / (uint64_t)(now_ticks - ticks.first_ticks));
     ticks.base_ticks = now_ticks;
     ticks.base_ns = now_ns;
-    ticks.in_use = 1;
     self->ticks = ticks;
+    self->reads_ticks = 1;
     Py_RETURN_TRUE;
 }
 
@@ -310,14 +312,14 @@ Core_check_ticks(Core *self, PyObject *argument)
     if (limit_ns == -1 && PyErr_Occurred())
         return NULL;
     ticks_t *ticks = &self->ticks;
-    if (!ticks->in_use)
+    if (!self->reads_ticks)
         Py_RETURN_NONE;
     int64_t now_ticks = 0, now_ns = 0;
     read_both(&now_ticks, &now_ns);
     int64_t shown_ns = ticks_as_ns(ticks, now_ticks);
     int64_t off_ns = shown_ns - now_ns;
     if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= ticks->first_ticks) {
-        ticks->in_use = 0;
+        self->reads_ticks = 0;
         count(self, TICKS_STRAYED);
         Py_RETURN_NONE;
     }
@@ -331,7 +333,7 @@ Core_check_ticks(Core *self, PyObject *argument)
 static PyObject *
 Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
-    self->ticks.in_use = 0;
+    self->reads_ticks = 0;
     Py_RETURN_NONE;
 }
 

@@ -8,6 +8,7 @@ free_rows_of(Ring *ring)
     uint64_t written = ring->head < ring->capacity ? ring->head : ring->capacity;
     ring->rows = NULL;
     ring->head = 0;
+    ring->context_version = NO_VERSION;
     for (uint64_t i = 0; rows != NULL && i < written; i++)
         Py_XDECREF(rows[i].rare);
     if (rows != NULL)
@@ -397,13 +398,13 @@ find_stack_end(Ring *ring)
         return;
     if (pthread_attr_getstack(&attributes, &lowest, &size) == 0) {
         ring->stack_end = (uintptr_t)lowest;
-        ring->stack_margin = (uint32_t)(size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN);
+        ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
     }
     pthread_attr_destroy(&attributes);
 #elif defined(__APPLE__)
     size_t size = pthread_get_stacksize_np(pthread_self());
     ring->stack_end = (uintptr_t)pthread_get_stackaddr_np(pthread_self()) - size;
-    ring->stack_margin = (uint32_t)(size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN);
+    ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
 #endif
 }
 

@@ -121,27 +121,46 @@ is_open_around(Current *current, const frame_t *frame, const Ring *ring, const n
     return found;
 }
 
-static SELDOM void
-begin_identities_anew(Core *core)
+static SELDOM uint64_t
+first_identity(void)
 {
-    core->next_id = 2; /* readers have 63 bits; 0 means none */
+    return 2; /* 0 means none */
+}
+
+static inline uint64_t
+next_identity(Core *core)
+{
+    uint64_t id = core->last_id + 2;
+    if (__builtin_expect((int64_t)id < 0, 0)) /* readers have 63 bits */
+        id = first_identity();
+    core->last_id = id;
+    return id;
+}
+
+static inline void
+set_flags(frame_t *frame, char state)
+{
+    const char flags[] = {state, 0, 0, 0};
+    memcpy(&frame->state, flags, sizeof flags); /* and `below_fold`, `has_rows`, `is_inner`, as one number */
+}
+
+/* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */
+static inline int
+is_open_and_no_fold(const frame_t *frame)
+{
+    static const char expected[] = {OPEN, 0};
+    return memcmp(&frame->state, expected, sizeof expected) == 0; /* and `below_fold` */
 }
 
 /* Fill in who the span is and where it belongs; the clock is read by the caller, last. `path` is of the site. */
 static inline void
 identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path, char state)
 {
-    const struct {
-        char state, has_rows, below_fold, is_inner;
-    } flags = {.state = state};
     frame_t *above = current->top;
     node_t *parent, *step;
     frame->above = above;
-    memcpy(&frame->state, &flags, sizeof flags);
-    frame->span_id = core->next_id;
-    core->next_id += 2;
-    if (__builtin_expect((int64_t)core->next_id < 0, 0))
-        begin_identities_anew(core);
+    set_flags(frame, state);
+    frame->span_id = next_identity(core);
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
@@ -172,7 +191,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         step = path->steps[1];
     } else {
         step = node_of(core, parent, site);
-        if (path != NULL) {
+        if (path != NULL && !is_edge(step)) {
             path->parents[1] = path->parents[0];
             path->steps[1] = path->steps[0];
             path->parents[0] = parent;
@@ -363,11 +382,11 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
           uint64_t moved_bytes)
 {
     node_t *node = frame->node;
-    int64_t start_ns = frame->start_ns;
-    if (__builtin_expect(end_ns < start_ns, 0)) /* the time stamp counters of two processors may differ by a little */
+    int64_t start_ns = frame->start_ns, total_ns = end_ns - start_ns, children_ns = frame->children_ns;
+    if (__builtin_expect(total_ns < 0, 0)) { /* the time stamp counters of two processors may differ by a little */
         end_ns = start_ns;
-    int64_t total_ns = end_ns - start_ns, children_ns = frame->children_ns;
-    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
+        total_ns = 0;
+    }
     PyObject *old = rare;
     if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
         ring->too_short++;
@@ -390,8 +409,8 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
         __builtin_prefetch(row + 1, 1);
     }
-    totals_t *totals = totals_here(ring, node);
-    if (__builtin_expect(totals == NULL, 0)) {
+    totals_t *totals = node->totals;
+    if (__builtin_expect(node->ring_number != ring->number, 0) && (totals = find_totals_here(ring, node)) == NULL) {
         count(core, NOT_TALLIED);
         return old;
     }
@@ -410,11 +429,13 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         totals->moved_bytes += moved_bytes;
     if (!frame->is_inner)
         add_time(core, &totals->total_ns, total_ns);
-    add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
-    uint32_t waiting = totals->waiting_count;
+    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
+    if (__builtin_expect(own_ns >= 0, 1))
+        add_time(core, &totals->self_ns, own_ns);
+    size_t waiting = totals->waiting_count;
+    totals->waiting_count++;
     totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
-    totals->waiting_count = (uint16_t)++waiting;
-    if (__builtin_expect(waiting == BUCKETS_WAITING, 0))
+    if (__builtin_expect(waiting == BUCKETS_WAITING - 1, 0))
         count_all_waiting(core, totals);
     return old;
 }
@@ -459,9 +480,12 @@ static inline void
 count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
 {
     frame_t *above = frame->above;
-    if (above == NULL && current->base != NULL && frame->parent_id == current->base->span_id)
+    if (above == NULL) {
+        if (current->base == NULL || frame->parent_id != current->base->span_id || current->base->frame == NULL)
+            return;
         above = current->base->frame;
-    if (above != NULL && above->ring == ring && above->task == frame->task)
+    }
+    if (above->ring == ring && above->task == frame->task)
         above->children_ns += end_ns - frame->counted_from_ns;
 }
 

@@ -113,15 +113,17 @@ count_waiting(Core *core, totals_t *totals)
 static __attribute__((noinline)) void
 count_all_waiting(Core *core, totals_t *totals)
 {
-    for (uint32_t i = BUCKETS_WAITING; i-- > 0;) {
+#pragma GCC unroll 7
+    for (int i = BUCKETS_WAITING; i-- > 0;) {
         uint32_t bucket = totals->waiting[i];
         chunk_t *chunk = totals->chunks[bucket >> 6];
-        if (__builtin_expect(chunk == NULL || chunk->low[bucket & 63] == UINT16_MAX, 0)) {
+        if (__builtin_expect(chunk == NULL, 0) || __builtin_expect(++chunk->low[bucket & 63] == 0, 0)) {
+            if (chunk != NULL)
+                chunk->low[bucket & 63] = UINT16_MAX;
             totals->waiting_count = (uint16_t)(i + 1);
             count_waiting(core, totals);
             return;
         }
-        chunk->low[bucket & 63]++;
     }
     totals->waiting_count = 0;
 }
