@@ -54,7 +54,6 @@
 #include "_recorder_scopes.h"
 #include "_recorder_generators.h"
 #include "_recorder_renaming.h"
-#include "_recorder_async_generators.h"
 #include "_recorder_shelf.h"
 #include "_recorder_requests.h"
 #include "_recorder_reading.h"
@@ -150,7 +149,7 @@ execute(PyObject *made)
     }
 #endif
     PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
-                             &ScopeType,   &StretchType, &AsyncGeneratorType, &AsyncStepType, &ShelfType, &PassType,
+                             &ScopeType,   &StretchType, &ShelfType, &PassType,
                              &CoreType,    &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
@@ -183,17 +182,10 @@ execute(PyObject *made)
         {&str_end, "end"},
         {&str_pause, "pause"},
         {&str_resume, "resume"},
-        {&str_ag_frame, "ag_frame"},
-        {&str_anext, "__anext__"},
-        {&str_asend, "asend"},
-        {&str_athrow, "athrow"},
         {&str_items, "items"},
         {&str_first_item, "first_item_ns"},
         {&str_last_item, "last_item_ns"},
         {&str_longest_gap, "longest_gap_ns"},
-        {&str_aclose, "aclose"},
-        {&str_throw, "throw"},
-        {&str_close, "close"},
         {&str_error_key, "error"},
         {&str_name, "name"},
         {&str_module, "module"},
@@ -214,8 +206,6 @@ execute(PyObject *made)
         if (name_of_type == NULL)
             return -1;
     }
-    if (left_to_us == NULL && (left_to_us = PyCFunction_New(&leave_to_us_method, NULL)) == NULL)
-        return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
         PyModule_AddObjectRef(made, "Function", (PyObject *)&FunctionType_) < 0 ||

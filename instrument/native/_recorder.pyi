@@ -136,7 +136,7 @@ class Function:
         decide: Callable[[Any], Site | None] = ...,
         evaluate: Callable[[Any], Any] | None = ...,
         *,
-        makes_async_generators: bool = False,
+        works: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

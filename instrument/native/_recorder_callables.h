@@ -639,13 +639,11 @@ Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, 
     return call_of_instance(self, known, args, nargsf, names);
 }
 
-static PyObject *Function_call_async_generator(Function *, PyObject *const *, size_t, PyObject *);
-
-/* What a function is called by that makes a span of each call. */
 static vectorcallfunc
 entry_of(const Function *self)
 {
-    return (vectorcallfunc)(self->muted                       ? Function_call_muted
+    return (vectorcallfunc)(self->sites != NULL               ? Function_call_by_instance
+                            : self->muted                     ? Function_call_muted
                             : PyFunction_Check(self->wrapped) ? Function_call
                                                               : Function_call_other);
 }
@@ -653,12 +651,10 @@ entry_of(const Function *self)
 static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "makes_async_generators",
-                            "works", NULL};
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "works", NULL};
     PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *evaluate = Py_None, *works = Py_None;
-    int makes_async_generators = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$pO:Function", words, &CoreType, &core, &wrapped, &site,
-                                     &PyDict_Type, &sites, &decide, &evaluate, &makes_async_generators, &works))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$O:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &evaluate, &works))
         return NULL;
     if (sites != NULL && decide == NULL) {
         PyErr_SetString(PyExc_TypeError, "Function: sites go with decide");
@@ -676,10 +672,7 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->uid = self->core->uid; /* never that of a thread without a ring, which is 0 */
     self->wrapped = Py_NewRef(wrapped);
     self->site = self->path.site = Py_NewRef(site);
-    self->makes_spans = (char)(sites == NULL && !makes_async_generators);
-    self->vectorcall = makes_async_generators ? (vectorcallfunc)Function_call_async_generator
-                       : sites != NULL        ? (vectorcallfunc)Function_call_by_instance
-                                              : entry_of(self);
+    self->vectorcall = entry_of(self);
     self->dict = PyDict_New();
     if (self->dict == NULL)
         Py_CLEAR(self);
@@ -798,8 +791,7 @@ Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
         return -1;
     }
     self->muted = value != Py_None;
-    if (self->makes_spans)
-        self->vectorcall = entry_of(self);
+    self->vectorcall = entry_of(self);
     Py_XSETREF(self->pass, Py_TYPE(value) == &PassType ? (Pass *)Py_NewRef(value) : NULL);
     return 0;
 }

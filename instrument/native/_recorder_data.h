@@ -352,7 +352,6 @@ typedef struct {
     uint32_t known_slots; /* a power of two */
     char is_followed; /* whether `sites` tells when it changes */
     char muted; /* whether calls pass without a span */
-    char makes_spans; /* of its calls: no generators, and not by their instances */
     path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     Pass *pass; /* what counts them, or NULL */
@@ -415,8 +414,7 @@ static PyTypeObject *free_scope_type; /* that they are of */
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
     *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
-    *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
-    *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
+    *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
     *str_error_key, *str_name, *str_module, *str_qualname, *str_file, *str_line, *str_instance, *str_suspends,
     *str_attributes;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

@@ -85,7 +85,13 @@ move_frame(frame_t *frame, Ring *ring, uint64_t task)
 }
 
 static PyObject *Stretch_finish(Stretch *, PyObject *);
-static int told(PyObject *);
+
+static int
+told(PyObject *none)
+{
+    Py_XDECREF(none);
+    return none == NULL ? -1 : 0;
+}
 
 /* True where its site is muted: it has begun no span then, or has ended the one that it had, and the generator goes on
  * without. One that has scopes open inside waits until they are closed. */

@@ -376,11 +376,6 @@ class PureRecorder(_Recording, pure.Core):
     def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
         return callables.make_function(self, function, site, works)
 
-    def make_async_generator(
-        self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
-    ) -> Any:
-        return wrapping.async_generator(self, function, site, works)
-
     def make_method(
         self,
         function: Callable[..., Any],
@@ -485,11 +480,6 @@ else:
             self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
         ) -> Any:
             return _native.Function(self, function, site, works=works)
-
-        def make_async_generator(
-            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
-        ) -> Any:
-            return _native.Function(self, function, site, makes_async_generators=True, works=works)
 
         def make_method(
             self,

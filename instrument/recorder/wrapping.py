@@ -46,7 +46,7 @@ def wrap(
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
     doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call, whose span
-    then carries them, and takes a plain function and an async generator off the fast path; so does `passes`, which is
+    then carries them, and takes a plain function off the fast path; so does `passes`, which is
     asked first, and `results`, which gets what the call gives, and which generators have not. `works` tells, as an
     attribute that no reader sees, what a call works on whose device time is asked for.
     """
@@ -55,11 +55,7 @@ def wrap(
         told = functools.partial(_both, attributes, works)
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = (
-            recorder.make_async_generator(function, site, works)
-            if passes is None and attributes is None
-            else _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
-        )
+        made = _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
         shape = "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
         template = _COROUTINE if results is None else _ANSWERED_COROUTINE
@@ -304,11 +300,6 @@ class _NoStretch:
 
 
 _NO_STRETCH = _NoStretch()
-
-
-def async_generator(recorder: Any, function: Callable[..., Any], site: Site, works: Attributes | None = None) -> Any:
-    """An async generator function around another: the twin of what the native recorder makes."""
-    return _make(_ASYNC_GENERATOR, recorder, function, site, works)
 
 
 def _make(
