@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"profile", "recording"},
     {"recorder", "trace"},
     {"device", "instrumentors"},
-    {"chrome", "otlp", "report"},
+    {"chrome", "otlp", "proposal", "report"},
     {"agent", "sessions"},
     {"cli", "compat"},
 ]

@@ -1,5 +1,5 @@
-"""The `instrument` command: run a service under a profile, check or reload a profile, see what a run is doing, report
-on saved traces, convert, merge and query them.
+"""The `instrument` command: write a first profile, run a service under a profile, check or reload one, see what a run
+is doing, report on saved traces, convert, merge and query them.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
 nothing), 1 where a gate said no, else the host's own. Each verb has a module of its own, which says what it takes
@@ -18,6 +18,7 @@ from instrument.cli import (
     check_verb,
     convert_verb,
     dump_verb,
+    init_verb,
     live_verb,
     merge_verb,
     ps_verb,
@@ -62,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for verb in (
-        run_verb, check_verb, ps_verb, live_verb, dump_verb, switch_verb, reload_verb, report_verb, convert_verb,
-        merge_verb, query_verb, agent_verb, recover_verb,
+        init_verb, run_verb, check_verb, ps_verb, live_verb, dump_verb, switch_verb, reload_verb, report_verb,
+        convert_verb, merge_verb, query_verb, agent_verb, recover_verb,
     ):  # fmt: skip
         verb.add(verbs)
     return parser
@@ -87,10 +88,12 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
 
     That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
-    if given[:1] == ["check"] and "--" in given:
+    if given[:1] in (["check"], ["init"]) and "--" in given:
         at = given.index("--")
         if not given[at + 1 :]:
-            raise InstrumentError("check: nothing to run after --; give script.py [argument ...] or -m module ...")
+            raise InstrumentError(
+                f"{given[0]}: nothing to run after --; give script.py [argument ...] or -m module ..."
+            )
         return parser.parse_args(given[:at]), given[at + 1 :]
     if given[:1] != ["run"]:
         return parser.parse_args(given), []

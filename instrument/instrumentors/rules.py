@@ -15,13 +15,14 @@ from types import ModuleType
 from typing import Any
 
 from instrument.instrumentors import arguments, functions, holders
+from instrument.instrumentors.argument_watch import ArgumentWatch
 from instrument.instrumentors.functions import Probe, Target, Unreachable, matches
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.wrapping import Passes
+from instrument.recorder.wrapping import Passes, Results
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import MAINS, is_main, names_of
@@ -33,8 +34,9 @@ logger = logging.getLogger("instrument")
 class Functions:
     """The function rules of one session at work."""
 
-    def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER) -> None:
+    def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
+        self.watch = ArgumentWatch(self.wants) if watches else None
         self._probes: dict[Probe, FunctionRule] = {}
         self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
         self._modules: dict[str, ModuleType] = {}
@@ -151,6 +153,8 @@ class Functions:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
+        if self.watch is not None:
+            self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
         """Take the probes of a site off for a while; gives what puts them on again, None where there are none.
@@ -286,11 +290,13 @@ class Functions:
         attributes, missing = (
             arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
         )
-        results = None
+        results: Results | None = None
         if rule.key or rule.batch:
             keys = KeyReader(target.function, rule)
             missing += keys.missing
             attributes, results = keys.with_attributes(attributes), keys.annotating(self._recorder)
+        elif self.watch is not None:
+            attributes, results = self.watch.of(target.function, target.label)
         try:
             probe = Probe(target, site, self._recorder, attributes, self._passes(target), results)
             probe.set()
@@ -299,7 +305,7 @@ class Functions:
             self._tell(index, "unreachable", target.label, why)
             return None
         self._probes[probe] = rule
-        if results is not None and self._recorder.shapes.get(site) == "generator":
+        if results is not None and self.watch is None and self._recorder.shapes.get(site) == "generator":
             missing += ["what a generator gives in the end is no result that has keys"]
         why = "; ".join(filter(None, [target.note, *missing]))
         state = "partly" if missing else "attached"

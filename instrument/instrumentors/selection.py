@@ -6,6 +6,7 @@ is there already. Each family of rules knows which modules it wants and what to 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from instrument.instrumentors import decorated
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.comm import Comm
 from instrument.instrumentors.copies import Copies
 from instrument.instrumentors.frameworks import Frameworks
@@ -98,6 +100,8 @@ class Selection:
     def _made(self, key: str, rules: Sequence[Any]) -> Probes:
         if key == "frameworks":
             return Frameworks(rules, self._recorder, self._layers)
+        if key == "functions":
+            return Functions(rules, self._recorder, watches=FOLDER_VARIABLE in os.environ)
         return FAMILIES[key](rules, self._recorder)
 
     def _layers(self) -> Layers | None:
@@ -218,6 +222,12 @@ class Selection:
                     if any(verdict.state == "waiting" for verdict in verdicts):
                         names.update(verdict.rule for verdict in verdicts)
         return names
+
+    def seen_arguments(self) -> dict[str, dict[str, Any]]:
+        """What was seen of calls by label and path, where `instrument init` asks for it."""
+        family = self._families.get("functions")
+        watch = family.watch if isinstance(family, Functions) else None
+        return {} if watch is None else watch.facts()
 
     def sites_of(self, label: str) -> set[Site]:
         """What calls of a function that a rule names, `module:qualname`, are recorded as."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from instrument import otlp
 from instrument.errors import InstrumentError, StateError
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.document import nearest
@@ -69,7 +70,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
-    if wanted is not profile and wanted.export.is_empty and is_main():
+    is_told = wanted is not profile and wanted.export.is_empty and FOLDER_VARIABLE not in os.environ
+    if is_told and is_main():
         logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:

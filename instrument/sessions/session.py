@@ -18,6 +18,7 @@ from functools import partial
 from instrument import otlp
 from instrument.errors import InstrumentError
 from instrument.instrumentors import contexts, graphs
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
@@ -68,6 +69,7 @@ class Session(Recorded):
         self._is_of_thread = False
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._is_scraped = False
+        self._observed_for = os.environ.get(FOLDER_VARIABLE, "")
         self._threads = SessionThreads(
             self.account,
             self._budget,
@@ -136,6 +138,7 @@ class Session(Recorded):
         FAULTS.attempt("process context", self._publish_context)
         self._last_undos.append(process_context.withdraw)
         self._join_run()
+        self._begin_observation()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
@@ -348,6 +351,8 @@ class Session(Recorded):
             if asked:
                 report = partial(report_to_check, asked, RECORDER.calls, self.profile)
                 FAULTS.attempt("report to check", lambda: report(self.verdicts()))
+            if self._observed_for:
+                FAULTS.attempt("report to init", self._leave_observation)
             tells = RECORDER.calls or (self._saving.place().is_first and board.RECORDED not in board.marks())
             if tells:
                 FAULTS.attempt("last window", self._deliver)
@@ -358,6 +363,26 @@ class Session(Recorded):
             # Until here an exit or a SIGTERM has waited for this end.
             while self._last_undos:
                 FAULTS.attempt("way back", self._last_undos.pop())
+
+    def _begin_observation(self) -> None:
+        """Let `instrument init` know that this process is there, where that has started it."""
+        if self._observed_for:
+            from instrument.proposal import observation
+
+            FAULTS.attempt("report to init", partial(observation.begin, self._observed_for))
+
+    def _leave_observation(self) -> None:
+        """Tell `instrument init` what this process did."""
+        from instrument.proposal import observation
+
+        observation.leave(
+            self._observed_for,
+            tally=self.tally(),
+            verdicts=self.verdicts(),
+            arguments=self.selection.seen_arguments(),
+            shapes=RECORDER.shapes,
+            lasted_ns=self._lasted_ns(),
+        )
 
     def _deliver(self) -> None:
         """What a session leaves behind: its spans at the collector, its last trace file."""
@@ -431,6 +456,7 @@ class Session(Recorded):
         process_context.after_fork_in_child()
         FAULTS.attempt("process context", self._publish_context)
         self._join_run()
+        self._begin_observation()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.

@@ -1,0 +1,237 @@
+"""`instrument init`: write a first profile for a service, from what its processes did or from its source alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from instrument.cli.interpreter import interpreter_flags
+from instrument.cli.option_values import Verbs, time_ns
+from instrument.errors import InstrumentError
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SALT_VARIABLE
+from instrument.profile.keys import loads
+from instrument.proposal.first_profile import FirstProfile, service_name, text_of
+from instrument.proposal.observation import Observation, await_reports, observed
+from instrument.proposal.of_observation import first_profile_of
+from instrument.proposal.of_source import first_profile_of_source
+from instrument.proposal.own_modules import own_names, patterns_of
+from instrument.recorder.scopes import OFF
+
+END_S = 30.0
+"""How long a command has to end once its time is over."""
+
+REPORT_S = 5.0
+"""How long other processes of a command have to leave what they did once it has ended."""
+
+OBSERVING = """\
+service: init
+agent: off
+requests: auto
+frameworks: auto
+functions: [{{match: [{patterns}]}}]
+layers: [{{match: "**"}}]
+copies: [{{directions: [h2d, d2h]}}]
+device: {{cuda: off}}
+limits: {{ring: 4MiB, blocked: off}}
+"""
+"""The profile under which a command is observed: all functions of its own modules, all layers, all requests."""
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `init` and its options."""
+    parser = verbs.add_parser(
+        "init",
+        allow_abbrev=False,
+        help="write a first profile for a service, with the reason of each rule",
+        usage="instrument init [--for TIME] [-o FILE] [--force] [-- script.py [argument ...] | -- -m module ...]",
+        description="With a command it runs that, with all functions of the service's own recorded, and proposes rules "
+        "for where the time went when it ends; send it requests meanwhile. Without one it goes by the source below the "
+        "current folder. The service runs as it would under `python`; its exit code is told.",
+    )
+    parser.add_argument(
+        "--for", dest="for_ns", type=time_ns, metavar="TIME", help="end the command by SIGTERM after so long, as in 30s"
+    )
+    parser.add_argument(
+        "-o", dest="file", metavar="FILE", default="profile.yaml",
+        help="where to write (default: profile.yaml); - prints, and the command's output goes to stderr then",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.set_defaults(verb=init, takes_host=False)
+
+
+def init(options: argparse.Namespace, host: list[str]) -> int:
+    """Write a first profile. Returns the exit code."""
+    prints = options.file == "-"
+    path = Path(options.file)
+    if not prints and path.exists() and not options.force:
+        raise InstrumentError(
+            f"init: {path} is there already; --force replaces it, -o FILE writes another, -o - prints"
+        )
+    if not prints and not path.absolute().parent.is_dir():
+        raise InstrumentError(f"init: found no folder {path.absolute().parent} to write {path.name} to")
+    if options.for_ns is not None and not host:
+        raise InstrumentError("init: --for is for a command; give one after --")
+    named = "profile.yaml" if prints else str(path)
+    if host:
+        words = _as_python(host)
+        observation, code = _observe(words, options.for_ns, to_stderr=prints)
+        first = first_profile_of(observation, words, _service(words), named)
+        told = f"{_counted(first)}, from {first.seen}; the command {_ended(code)}"
+    else:
+        first = first_profile_of_source(Path.cwd(), _service(()), named)
+        told = f"{_counted(first)}, of the source alone: `instrument init -- script.py` sees what runs"
+    text = text_of(first)
+    loads(text)  # what we write must be a profile
+    if prints:
+        sys.stdout.write(text)
+        return 0
+    _write(path, text, replaces=options.force)
+    print(f"instrument: wrote {path}: {told}", file=sys.stderr)
+    return 0
+
+
+def _ended(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _counted(first: FirstProfile) -> str:
+    return f"{first.rules} rule{'s' * (first.rules != 1)}"
+
+
+def _write(path: Path, text: str, *, replaces: bool) -> None:
+    try:
+        with path.open("w" if replaces else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InstrumentError(f"init: cannot write {path}: {error.strerror}; -o - prints the profile") from None
+
+
+def _as_python(host: Sequence[str]) -> list[str]:
+    """The words of a command as `instrument run` takes them: without `python`, and a shell's `uvicorn app:app` as a
+    module, or by its path."""
+    words = list(host)
+    if re.fullmatch(r"python[\d.]*", Path(words[0]).name) and not Path(words[0]).is_dir():
+        found = shutil.which(words[0])
+        if found is not None and Path(found).parent.resolve() != Path(sys.executable).parent.resolve():
+            raise InstrumentError(
+                f"init: asked to run {words[0]}, found {found}; this is {sys.executable}. Leave {words[0]} out to run "
+                "the service by this one, or install instrument-sdk for that one and use it there"
+            )
+        words = words[1:]
+        if not words:
+            raise InstrumentError("init: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
+    if not words[0].startswith("-") and not Path(words[0]).exists() and "/" not in words[0]:
+        command = shutil.which(words[0])
+        if command is not None and _is_of_python(Path(command)):
+            spec = PathFinder.find_spec(words[0])
+            folders = spec.submodule_search_locations if spec is not None else None
+            has_main = any(Path(folder, "__main__.py").exists() for folder in folders or ())
+            words[:1] = ["-m", words[0]] if has_main else [command]
+    return words
+
+
+def _is_of_python(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return re.match(rb"#!.*python", file.read(256)) is not None
+    except OSError:
+        return False
+
+
+def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
+    """Run a command with everything of its own recorded; what its processes did, and its exit code."""
+    if OFF:
+        raise InstrumentError("init: INSTRUMENT=off, so nothing of the command would be observed; unset it")
+    names = own_names(words, Path.cwd())
+    patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of(names))
+    with TemporaryDirectory(prefix="instrument-init-") as folder:
+        profile = Path(folder, "observing.yaml")
+        profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")
+        command = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", str(profile), "--"]
+        environ = {**os.environ, FOLDER_VARIABLE: folder, SALT_VARIABLE: secrets.token_hex(16)}
+        how = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
+        print(
+            f"instrument: observing; send it requests. The profile is written when the command {how}", file=sys.stderr
+        )
+        sys.stdout.flush()
+        child = subprocess.Popen(  # noqa: S603 - the user's own command
+            [*command, *words], env=environ, stdout=sys.stderr.fileno() if to_stderr else None
+        )
+        code, is_ended = _await(child, for_ns)
+        await_reports(folder, REPORT_S, ends=is_ended)
+        found = observed(folder)
+    if not found.processes:
+        raise InstrumentError(
+            f"init: the command ended with exit code {code} and no process of it told what it did; one that is killed, "
+            "or ends by os._exit, cannot"
+        )
+    if not any(node.called.label or node.called.kind == "request" for node in found.nodes()):
+        raise InstrumentError(
+            f"init: the command ended with exit code {code}, and nothing of its own was called; own modules are those "
+            f"below the current folder, beside the script and on PYTHONPATH: found {', '.join(names) or 'none'}"
+        )
+    return found, code
+
+
+def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
+    """Wait for a command, at most so long: its exit code, and whether it was ended from outside.
+
+    Signals that are sent to us alone are handed on.
+    """
+    is_ended = False
+
+    def hand_on(number: int, _: object) -> None:
+        nonlocal is_ended
+        if number != signal.SIGINT or not _is_of_terminal():
+            is_ended = True
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        try:
+            return child.wait(None if for_ns is None else for_ns / 1e9), is_ended
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGTERM)
+        try:
+            return child.wait(END_S), True
+        except subprocess.TimeoutExpired:
+            print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
+            child.kill()
+            return child.wait(), True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_of_terminal() -> bool:
+    """Whether we run in the foreground of a terminal, whose Ctrl-C reaches the command by itself."""
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _service(words: Sequence[str]) -> str:
+    """The service's name: that of its project, else of the module or folder that is run."""
+    project = Path("pyproject.toml")
+    if project.is_file():
+        found = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', project.read_text("utf-8"))
+        if found:
+            return service_name(found[1])
+    named = [word for before, word in zip(("", *words), words, strict=False) if ":" in word or before == "-m"]
+    for word in reversed(named):
+        found = re.match(r"([A-Za-z_]\w*)(?=[.:]|$)", word)
+        if found and found[1] not in ("app", "main", "server", "service", "uvicorn", "gunicorn", "hypercorn"):
+            return service_name(found[1])
+    return service_name(Path.cwd().name)

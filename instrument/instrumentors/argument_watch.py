@@ -1,0 +1,280 @@
+"""Arguments and results as they come by: which of them look as if they named requests. For `instrument init` alone.
+
+Some calls of each function are looked at: numbers and texts under names such as `request_id`, objects that have such an
+attribute, objects of the service's own classes, and sequences and mappings of any of these. Each is noted by the path
+by which a rule of a profile would read it. Values leave as keyed digests, by which the same request is known again in
+another function or process, and as nothing else. No code of the service runs: neither properties, `__getattr__` nor
+iterators of its classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from types import FunctionType, MemberDescriptorType
+from typing import Any
+
+from instrument.instrumentors.request_keys import RETURN
+from instrument.recorder.annotation import key_text
+from instrument.recorder.wrapping import Attributes, Results
+from instrument.runtime.faults import FAULTS
+
+FOLDER_VARIABLE = "INSTRUMENT_INIT_FOLDER"
+"""The variable by which `instrument init` asks the processes of a command to leave what they did."""
+
+SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
+"""The variable with the key of the digests, new for each run of `instrument init`."""
+
+ALL_OF, EVERY, LOOKS = 64, 16, 512
+"""So many of the first calls of a function are looked at, then one in so many, until there were so many looks."""
+
+ITEMS = 64
+"""The most items of a sequence or mapping that are looked at."""
+
+DIGESTS = 1024
+"""The most digests of one path."""
+
+ATTRIBUTES = 60
+"""The most attributes of an object that are looked at."""
+
+ID = re.compile(
+    r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
+)
+"""Names of what tells one request from another."""
+
+WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
+"""Names of what may do so, where nothing better is there."""
+
+WEIGHT = re.compile(r"^(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
+"""Names of numbers that say how much of a batch is one request's."""
+
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
+
+
+@dataclass(slots=True)
+class SeenPath:
+    """What was seen at one path: keys of one request a call, or of `many`; `looks` is how often there was anything."""
+
+    many: bool
+    looks: int = 0
+    items: int = 0
+    largest: int = 0
+    weights: str = ""
+    of_class: str = ""
+    digests: set[str] = field(default_factory=set)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        facts = {name: getattr(self, name) for name in ("many", "looks", "items", "largest", "weights", "of_class")}
+        return {**facts, "digests": sorted(self.digests)}
+
+
+class ArgumentWatch:
+    """What has been seen of the calls in this process. `is_own` says of a module whether it is the service's own."""
+
+    def __init__(self, is_own: Callable[[str], bool]) -> None:
+        self._is_own = is_own
+        self._salt = os.environ.get(SALT_VARIABLE, "").encode()
+        self._seen: dict[str, dict[str, SeenPath]] = {}
+
+    def clear(self) -> None:
+        """Forget what was seen: a fork's child begins anew."""
+        for paths in self._seen.values():
+            paths.clear()
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What was seen of each function by its label, by path, as JSON takes it."""
+        return {
+            label: {path: seen.facts() for path, seen in sorted(paths.items())}
+            for label, paths in sorted(self._seen.items())
+            if paths
+        }
+
+    def of(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
+        """What looks at the arguments of a function's calls, and at their results; None where there is nothing."""
+        if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
+            return None, None
+        paths = self._seen.setdefault(label, {})
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+        read = frozenset(code.co_names)
+        arguments: Attributes | None = None
+        if names or code.co_kwonlyargcount:
+
+            def look_at_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                for name, value in zip(names, args, strict=False):
+                    if name == "self":
+                        self._look_inside(paths, name, value, read)
+                    else:
+                        self._look(paths, name, value)
+                for name, value in kwargs.items():
+                    self._look(paths, name, value)
+
+            looking = _Looking(look_at_call)
+            arguments = looking.at_call
+        if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+            return arguments, None
+        return arguments, _Looking(lambda value: self._look_at_result(paths, value)).at_result
+
+    def _look_at_result(self, paths: dict[str, SeenPath], value: Any) -> None:
+        if type(value) is str:
+            self._note(paths, RETURN, [value])
+        elif type(value) not in _PLAIN:
+            self._look(paths, RETURN, value)
+
+    def _look(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
+        """Note what a value at a path says of requests, and what its attributes say."""
+        kind = type(value)
+        if kind in (str, int):
+            if _is_id(path) and len(str(value)) <= 256:
+                self._note(paths, path, [value])
+        elif kind in _MAPPINGS:
+            self._look_at_mapping(paths, path, value)
+        elif kind in _SEQUENCES:
+            self._look_at_items(paths, path, list(islice(value, ITEMS)), size=len(value))
+        elif kind not in _PLAIN:
+            if not self._note_id(paths, path, [value], many=False) and self._is_own(kind.__module__):
+                self._note(paths, path, [value])
+            if inside:
+                self._look_inside(paths, path, value, None)
+
+    def _look_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
+        """Note the sequences and mappings that an object holds; of `self` those whose names the function has."""
+        for name, held in islice(_attributes(value).items(), ATTRIBUTES):
+            if isinstance(name, str) and (read is None or name in read) and type(held) in (*_SEQUENCES, *_MAPPINGS):
+                self._look(paths, f"{path}.{name}", held, inside=False)
+
+    def _look_at_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
+        pairs = list(islice(value.items(), ITEMS))
+        for name, held in pairs:
+            if type(name) is str and (ID.match(name) or WEAK_ID.match(name)) and type(held) in (str, int):
+                self._note(paths, f"{path}.{name}", [held])
+        kinds = {type(name) for name, _ in pairs}
+        is_of_numbers = {type(held) for _, held in pairs} <= {int, float}
+        if kinds == {str} or (kinds == {int} and (_is_id(path) or is_of_numbers)):
+            self._note(paths, path, [name for name, _ in pairs], many=True, size=len(value))
+        elif pairs and all(type(held) not in _PLAIN for _, held in pairs):
+            self._note_id(paths, path, [held for _, held in pairs], many=True, size=len(value))
+
+    def _look_at_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
+        kinds = {type(item) for item in items}
+        if kinds == {str} or (kinds == {int} and _is_id(path)):
+            self._note(paths, path, items, many=True, size=size)
+        elif len(kinds) == 1 and kinds.isdisjoint(_PLAIN):
+            kind = kinds.pop()
+            if kind in _MAPPINGS:
+                names = [name for name in items[0] if type(name) is str and (ID.match(name) or WEAK_ID.match(name))]
+                for name in sorted(names, key=_rank)[:1]:
+                    found = [item[name] for item in items if type(item.get(name)) in (str, int)]
+                    self._note(paths, f"{path}[].{name}", found, many=True, size=size)
+            elif not self._note_id(paths, path, items, many=True, size=size) and self._is_own(kind.__module__):
+                self._note(paths, path, items, many=True, size=size)
+
+    def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
+        """Note the attribute that names a request in each of the objects, where they have one."""
+        attributes = [_attributes(thing) for thing in things]
+        first = attributes[0] if attributes else {}
+        names = [
+            name for name, held in first.items() if type(held) in (str, int) and (ID.match(name) or WEAK_ID.match(name))
+        ]
+        if not names:
+            return False
+        name = min(names, key=_rank)
+        keys = [one[name] for one in attributes if type(one.get(name)) in (str, int)]
+        deep = f"{path}[].{name}" if many else f"{path}.{name}"
+        weights = sorted(each for each, held in first.items() if type(held) is int and WEIGHT.match(each))
+        self._note(paths, deep, keys, many=many, size=size)
+        if many and weights:
+            paths[deep].weights = f"{path}[].{weights[0]}"
+        return True
+
+    def _note(
+        self, paths: dict[str, SeenPath], path: str, keys: Iterable[Any], *, many: bool = False, size: int = 1
+    ) -> None:
+        told = [(key, text) for key in keys if (text := key_text(key))]
+        if not told:
+            return
+        seen = paths.setdefault(path, SeenPath(many))
+        seen.looks += 1
+        seen.items += size
+        seen.largest = max(seen.largest, size)
+        kind = type(told[0][0])
+        seen.of_class = "" if kind in (str, int) else f"{kind.__module__}:{kind.__qualname__}"
+        if len(seen.digests) < DIGESTS:
+            seen.digests.update(
+                blake2b(text.encode("utf-8", "replace"), digest_size=6, key=self._salt).hexdigest() for _, text in told
+            )
+
+
+class _Looking:
+    """Looks at some of the calls of a function. It never raises."""
+
+    def __init__(self, look: Callable[..., None]) -> None:
+        self._look = look
+        self._calls = 0
+        self._left = LOOKS
+
+    def at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_wanted():
+            self._guarded(args, kwargs)
+
+    def at_result(self, value: Any) -> None:
+        if self._is_wanted():
+            self._guarded(value)
+
+    def _is_wanted(self) -> bool:
+        if not self._left:
+            return False
+        self._calls += 1
+        return self._calls <= ALL_OF or self._calls % EVERY == 0
+
+    def _guarded(self, *given: Any) -> None:
+        self._left -= 1
+        try:
+            self._look(*given)
+        except RuntimeError:
+            pass  # another thread has changed what was gone through
+        except Exception as fault:
+            FAULTS.note("look at arguments", fault)
+
+
+def _is_id(path: str) -> bool:
+    name = re.split(r"[.\[\]]+", path)[-1]
+    return bool(ID.match(name) or WEAK_ID.match(name))
+
+
+def _rank(name: str) -> tuple[bool, int, str]:
+    """The likelier name of a request first."""
+    return not ID.match(name), len(name), name
+
+
+def _attributes(thing: Any) -> Mapping[str, Any]:
+    """What an object holds under names, without running any code of its class."""
+    try:
+        held = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        held = None
+    found: dict[str, Any] = dict(islice(held.items(), ATTRIBUTES)) if type(held) is dict else {}
+    for base in type.__getattribute__(type(thing), "__mro__")[:-1]:
+        for name, slot in islice(type.__getattribute__(base, "__dict__").items(), ATTRIBUTES):
+            if type(slot) is MemberDescriptorType and name not in found:
+                try:
+                    found[name] = slot.__get__(thing)
+                except AttributeError:
+                    pass  # a slot that is empty
+    return found
+
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, slice, type, range, type(len)}
+    | {FunctionType, type(re), *_SEQUENCES, *_MAPPINGS}
+)
+"""Classes whose objects are no requests."""

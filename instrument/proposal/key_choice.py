@@ -1,0 +1,213 @@
+"""By which arguments a first profile knows requests again: keys and batches, chosen from what was seen of calls.
+
+A path names requests where its values differ from request to request and come again elsewhere: what a function below
+the requests gets or gives, and what others get on another thread or in another process. Those with many of them at a
+time are batches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from instrument.instrumentors.argument_watch import ID
+from instrument.instrumentors.request_keys import RETURN
+from instrument.proposal.function_choice import FunctionChoice, FunctionProposal
+from instrument.proposal.observation import Observation, ObservedNode, SeenKeys
+from instrument.proposal.wording import each_of
+
+KEYS, BATCHES = 3, 3
+"""The most rules with a key, beside the one that binds it, and the most with a batch."""
+
+LOOKS = 3
+"""So often a path must have been seen."""
+
+DISTINCT = 0.8
+"""The part of the values of a path that must differ for it to tell one request from another."""
+
+SHARED = 0.5
+"""The part of the values of a path that must come from requests."""
+
+LEAST_BATCH = 0.05
+"""The part of the work outside of requests that a batch must take."""
+
+COVERED = 0.8
+"""Where batches of parts take this part of the whole's time, they are named and the whole is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A path of a function that may name requests. The likelier one of a function is the smaller."""
+
+    label: str
+    path: str
+    seen: SeenKeys
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, int, str]:
+        name = re.split(r"[.\[\]]+", self.path)[-1]
+        is_inside = self.path.startswith("self.")
+        return bool(self.seen.of_class), is_inside, not ID.match(name), self.path.count("."), self.path
+
+
+def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
+    """Give the rules of the choice their keys and batches; rules that are there for these alone are added."""
+    within = _nodes_by_label(choice.requests)
+    binder = _binder(observation, choice, within)
+    if binder is None:
+        return
+    known = binder.seen.digests
+    outside = _nodes_by_label(choice.units)
+    others = [
+        _Path(label, path, seen)
+        for label in outside.keys() - within.keys()
+        for path, seen in observation.keys.get(label, {}).items()
+        if _shares(seen, known)
+    ]
+    singles = _best([one for one in others if not one.seen.many])
+    # Who is given one request serves that one, whatever else it finds in its object.
+    many = [one for one in others if one.seen.many and not (one.label in singles and one.path.startswith("self."))]
+    batches = _batches(many, singles, outside)
+    base_ns = sum(node.total_ns for node in choice.units)
+    batches = {
+        label: one
+        for label, one in batches.items()
+        if sum(node.total_ns for node in outside[label]) >= LEAST_BATCH * base_ns
+    }
+    units = set(choice.units)
+    beside = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
+    added = 0
+    for label, one in batches.items():
+        rule = _rule(choice, label, outside[label])
+        rule.batch = one.path
+        rule.weights = one.seen.weights
+        if rule.kind == "op" and any(unit.called.label == label for unit in choice.units):
+            rule.kind = "step"
+        mean = one.seen.items / max(one.seen.looks, 1)
+        rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {one.seen.largest}")
+    for label, one in sorted(singles.items(), key=lambda item: (_first_ns(outside[item[0]]), item[0])):
+        nodes = outside[label]
+        if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
+            continue
+        if any(node.parent in beside for node in nodes) or _calls(nodes) > 2 * len(one.seen.digests & known):
+            if any(node.parent in beside for node in nodes):
+                rule = _rule(choice, label, nodes)
+                rule.batch = one.path
+                rule.reasons.append("serves one request at a time, beside the batches")
+            continue
+        if added < KEYS:
+            added += 1
+            rule = _rule(choice, label, nodes)
+            rule.key = one.path
+            rule.reasons.append(f"{one.path} names the request here")
+    if batches or added or not binder.seen.of_class:
+        rule = _rule(choice, binder.label, within[binder.label])
+        rule.key = binder.path
+        rule.reasons.append(f"{_what(binder.path)} names the request")
+    choice.rules.sort(key=lambda rule: (rule.first_ns, rule.label))
+
+
+def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[str, list[ObservedNode]]) -> _Path | None:
+    """The path below the requests that names them, and that most others share."""
+    count = sum(node.calls for node in choice.requests)
+    shared: dict[str, set[str]] = {}
+    for label, paths in observation.keys.items():
+        if label not in within:
+            shared[label] = set().union(*(seen.digests for seen in paths.values()))
+    candidates = []
+    for label in within:
+        for path, seen in observation.keys.get(label, {}).items():
+            is_told_apart = len(seen.digests) >= max(DISTINCT * min(seen.looks, count), 2)
+            if seen.many or seen.looks < LOOKS or not is_told_apart:
+                continue
+            if _calls(within[label]) > 1.5 * count:
+                continue
+            elsewhere = sum(len(seen.digests & digests) >= LOOKS for digests in shared.values())
+            if elsewhere or not (seen.of_class or path == RETURN):
+                candidates.append((_Path(label, path, seen), elsewhere))
+    if not candidates:
+        return None
+    most = max(elsewhere for _, elsewhere in candidates)
+    best = [one for one, elsewhere in candidates if elsewhere >= most]
+    return min(
+        best, key=lambda one: (*one.rank[:2], one.path != RETURN, _depth(within[one.label]), one.rank, one.label)
+    )
+
+
+def _batches(
+    found: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
+) -> dict[str, _Path]:
+    """The functions whose calls serve batches: parts in place of a whole where they, and those of `singles`, take its
+    time."""
+    best = _best(found)
+    total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
+    chosen: dict[str, _Path] = {}
+    for label in sorted(best, key=lambda label: (_depth(outside[label]), -total[label], label)):
+        if _is_below(outside[label], chosen):
+            continue
+        below = [
+            other
+            for other in {**singles, **best}
+            if other != label and any(node.called.label == label for one in outside[other] for node in one.above())
+        ]
+        parts = [other for other in below if not _is_below(outside[other], below)]
+        has_batch = any(other in best for other in parts)
+        names_it_itself = not best[label].path.startswith("self.")
+        if has_batch and not names_it_itself and sum(total[part] for part in parts) >= COVERED * total[label]:
+            continue
+        chosen[label] = best[label]
+    return dict(list(chosen.items())[:BATCHES])
+
+
+def _best(found: Iterable[_Path]) -> dict[str, _Path]:
+    best: dict[str, _Path] = {}
+    for one in found:
+        if one.label not in best or one.rank < best[one.label].rank:
+            best[one.label] = one
+    return best
+
+
+def _shares(seen: SeenKeys, known: set[str]) -> bool:
+    return bool(seen.digests) and len(seen.digests & known) >= max(SHARED * len(seen.digests), 2)
+
+
+def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
+    """The rule of the choice for a function, made where there is none."""
+    for rule in choice.rules:
+        if rule.label == label:
+            return rule
+    words = f"ran {each_of(_calls(nodes), sum(node.total_ns for node in nodes))}"
+    rule = FunctionProposal(label, "op", first_ns=_first_ns(nodes), is_needed=True, reasons=[words])
+    choice.rules.append(rule)
+    return rule
+
+
+def _nodes_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode]]:
+    found: dict[str, list[ObservedNode]] = {}
+    for top in tops:
+        for node in top.walk():
+            if node.called.label and node.calls and node not in found.setdefault(node.called.label, []):
+                found[node.called.label].append(node)
+    return found
+
+
+def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
+    wanted = set(labels)
+    return any(above.called.label in wanted for node in nodes for above in node.above())
+
+
+def _depth(nodes: Iterable[ObservedNode]) -> int:
+    return min(sum(1 for _ in node.above()) for node in nodes)
+
+
+def _calls(nodes: Iterable[ObservedNode]) -> int:
+    return sum(node.calls for node in nodes)
+
+
+def _first_ns(nodes: Iterable[ObservedNode]) -> int:
+    return min(filter(None, (node.first_ns for node in nodes)), default=0)
+
+
+def _what(path: str) -> str:
+    return "the result" if path == RETURN else path

@@ -1,0 +1,52 @@
+"""Packages that a first profile has something to say about: servers, frameworks, engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package by the name under which it is imported.
+
+    `role` is `web` (its requests are met), `server` (it serves apps of others), `unmet` (a server whose requests nobody
+    meets), `engine` (a model server of its own) or `library`. `profile` is the file in `configs/` that is made for it.
+    """
+
+    name: str
+    role: str
+    profile: str = ""
+
+
+PACKAGES: tuple[Package, ...] = (
+    *(Package(name, "web") for name in ("starlette", "litestar", "flask", "quart", "django", "falcon")),
+    Package("fastapi", "web", "fastapi.yaml"),
+    *(Package(name, "server") for name in ("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc")),
+    *(Package(name, "unmet") for name in ("aiohttp.web", "sanic", "tornado.web", "bottle", "http.server")),
+    *(Package(name, "engine") for name in ("litserve", "ray.serve", "mosec", "mlserver", "vllm", "sglang", "bentoml")),
+    *(Package(name, "library") for name in ("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba")),
+    *(Package(name, "library") for name in ("sklearn", "sentence_transformers", "torch")),
+    Package("transformers", "library", "transformers.yaml"),
+)
+
+BY_NAME = {package.name: package for package in PACKAGES}
+
+
+def imported_packages() -> list[str]:
+    """Those that this process has imported."""
+    return [package.name for package in PACKAGES if package.name in sys.modules]
+
+
+def of_role(names: Iterable[str], *roles: str) -> list[str]:
+    """The packages among these names that have one of the roles, in the order of `PACKAGES`."""
+    found = set(names)
+    return [package.name for package in PACKAGES if package.name in found and package.role in roles]
+
+
+def ready_profiles(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Packages among these names for which `configs/` has a profile, with its file. Of a model server's alone, which is
+    made of others."""
+    found = set(of_role(names, "engine") or names)
+    return [(package.name, package.profile) for package in PACKAGES if package.name in found and package.profile]
