@@ -469,7 +469,7 @@ def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:
     watch = ArgumentWatch(lambda module: module == __name__)
     look, _ = watch.of(handled, "app:handled")
     assert look is not None
-    for i in range(20 * LOOKS):
+    for i in range(2 * LOOKS):
         look((Hostile(), f"r{i}", [Hostile(), Hostile()]), {})
     seen = watch.facts()["app:handled"]
     assert seen["request_id"]["looks"] == LOOKS
@@ -505,6 +505,18 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
         "request_id": (False, ""),
     }
     assert seen["request_id"]["digests"] == seen["request.request_id"]["digests"]
+
+
+def test_objects_without_ids_are_told_apart_also_where_one_lies_where_another_lay() -> None:
+    class Job:
+        pass
+
+    watch = ArgumentWatch(lambda _: True)
+    look, _ = watch.of(handled, "f")
+    assert look is not None
+    for _ in range(50):
+        look((Job(), "r"), {})
+    assert len(watch.facts()["f"]["request"]["digests"]) == 50
 
 
 # ---------------------------------------------------------------- real servers

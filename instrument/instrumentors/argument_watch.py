@@ -1,17 +1,19 @@
 """Arguments and results as they come by: which of them look as if they named requests. For `instrument init` alone.
 
-Some calls of each function are looked at: numbers and texts under names such as `request_id`, objects that have such an
-attribute, objects of the service's own classes, and sequences and mappings of any of these. Each is noted by the path
-by which a rule of a profile would read it. Values leave as keyed digests, by which the same request is known again in
-another function or process, and as nothing else. No code of the service runs: neither properties, `__getattr__` nor
-iterators of its classes.
+The first calls of each function are looked at: numbers and texts under names such as `request_id`, objects that have
+such an attribute, objects of the service's own classes, and sequences and mappings of any of these. Each is noted by
+the path by which a rule of a profile would read it. Values leave as keyed digests, by which the same request is known
+again in another function or process, and as nothing else. No code of the service runs: neither properties,
+`__getattr__` nor iterators of its classes.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,14 +33,15 @@ FOLDER_VARIABLE = "INSTRUMENT_INIT_FOLDER"
 SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The variable with the key of the digests, new for each run of `instrument init`."""
 
-ALL_OF, EVERY, LOOKS = 64, 16, 512
-"""So many of the first calls of a function are looked at, then one in so many, until there were so many looks."""
+LOOKS = 1000
+"""So many of the first calls of a function are looked at: all of these, or one function would see other requests than
+another."""
 
 ITEMS = 64
 """The most items of a sequence or mapping that are looked at."""
 
-DIGESTS = 1024
-"""The most digests of one path."""
+DIGESTS = 4096
+"""The most digests of one path, and the most objects that are told apart at a time."""
 
 ATTRIBUTES = 60
 """The most attributes of an object that are looked at."""
@@ -84,6 +87,8 @@ class ArgumentWatch:
         self._is_own = is_own
         self._salt = os.environ.get(SALT_VARIABLE, "").encode()
         self._seen: dict[str, dict[str, SeenPath]] = {}
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._count = itertools.count()
 
     def clear(self) -> None:
         """Forget what was seen: a fork's child begins anew."""
@@ -196,10 +201,25 @@ class ArgumentWatch:
             paths[deep].weights = f"{path}[].{weights[0]}"
         return True
 
+    def _text(self, key: Any) -> str:
+        """What is digested of a key. An object has a number, for where it lies another one lies later."""
+        text = key_text(key)
+        if not text or type(key) in (str, int):
+            return text
+        try:
+            known = self._numbers.get(id(key))
+            if known is None or known[0]() is not key:
+                if len(self._numbers) >= DIGESTS:
+                    self._numbers.clear()
+                known = self._numbers[id(key)] = weakref.ref(key), next(self._count)
+        except TypeError:
+            return text  # its class allows no weak references
+        return f"{text}-{known[1]}"
+
     def _note(
         self, paths: dict[str, SeenPath], path: str, keys: Iterable[Any], *, many: bool = False, size: int = 1
     ) -> None:
-        told = [(key, text) for key in keys if (text := key_text(key))]
+        told = [(key, text) for key in keys if (text := self._text(key))]
         if not told:
             return
         seen = paths.setdefault(path, SeenPath(many))
@@ -219,22 +239,15 @@ class _Looking:
 
     def __init__(self, look: Callable[..., None]) -> None:
         self._look = look
-        self._calls = 0
         self._left = LOOKS
 
     def at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_wanted():
+        if self._left:
             self._guarded(args, kwargs)
 
     def at_result(self, value: Any) -> None:
-        if self._is_wanted():
+        if self._left:
             self._guarded(value)
-
-    def _is_wanted(self) -> bool:
-        if not self._left:
-            return False
-        self._calls += 1
-        return self._calls <= ALL_OF or self._calls % EVERY == 0
 
     def _guarded(self, *given: Any) -> None:
         self._left -= 1

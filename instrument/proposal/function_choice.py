@@ -18,7 +18,7 @@ from instrument.proposal.wording import each_of, number_of, share_of
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 """The part of the requests' time, of the work outside of them, or of a run in which nothing was done again and again,
-that a function holds that is worth a rule."""
+that a function holds that is worth a rule; of a private one, twice as much."""
 
 LEAST_SPLIT = 0.1
 """The part that a function has in all where it is worth a rule for what it calls."""
@@ -53,7 +53,7 @@ STEP = re.compile(r"(^|_)(step|iteration|tick)(_|$)|^_?(run|process|forward|exec
 _LOADING = re.compile(
     r"(^|_)(load|loads|build|make|create|init|setup|warm|warmup|warm_up|compile|download|prepare|from_pretrained)(_|$)"
 )
-PHASES = {
+_PHASES = {
     "prepare": re.compile(
         r"(^|_)(preprocess|pre_process|prepare|tokeni[sz]e|parse|read|validate|collate|featuri[sz]e|decode_request)(_|$)"
     ),
@@ -66,10 +66,15 @@ _PROBE = re.compile(r"/(\w*health\w*|live\w*|ready\w*|alive|ping|status|metrics|
 _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[")
 
 
+LOADS, OF_REQUESTS, OUTSIDE = range(3)
+"""Groups of rules, in their order."""
+
+
 @dataclass(slots=True)
 class FunctionProposal:
     """A function rule that is proposed. `key` and `batch` are paths; `reasons` are what its comment says.
 
+    They stand by `group` (what loads, what requests call, work outside of them), then in the order of first calls.
     `others` are further names of the same function: one of a module that may also run as `__main__`.
     """
 
@@ -83,8 +88,14 @@ class FunctionProposal:
     share: float = 0.0
     first_ns: int = 0
     is_needed: bool = False
+    group: int = LOADS
     others: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Where it stands among others."""
+        return self.group, self.first_ns, self.label
 
 
 @dataclass(slots=True)
@@ -128,6 +139,11 @@ def is_probe(path: str) -> bool:
     return path.startswith("/") and _PROBE.search(path) is not None
 
 
+def phase_by_name(name: str) -> str:
+    """The phase that a function's name tells; "" for none."""
+    return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
+
+
 def choose_functions(observation: Observation) -> FunctionChoice:
     """The functions that a first profile names."""
     return _Chooser(observation).choose()
@@ -151,10 +167,9 @@ class _Chooser:
         self._small: set[str] = set()
         for node in self._named_requests:
             words = f"ran {each_of(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
-            first = FunctionProposal(
-                node.called.label, "request", first_ns=node.first_ns, is_needed=True, reasons=[words]
-            )
-            rules.setdefault(node.called.label, first)
+            first = FunctionProposal(node.called.label, "request", first_ns=node.first_ns, group=OF_REQUESTS)
+            first.is_needed, first.reasons = True, [words]
+            rules.setdefault(first.label, first)
         for rule in self._loading():
             rules.setdefault(rule.label, rule)
         for rule in self._within(self._requests, "the requests", LEAST_OF_REQUEST):
@@ -171,7 +186,7 @@ class _Chooser:
         self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
         hot = [f"{label}: {words}" for label, words in sorted({**self._short, **self._hot}.items(), key=self._by_calls)]
         return FunctionChoice(
-            sorted(kept, key=lambda rule: (rule.first_ns, rule.label)),
+            sorted(kept, key=lambda rule: rule.order),
             hot,
             len(self._small),
             self._requests,
@@ -270,7 +285,7 @@ class _Chooser:
         holding = {
             label
             for label, its in found.items()
-            if its.own_ns >= least * base_ns
+            if its.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
             and not (self._repeats(its, tops, base_ns) and its.own_ns < REPEATS_OWN * base_ns)
         }
         splitting = {
@@ -281,10 +296,9 @@ class _Chooser:
             and len(self._parts_of(its, holding)) >= 2
             and not self._repeats(its, tops, base_ns)
         }
-        count = sum(top.calls for top in tops)
         for label, its in found.items():
             if label in holding or label in splitting:
-                yield self._proposal(label, its, of, base_ns, count, is_split=label in splitting)
+                yield self._proposal(label, its, tops, of, is_split=label in splitting)
             else:
                 self._small.add(label)
 
@@ -316,13 +330,14 @@ class _Chooser:
         is_of_request = tops is self._requests
         return is_of_request and its.total_ns >= REPEATS_REQUEST * base_ns and its.calls == sum(t.calls for t in tops)
 
-    def _proposal(self, label: str, its: _Of, of: str, base_ns: int, count: int, *, is_split: bool) -> FunctionProposal:
-        name, share = function_name(label), its.total_ns / base_ns
+    def _proposal(self, label: str, its: _Of, tops: list[ObservedNode], of: str, *, is_split: bool) -> FunctionProposal:
+        name, share = function_name(label), its.total_ns / sum(top.total_ns for top in tops)
+        count = sum(top.calls for top in tops)
         shapes = {node.called.shape for node in its.nodes}
         reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {of}"]
         if is_split:
             reasons.append("parts it between what it calls")
-        phase = next((phase for phase, names in PHASES.items() if names.search(name)), "")
+        phase = phase_by_name(name)
         if phase == "compute" and shapes & {"coroutine", "generator"}:
             phase = ""  # it waits for others most of the time
         elif shapes & {"coroutine"} and its.own_ns > 0.5 * its.total_ns:
@@ -333,10 +348,16 @@ class _Chooser:
             phase = ""
         elif phase:
             reasons.append(f"{phase} by its name")
-        device = self._observation.uses_cuda and any(
-            below.called.kind == "layer" for node in its.nodes for below in node.walk()
-        )
-        return FunctionProposal(label, kind, phase, device, share=share, first_ns=its.first_ns, reasons=reasons)
+        group = OUTSIDE if tops is self._units else OF_REQUESTS
+        return FunctionProposal(
+            label, kind, phase, self._runs_on_device(its.nodes), share=share, first_ns=its.first_ns, group=group,
+            reasons=reasons,
+        )  # fmt: skip
+
+    def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
+        """Whether layers ran below these where CUDA was used."""
+        below = (one.called.kind for node in nodes for one in node.walk())
+        return self._observation.uses_cuda and "layer" in below
 
     def _top_units(self) -> Iterator[FunctionProposal]:
         """The units of work outside of requests."""
@@ -355,16 +376,14 @@ class _Chooser:
             reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {of}"]
             if is_step:
                 reasons.append("a loop calls it again and again, so it is a step")
-            device = self._observation.uses_cuda and any(
-                below.called.kind == "layer" for node in its.nodes for below in node.walk()
-            )
-            phase = next((phase for phase, names in PHASES.items() if names.search(function_name(label))), "")
+            phase = phase_by_name(function_name(label))
             kind = "step" if is_step else "phase" if phase else "op"
             yield FunctionProposal(
                 label,
                 kind,
                 "" if is_step else phase,
-                device,
+                self._runs_on_device(its.nodes),
+                group=OUTSIDE,
                 share=share,
                 first_ns=its.first_ns,
                 is_needed=is_step,

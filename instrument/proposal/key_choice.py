@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from instrument.instrumentors.argument_watch import ID
 from instrument.instrumentors.request_keys import RETURN
-from instrument.proposal.function_choice import FunctionChoice, FunctionProposal
+from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal
 from instrument.proposal.observation import Observation, ObservedNode, SeenKeys
 from instrument.proposal.wording import each_of
 
@@ -105,7 +105,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         rule = _rule(choice, binder.label, within[binder.label])
         rule.key = binder.path
         rule.reasons.append(f"{_what(binder.path)} names the request")
-    choice.rules.sort(key=lambda rule: (rule.first_ns, rule.label))
+    choice.rules.sort(key=lambda rule: rule.order)
 
 
 def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[str, list[ObservedNode]]) -> _Path | None:
@@ -178,7 +178,10 @@ def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> Func
         if rule.label == label:
             return rule
     words = f"ran {each_of(_calls(nodes), sum(node.total_ns for node in nodes))}"
-    rule = FunctionProposal(label, "op", first_ns=_first_ns(nodes), is_needed=True, reasons=[words])
+    requests = set(choice.requests)
+    is_within = any(requests.intersection((node, *node.above())) for node in nodes)
+    group = OF_REQUESTS if is_within else OUTSIDE
+    rule = FunctionProposal(label, first_ns=_first_ns(nodes), is_needed=True, group=group, reasons=[words])
     choice.rules.append(rule)
     return rule
 

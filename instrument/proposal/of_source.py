@@ -8,7 +8,7 @@ from pathlib import Path
 
 from instrument.instrumentors.argument_watch import ID
 from instrument.proposal.first_profile import FirstProfile, list_of
-from instrument.proposal.function_choice import PHASES, REQUEST, STEP, FunctionProposal, function_name
+from instrument.proposal.function_choice import REQUEST, STEP, FunctionProposal, function_name, phase_by_name
 from instrument.proposal.layer_choice import LayerProposal
 from instrument.proposal.packages import of_role, ready_profiles
 from instrument.proposal.service_source import SourceFunction, SourceModule, known_packages, read_source
@@ -122,7 +122,7 @@ def _proposal(
     """The sort of a function and the rule that is proposed for it, None where there is nothing to say of it."""
     name = function_name(f":{function.qualname}")
     rule = FunctionProposal(f"{function.module}:{function.qualname}", reasons=[function.place])
-    phase = next((phase for phase, names in PHASES.items() if names.search(name)), "")
+    phase = phase_by_name(name)
     if phase == "compute" and function.suspends:
         phase = ""
     batch, key = next(_batches(function, fields), ""), next(_keys(function, fields), "")
