@@ -370,6 +370,14 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
             p for p in points(server.metrics) if told(p.attributes).get("http.route") == "/v1/chat/completions"
         ]
         assert first.sum + 4 * each.sum <= of_requests[-1].sum
+        whole = newest(server.metrics, "gen_ai.server.request.duration")
+        assert {dict(labels)["http.route"]: (point.count, dict(labels).get("error.type")) for labels, point in
+            whole.items()} == {"/v1/chat/completions": (4, None), "/v1/broken": (4, "ValueError")}  # fmt: skip
+        assert whole[labels].sum == of_requests[-1].sum
+        kept = {bytes(one.span_id) for one in of_requests[-1].exemplars}
+        for point in (whole[labels], first, each):
+            assert point.exemplars
+            assert {bytes(one.span_id) for one in point.exemplars} & kept
 
 
 CASES = {
@@ -623,6 +631,25 @@ def test_generators_of_a_rule_tell_the_time_to_the_first_token_and_of_each() -> 
         )
         assert first == {tuple(sorted(of_tokens.items())): 4, tuple(sorted(of_stream.items())): 1}
         assert each == {tuple(sorted(of_tokens.items())): 3, tuple(sorted(of_stream.items())): 1}
+
+
+def serve_batch(batch: dict[str, int]) -> int:
+    return len(batch)
+
+
+def test_batches_of_a_rule_tell_how_many_requests_they_have() -> None:
+    with collecting(take) as server:
+        rules = "functions: [{match: 'test_meter:serve_batch', batch: batch}]"
+        instrument.start(loads(f"{rules}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
+        for size in (1, 2, 3, 64):
+            serve_batch({f"r{number}": 1 for number in range(size)})
+        text = instrument.prometheus()
+        instrument.stop()
+        ((labels, point),) = newest(server.metrics, "instrument.batch.size").items()
+        assert dict(labels)["instrument.span.name"] == "serve_batch"
+        assert (point.count, point.sum, point.min, point.max) == (4, 70, 1, 64)
+        assert 'le="2.5"} 2.0' in text
+        assert 'le="64.5"} 4.0' in text
 
 
 def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:

@@ -15,6 +15,12 @@ Value = str | int | bool
 Labels = tuple[tuple[str, Value], ...]
 """The attributes of a series, by OpenTelemetry's names."""
 
+SERIES_LIMIT = 2_000
+"""Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""
+
+OVERFLOW: Labels = (("otel.metric.overflow", True),)
+"""The series of what is beyond that limit, by OpenTelemetry's name."""
+
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
 

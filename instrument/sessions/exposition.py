@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """The bounds of OpenTelemetry's conventions for `http.server.request.duration`."""
 
+BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
+"""Those of how many there are, between whole numbers."""
+
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
 """What units are called in names; one in braces is not in the name."""
 
@@ -114,29 +117,29 @@ def _family(
         texts = [by_name.get(label, "") for label in names]
         if isinstance(family, HistogramMetricFamily):
             if isinstance(value, Distribution):
-                family.add_metric(
-                    texts, _buckets(value, exemplars[at] if exemplars else (), origin), value.sum_ns / 1e9
-                )
+                bounds = BOUNDS_S if unit == "s" else BOUNDS_ITEMS
+                buckets = _buckets(value, bounds, exemplars[at] if exemplars else (), origin)
+                family.add_metric(texts, buckets, value.sum_ns / 1e9)
         elif not isinstance(value, Distribution):
             family.add_metric(texts, value)
     return family
 
 
-def _buckets(of: Distribution, exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
+def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
     """The buckets as the client library takes them: each with the longest of its exemplars, where it has one."""
     from prometheus_client.samples import Exemplar as Told
 
     told = {}
     for one in exemplars:
         ids = {"trace_id": f"{one.trace_id:032x}", "span_id": f"{one.span_id:016x}"}
-        at = bisect_left(BOUNDS_S, one.value_ns / 1e9)
+        at = bisect_left(bounds, one.value_ns / 1e9)
         told[at] = Told(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
-    return [(*bucket, told.get(at)) for at, bucket in enumerate(_cumulative(of))]
+    return [(*bucket, told.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
 
 
-def _cumulative(of: Distribution) -> list[tuple[str, float]]:
+def _cumulative(of: Distribution, bounds: Sequence[float]) -> list[tuple[str, float]]:
     """How many lie below each bound, as the format has it."""
-    counts = [0] * (len(BOUNDS_S) + 1)
+    counts = [0] * (len(bounds) + 1)
     for index, count in of.buckets.items():
-        counts[bisect_left(BOUNDS_S, bucket_middle(index) / 1e9)] += count
-    return list(zip([*map(str, BOUNDS_S), "+Inf"], map(float, accumulate(counts)), strict=True))
+        counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count
+    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True))

@@ -12,8 +12,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from instrument.recorder.http_status import STATUS
@@ -21,6 +21,8 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,
+    OVERFLOW,
+    SERIES_LIMIT,
     UPDOWN,
     Distribution,
     Exemplar,
@@ -29,16 +31,20 @@ from instrument.recording.distributions import (
     Metric,
     Snapshot,
 )
+from instrument.recording.generations import (
+    BATCH_SIZE,
+    FIRST_TOKEN,
+    ONE,
+    OUTPUT_TOKEN,
+    REQUEST_DURATION,
+    Generations,
+    generation_labels,
+    token_times,
+)
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.ring import Cursor, Row
-from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
-
-SERIES_LIMIT = 2_000
-"""Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""
-
-OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The series of what is beyond that limit, by OpenTelemetry's name."""
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, Span
 
 SCHEME = "url.scheme"
 
@@ -74,8 +80,7 @@ class Meter:
         """Begin anew, at the start of a session and in a forked child."""
         self._start_ns = start_ns
         self._requests: dict[Labels, Distribution] = {}
-        self._first_tokens: dict[Labels, Distribution] = {}
-        self._tokens: dict[Labels, Distribution] = {}
+        self._generated = Generations()
         self._met: dict[Labels, Counter[int]] = {}
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}
@@ -97,10 +102,8 @@ class Meter:
             told = row[10] or {}
             duration_ns = row[6] - row[5]
             _series(self._requests, _labels(endpoint, told, row[9])).add(duration_ns)
-            if FIRST_ITEM in told and row[9] is None and self._is_generation(endpoint):
-                route = str(dict(endpoint).get("http.route", ""))
-                chats = (("gen_ai.operation.name", "chat"),) if route.endswith("/chat/completions") else ()
-                self._count_tokens((*chats, ("http.route", route)), told)
+            if self._is_generation(endpoint):
+                self._count_generation(_of_route(endpoint), told, duration_ns, row[9])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
@@ -110,13 +113,17 @@ class Meter:
         if endpoint and labels in self._requests:
             one = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
             self._exemplars.setdefault(labels, Exemplars()).add(one)
+            if self._is_generation(endpoint):
+                told = request.attributes
+                for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
+                    self._generated.note(name, its, replace(one, value_ns=value_ns))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))
         return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in self.generations)
 
     def watch(self, *, functions: bool) -> None:
-        """From now on, or no more, look for functions whose items a model generates."""
+        """From now on, or no more, look for functions whose items a model generates, and for batches."""
         if not functions:
             self._watched = None
         elif self._watched is None:
@@ -125,38 +132,30 @@ class Meter:
     def count_generators(self, sites_of: Callable[[], Collection[Site]]) -> None:
         """Count what generators have yielded since the last time: those of some sites, which are asked for if need be.
 
-        Goes through every row: they may lie below any other.
+        And how many requests batches had. Goes through every row: they may lie below any other.
         """
         if self._watched is None:
             return
-        rows = [
-            row for _, rows in self._watched.read() for row in rows if row[9] is None and FIRST_ITEM in (row[10] or ())
-        ]
-        sites = sites_of() if rows else ()
-        for row in rows:
+        found = [(row, told) for _, rows in self._watched.read() for row in rows if (told := row[10])]
+        streams = [(row, told) for row, told in found if FIRST_ITEM in told]
+        sites = sites_of() if streams else ()
+        for row, told in streams:
             site = self._recorder.place_of(self._recorder.site_of(row))
             if site in sites:
-                self._count_tokens(_call_labels(site), row[10] or {})
+                self._count_generation(_call_labels(site), told, row[6] - row[5], row[9])
+        for row, told in found:
+            if isinstance(keys := told.get(BATCH_KEYS), list | tuple):
+                site = self._recorder.place_of(self._recorder.site_of(row))
+                self._generated.add(BATCH_SIZE, _call_labels(site), len(keys) * ONE)
 
     @property
     def lost(self) -> int:
         """Spans that were overwritten before it was seen whether they were of such generators."""
         return 0 if self._watched is None else self._watched.lost
 
-    def _count_tokens(self, generator: Labels, told: Mapping[Any, Any]) -> None:
-        """Count the times of a stream of generated items, each taken for a token."""
-        first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
-        if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
-            return  # the service's own attributes of these names
-        known = {
-            "gen_ai.operation.name": "text_completion",
-            **dict(generator),
-            **{name: value for name in _GENERATION if isinstance(value := told.get(name), str)},
-        }
-        labels = tuple(known.items())
-        _series(self._first_tokens, labels).add(max(first_ns, 0))
-        if items > 1:
-            _series(self._tokens, labels).add(max(last_ns - first_ns, 0) // (items - 1))
+    def _count_generation(self, known: Labels, told: Mapping[Any, Any], duration_ns: int, error: str | None) -> None:
+        for name, labels, value_ns in _generation(known, told, duration_ns, error):
+            self._generated.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
         """What the tally has counted: all requests that have ended by now, and perhaps some whose rows come later."""
@@ -254,10 +253,9 @@ class Meter:
             if (queued := self._queued_tasks()) is not None:
                 metrics.append(queued)
         if self.generations or self._watched is not None:
-            told = "Time to generate first token for successful responses."
-            metrics.append(_durations("gen_ai.server.time_to_first_token", told, self._first_tokens))
-            told = "Time per output token generated after the first token for successful responses."
-            metrics.append(_durations("gen_ai.server.time_per_output_token", told, self._tokens))
+            metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
+        if self._watched is not None:
+            metrics += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
         self._count_calls(sites)
         if self._calls:
             told = "Time of a call, of the device's work, too, where it is timed."
@@ -341,6 +339,26 @@ def _durations(
     return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
 
 
+def _generation(
+    known: Labels, told: Mapping[Any, Any], duration_ns: int, error: str | None
+) -> Iterator[tuple[str, Labels, int]]:
+    """What metrics tell of a generation that has ended; each item of its stream is taken for a token."""
+    labels = generation_labels(known, told)
+    if error is not None:
+        yield REQUEST_DURATION, (*labels, ("error.type", error)), duration_ns
+        return
+    yield REQUEST_DURATION, labels, duration_ns
+    times = token_times(told)
+    if times is not None:
+        yield FIRST_TOKEN, labels, times[0]
+        if times[1] is not None:
+            yield OUTPUT_TOKEN, labels, times[1]
+
+
+def _of_route(endpoint: Labels) -> Labels:
+    return tuple(one for one in endpoint if one[0] == "http.route")
+
+
 def endpoint_of(site: Site) -> Labels:
     """What tells the requests of a site from others, () where it has no requests over HTTP."""
     if site.kind != "request":
@@ -350,9 +368,6 @@ def endpoint_of(site: Site) -> Labels:
         return ()
     return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
 
-
-_GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
-"""What the service may say of a generation, by `annotate_request`."""
 
 _ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEME)
 

@@ -141,7 +141,7 @@ class Recorded:
 
     def _watch_generations(self) -> None:
         self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
-        self._meter.watch(functions=any(rule.gen_ai for rule in self.profile.functions))
+        self._meter.watch(functions=any(rule.gen_ai or rule.batch for rule in self.profile.functions))
 
     def _generators(self) -> set[Site]:
         """What the rules with `gen_ai` are recorded as."""

@@ -224,7 +224,9 @@ class Session(Recorded):
 
     def _has_metrics(self) -> bool:
         """Whether the profile asks for any beside gauges, and there is somebody to be told."""
-        asks = bool(self.profile.requests) or any(rule.metrics or rule.gen_ai for rule in self.profile.functions)
+        asks = bool(self.profile.requests) or any(
+            rule.metrics or rule.gen_ai or rule.batch for rule in self.profile.functions
+        )
         return self._is_scraped or (asks and self._exporter is not None)
 
     def _take_metrics(self, ended: Ended) -> Snapshot:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from instrument.recording.generations import GENERATION
 from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined
@@ -33,9 +34,6 @@ LATENCIES = {
     DECODE: "gen_ai.latency.time_in_model_decode",
 }
 """What vLLM and SGLang call these times, in s, and what is proposed as OpenTelemetry's names."""
-
-GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
-"""What a request's span may say of the generation that it asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,89 @@
+"""Metrics of what models generate, by OpenTelemetry's names: whole requests, first tokens, and each one after them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from instrument.recording.distributions import (
+    HISTOGRAM,
+    OVERFLOW,
+    SERIES_LIMIT,
+    Distribution,
+    Exemplar,
+    Exemplars,
+    Labels,
+    Metric,
+)
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
+
+GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+"""What the service may say of a generation, by `annotate_request`."""
+
+REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
+    f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
+)
+QUEUE_DURATION, BATCH_SIZE = "instrument.request.queue.duration", "instrument.batch.size"
+
+ONE = 10**9
+"""What stands for one in a distribution of what is no time: these count in parts of 1e9."""
+
+TOLD = {
+    REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
+    FIRST_TOKEN: "Time to generate first token for successful responses.",
+    OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
+    QUEUE_DURATION: "Time for which requests waited for their first batch.",
+    BATCH_SIZE: "Requests of a batch.",
+}
+"""The metrics, and what each is."""
+
+
+class Generations:
+    """Distributions by the names of `TOLD` and their labels, with exemplars."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, dict[Labels, Distribution]] = {}
+        self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
+
+    def add(self, name: str, labels: Labels, value: int) -> None:
+        """Count one value, in ns, or in parts of 1e9 of what is no time."""
+        series = self._series.setdefault(name, {})
+        if labels not in series and len(series) >= SERIES_LIMIT:
+            labels = OVERFLOW
+        series.setdefault(labels, Distribution()).add(max(value, 0))
+
+    def note(self, name: str, labels: Labels, one: Exemplar) -> None:
+        """An exemplar of a value that has been counted."""
+        if labels in self._series.get(name, ()):
+            self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(one)
+
+    def metrics(self, *names: str) -> list[Metric]:
+        """These metrics, also those that nothing has been counted of."""
+        return [
+            Metric(
+                name,
+                "{request}" if name == BATCH_SIZE else "s",
+                HISTOGRAM,
+                TOLD[name],
+                {labels: one.copy() for labels, one in self._series.get(name, {}).items()},
+                {labels: one.all() for labels, one in self._exemplars.get(name, {}).items()},
+            )
+            for name in names
+        ]
+
+
+def generation_labels(known: Labels, told: Mapping[Any, Any]) -> Labels:
+    """What tells generations from others: what is known beforehand, and what a span says of it."""
+    of_route = str(dict(known).get("http.route", ""))
+    usual = "chat" if of_route.endswith("/chat/completions") else "text_completion"
+    its = {name: value for name in GENERATION if isinstance(value := told.get(name), str)}
+    return tuple({"gen_ai.operation.name": usual, **dict(known), **its}.items())
+
+
+def token_times(told: Mapping[Any, Any]) -> tuple[int, int | None] | None:
+    """The time to the first item of a stream, and that of each after it; None of what is no stream."""
+    first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
+    if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
+        return None  # not there, or the service's own attributes of these names
+    each_ns = max(last_ns - first_ns, 0) // (items - 1) if items > 1 else None
+    return max(first_ns, 0), each_ns
