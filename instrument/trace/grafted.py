@@ -1,8 +1,8 @@
 """Grafting: one tree for each request, over all threads and processes that worked for it.
 
 What bears a request's key elsewhere is taken, with all below it, from where it lies to below the span that handed the
-request over: of the spans that bear the key and had begun, the innermost that was open, else of the request's own tree
-the one that ended last, else the request. A batch keeps the tree that it lies in, for it is of several requests.
+request over: of the spans that bear the key and had begun, the newest that was open, else of the request's own tree the
+one that ended last, else the request. A batch keeps the tree that it lies in, for it is of several requests.
 No row comes or goes, and none changes but in what is above it.
 
 A trace that nobody has given an id gets one of the run and the key. So a process whose spans go to a collector by
@@ -94,7 +94,7 @@ def _givers(trace: Trace, joined: Joined, moves: Int64s) -> Int64s:
     found: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     top = _tops_of_pieces(trace, joined.rows, moves)
-    keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE)]
+    keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
         return found
     keyed = keyed[np.lexsort((trace.span_id[keyed], -trace.end_ns[keyed], trace.start_ns[keyed]))]
