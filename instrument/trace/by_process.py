@@ -46,16 +46,17 @@ def spans_by_process(
 
 def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
     """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
-    served = joined.served
-    known = np.flatnonzero(served.request != NONE)
+    served, rows = joined.served, joined.rows
     remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
-    found: dict[int, dict[LinkedRequest, None]] = {}
-    rows = joined.rows[served.request[known]]
-    for batch, span_id, root_id in zip(
-        served.batch[known].tolist(), columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True
-    ):
-        found.setdefault(batch, {})[LinkedRequest(span_id, root_id, remotes.get(root_id))] = None
-    return {batch: tuple(its) for batch, its in found.items()}
+    requests = [
+        LinkedRequest(span_id, root_id, remotes.get(root_id))
+        for span_id, root_id in zip(columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True)
+    ]
+    known = np.flatnonzero(served.request != NONE)
+    found: dict[int, dict[int, None]] = {}
+    for batch, place in zip(served.batch[known].tolist(), served.request[known].tolist(), strict=True):
+        found.setdefault(batch, {})[place] = None
+    return {batch: tuple(map(requests.__getitem__, its)) for batch, its in found.items()}
 
 
 def _trees(
