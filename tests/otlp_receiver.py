@@ -46,6 +46,7 @@ class Received:
     schema_url: str
     trace_state: str
     link_states: tuple[str, ...]
+    links: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def _spans_of(request: Mapping[str, Any]) -> Iterator[Received]:
                     schema_url=of_scope.get("schema_url", ""),
                     trace_state=span.get("trace_state", ""),
                     link_states=tuple(link.get("trace_state", "") for link in span.get("links", ())),
+                    links=tuple((_id(link["trace_id"]), _id(link["span_id"])) for link in span.get("links", ())),
                 )
 
 

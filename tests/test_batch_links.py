@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+from otlp_receiver import receiver
 from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
+import instrument
+from instrument.profile.keys import loads
 from instrument.recording.spans import LinkedRequest, RemoteParent, Span
 from instrument.sessions import batch_links
 from instrument.sessions.batch_links import BatchLinks
@@ -75,3 +80,22 @@ def test_only_the_newest_keys_are_remembered(links: BatchLinks, sent: Sent, monk
     links.put([made(10, STEP, 20, 30, thread=ENGINE, batch=["a", "b", "c"])])
     links.send_due(is_last=True)
     assert sent.links()[10] == [2, 3]
+
+
+def test_a_collector_gets_the_links_of_a_process_that_serves_batches_itself() -> None:
+    with receiver() as found:
+        text = f"capture: {{sample: 1}}\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{found.http_port}'}}}}"
+        instrument.start(loads(text, environ={}))
+
+        def serve_batch() -> None:
+            with instrument.scope("step", batch=["r1", "r2"]):
+                pass
+
+        with instrument.scope("first", kind="request", key="r1"):
+            step = threading.Thread(target=serve_batch)
+            step.start()
+            step.join()
+        instrument.stop()
+        spans = {span.name: span for span in found.spans()}
+        assert spans["step"].parent_id == 0
+        assert spans["step"].links == ((spans["first"].trace_id, spans["first"].span_id),)
