@@ -150,6 +150,15 @@ def test_beside_the_sessions_own_export_every_span_of_a_window_arrives_once(rece
     assert profiler.failures == 0
 
 
+def test_batches_of_a_window_are_linked_to_the_requests_in_it(received: Receiver) -> None:
+    with Profiler(schedule=schedule(record=1), on_trace_ready=export_otlp(received.endpoint)) as profiler:
+        with scope("request", kind="request", key="r1"), scope("batch", batch=["r1", "gone"]):
+            pass
+        profiler.step()
+    spans = {span.name: span for span in received.spans()}
+    assert spans["batch"].links == ((spans["request"].trace_id, spans["request"].span_id),)
+
+
 def test_another_collector_than_the_sessions_gets_the_whole_window(received: Receiver) -> None:
     with collecting(take) as other:
         profile = loads(PROFILE.format(sample=1, endpoint=received.endpoint), environ={})

@@ -22,7 +22,7 @@ from instrument import chrome, otlp
 from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
-from instrument.recording.spans import Sample, Span, Trace
+from instrument.recording.spans import BATCH_KEYS, Sample, Span, Trace
 from instrument.recording.tally import Tally
 from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording, View
@@ -281,6 +281,7 @@ class _ToCollector:
             spans = session.unsent(spans)
         if not spans:
             return
+        _link_batches(spans, trace.spans)
         exporter = self._exporter
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
@@ -303,6 +304,21 @@ class _ToCollector:
         if of_profile is None or "endpoint" in self._asked:
             return self._settings
         return replace(of_profile, headers=self._settings.headers) if "headers" in self._asked else of_profile
+
+
+def _link_batches(spans: Sequence[Span], of_window: Sequence[Span]) -> None:
+    """Link the batches among spans to the requests that they serve, as far as the window has these."""
+    if not any(BATCH_KEYS in span.attributes for span in spans):
+        return
+    from instrument.trace.by_process import linked_requests
+    from instrument.trace.joined import join
+    from instrument.trace.of_spans import columns_of_spans
+
+    columns = columns_of_spans(of_window)
+    linked = linked_requests(columns, join(columns))
+    by_id = {int(columns.span_id[row]): its for row, its in linked.items()}
+    for span in spans:
+        span.links = by_id.get(span.span_id, ())
 
 
 def _parts(spans: Sequence[Span], of_window: Sequence[Span]) -> Iterator[list[Span]]:
