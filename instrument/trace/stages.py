@@ -3,7 +3,8 @@
 A request that one batch serves has a queue alone. Of one that several serve, the first make its first token, the
 prefill: those that take more of the weight than the least that any takes, such as the tokens of a prompt, or where all
 take alike those that are called differently from the later ones, else the first one. The rest is the decode. A stall
-is a time between two batches that is at least as long as half of its batches are: what is shorter is routine.
+is a time between two batches that is at least as long as half of its batches are: what is shorter is routine. It says
+which batches, of others then, took most of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, served_stretches
 
 PREFILL, DECODE = "prefill", "decode"
+
+STALLED_BY = "instrument.stalled_by"
+"""The attribute of a stall: what the batches are called that took most of it, if any did."""
 
 MOST_STALLS = 16
 """Stalls of a request that are told: the longest."""
@@ -100,6 +104,27 @@ def _prefills(weights: Sequence[int], sites: Sequence[int]) -> int:
     return next((place for place, site in enumerate(sites) if site != sites[0]), 1)
 
 
+class _Batches:
+    """All batches by their begins, to be asked which of them took most of a time."""
+
+    def __init__(self, trace: Trace, joined: Joined) -> None:
+        rows = np.unique(joined.served.batch)
+        rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+        self._starts, self._ends = trace.start_ns[rows], trace.end_ns[rows]
+        self._reach = np.maximum.accumulate(self._ends) if len(rows) else self._ends
+        self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
+
+    def taking_most(self, start_ns: int, end_ns: int) -> str:
+        """Their name, "" where there were none."""
+        first = int(np.searchsorted(self._reach, start_ns, side="right"))
+        sums: dict[str, int] = {}
+        for at in range(first, int(np.searchsorted(self._starts, end_ns))):
+            ran_ns = min(int(self._ends[at]), end_ns) - max(int(self._starts[at]), start_ns)
+            if ran_ns > 0:
+                sums[self._names[at]] = sums.get(self._names[at], 0) + ran_ns
+        return max(sums, key=lambda name: (sums[name], name), default="")
+
+
 def stage_spans(trace: Trace, joined: Joined, first_id: int = 0) -> Mapping[int, list[Span]]:
     """Spans of the stages by the row of their request, below which they hang, on the thread and task of that.
 
@@ -107,6 +132,7 @@ def stage_spans(trace: Trace, joined: Joined, first_id: int = 0) -> Mapping[int,
     """
     number = first_id or int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     found: dict[int, list[Span]] = {}
+    batches = _Batches(trace, joined)
     for one in stages(trace, joined):
         row = int(joined.rows[one.place])
         span_id, root_id, thread_id, task_id = (
@@ -119,8 +145,11 @@ def stage_spans(trace: Trace, joined: Joined, first_id: int = 0) -> Mapping[int,
             span = Span(
                 SITES[name], number, span_id, root_id, thread_id, task_id, start_ns, end_ns, length_ns, length_ns
             )
-            latency = LATENCIES.get(name)
-            span.attributes = generation if latency is None else {**generation, latency: length_ns / 1e9}
+            span.attributes = generation
+            if name in LATENCIES:
+                span.attributes = {**generation, LATENCIES[name]: length_ns / 1e9}
+            elif by := batches.taking_most(start_ns, end_ns):
+                span.attributes = {**generation, STALLED_BY: by}
             found.setdefault(row, []).append(span)
             number += 1
     return found
