@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
-from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
+from test_ledger import ACCEPT, API, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
 
 from instrument.cli import main
 from instrument.otlp.packing import Ids, pack
-from instrument.recording.spans import Origin, RemoteParent, Span
+from instrument.recording.spans import BATCH_KEYS, Origin, RemoteParent, Span
 from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
-from instrument.trace.by_process import linked_requests
+from instrument.trace.by_process import linked_requests, spans_by_process
 from instrument.trace.columns import Trace
 from instrument.trace.file import Saved
 from instrument.trace.grafted import graft, grafted, trace_id_of
@@ -31,6 +31,7 @@ from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.merge import merge
 from instrument.trace.of_spans import spans_of, trace_of
+from instrument.trace.stages import stage_spans
 
 
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
@@ -299,3 +300,37 @@ def test_links_of_a_batch_are_what_a_collector_reads() -> None:
         (ids.trace_id(number).to_bytes(16, "big"), ids.span_id(number).to_bytes(8, "big")) for number in (1, 5)
     ]
     assert [len(one.links) for one in packed[7:]] == [1, 2, 1, 2, 1]
+
+
+@given(st.integers(0, 2**32))
+def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_each_request(seed: int) -> None:
+    spans = busier(seed)
+    by_id = {span.span_id: span for span in spans}
+    parts: dict[int, list[Span]] = {API: [], ENGINE: []}
+    for span in spans:
+        top = span
+        while top.parent_id:
+            top = by_id[top.parent_id]
+        parts[ENGINE if top.thread_id in (ENGINE, 4) else API].append(span)
+    merged = merge([saved(its, pid, "one") for pid, its in parts.items() if its])
+    columns = merged.saved.columns
+    joined = join(columns)
+    below = stage_spans(columns, joined)
+    found = [
+        span
+        for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
+        for span in its
+    ]  # fmt: skip
+    assert len({span.span_id for span in found}) == len(found) == len(spans) + sum(map(len, below.values()))
+    told = {span.span_id: span for span in found}
+    ids = Ids()
+    traces: dict[int, set[int]] = {}
+    for span in found:
+        assert not span.parent_id or span.parent_id in told, "no orphans"
+        traces.setdefault(ids.of(replace(span, span_id=span.root_id))[0], set()).add(span.root_id)
+    requests = {int(columns.span_id[row]) for row in joined.rows}
+    assert all(len(roots) == 1 for roots in traces.values() if roots & requests), "a trace for each request"
+    for span in found:
+        links = {link.span_id for link in span.links}
+        assert links <= requests
+        assert bool(span.attributes.get(BATCH_KEYS)) or not links
