@@ -6,10 +6,12 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -80,26 +82,29 @@ def ids_of(mapped: Mapped) -> list[int]:
 # -------------------------------------------------------------------- layout
 
 
-@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
-def test_the_layout_in_python_is_that_of_the_native_recorder() -> None:
-    assert _native is not None
-    found = _native.layout()
-    before = _native.layout()["Ring.rows"][0]
-    wanted = {}
+@pytest.mark.skipif(_native is None or shutil.which("gcc") is None, reason="the recorder in C is not built, or no gcc")
+def test_the_layout_in_python_is_that_of_the_native_recorder(tmp_path: Path) -> None:
+    wanted = [f"sizeof(recording_t) == {memory_layout.HEADER.size}"]
     for name, kind in C_NAMES.items():
-        record = getattr(memory_layout, name)
-        for field, (offset, code) in record.fields.items():
+        for field, (offset, code) in getattr(memory_layout, name).fields.items():
+            is_counted = name == "HEADER" and field in ("ended_rows", "ended_too_short", "reasons")
+            member = f"counted.{field}" if is_counted else field
             length = int(code[:-1] or 1) * {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "H": 2, "B": 1, "s": 1}[code[-1]]
-            inner = {"ended_rows": "counted.ended_rows", "ended_too_short": "counted.ended_too_short",
-                     "reasons": "counted.reasons"}.get(field, field) if name == "HEADER" else field  # fmt: skip
-            wanted[f"{kind}.{inner}"] = offset + (before if name == "RING" else 0), length
-    assert {field: place for field, place in found.items() if not field.endswith(".")} == wanted
-    sizes = {field.removesuffix("."): size for field, (_, size) in found.items() if field.endswith(".")}
-    kinds = {"rings": "Ring", "nodes": "node_t", "totals": "totals_t", "chunks": "chunk_t", "frames": "frame_t"}
+            before = " - offsetof(Ring, rows)" if name == "RING" else ""
+            wanted.append(f"offsetof({kind}, {member}){before} == {offset}")
+            wanted.append(f"sizeof((({kind} *)0)->{member}) == {length}")
+    kinds = {"rings": "Ring", "nodes": "node_t", "totals": "totals_t", "chunks": "chunk_t"}
     kinds |= {"intervals": "interval_t", "samples": "sample_t", "rows": "row_t"}
-    assert sizes["recording_t"] == memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
     for part, kind in kinds.items():
-        assert sizes[kind] <= memory_layout.STRIDES[part], part
+        wanted.append(f"sizeof({kind}) <= {memory_layout.STRIDES[part]}")
+    wanted.append(f"sizeof(frame_t) == {memory_layout.STRIDES['frames']}")
+    asserted = "".join(f'_Static_assert({claim}, "{claim}");\n' for claim in wanted)
+    source = Path(native.__file__).with_name("_recorder.c")
+    (tmp_path / "layout.c").write_text(f'#include "{source}"\n{asserted}')
+    command = ["gcc", "-fsyntax-only", "-w", f"-I{sysconfig.get_path('include')}", tmp_path / "layout.c"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
 
 
 def test_parts_lie_one_after_another_on_pages_of_every_size() -> None:

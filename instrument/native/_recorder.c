@@ -60,65 +60,7 @@
 #include "_recorder_life.h"
 #include "_recorder_core.h"
 
-/* What a recording in memory looks like: {structure: {field: (offset, bytes)}}, "" for the whole. */
-static PyObject *
-layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
-{
-#define WHOLE(kind) {#kind, "", 0, sizeof(kind)}
-#define FIELD(kind, field) {#kind, #field, offsetof(kind, field), sizeof(((kind *)0)->field)}
-    static const struct {
-        const char *kind, *field;
-        size_t offset, bytes;
-    } fields[] = {
-        WHOLE(recording_t), FIELD(recording_t, magic), FIELD(recording_t, version), FIELD(recording_t, object_bytes),
-        FIELD(recording_t, size_bytes), FIELD(recording_t, address), FIELD(recording_t, pid), FIELD(recording_t, state),
-        FIELD(recording_t, start_ticks), FIELD(recording_t, boot_id), FIELD(recording_t, monotonic_ns),
-        FIELD(recording_t, realtime_ns), FIELD(recording_t, generation), FIELD(recording_t, moving),
-        FIELD(recording_t, is_python), FIELD(recording_t, counted.ended_rows), FIELD(recording_t, counted.ended_too_short),
-        FIELD(recording_t, counted.reasons), FIELD(recording_t, interval_slots), FIELD(recording_t, parts),
-        WHOLE(part_t), FIELD(part_t, offset), FIELD(part_t, stride), FIELD(part_t, slots), FIELD(part_t, used),
-        FIELD(part_t, unseen),
-        WHOLE(Ring), FIELD(Ring, rows), FIELD(Ring, mask), FIELD(Ring, head), FIELD(Ring, number), FIELD(Ring, capacity),
-        FIELD(Ring, too_short), FIELD(Ring, thread_id), FIELD(Ring, ended), FIELD(Ring, generation), FIELD(Ring, folded),
-        FIELD(Ring, label),
-        WHOLE(node_t), FIELD(node_t, site), FIELD(node_t, parent), FIELD(node_t, index), FIELD(node_t, is_known),
-        WHOLE(totals_t), FIELD(totals_t, calls), FIELD(totals_t, total_ns), FIELD(totals_t, self_ns),
-        FIELD(totals_t, min_ns), FIELD(totals_t, max_ns), FIELD(totals_t, first_ns), FIELD(totals_t, waiting),
-        FIELD(totals_t, waiting_count), FIELD(totals_t, errors), FIELD(totals_t, moved_bytes),
-        FIELD(totals_t, device_ns), FIELD(totals_t, beyond_ns), FIELD(totals_t, first_total_ns), FIELD(totals_t, steps),
-        FIELD(totals_t, chunks), FIELD(totals_t, ring_number), FIELD(totals_t, node),
-        WHOLE(chunk_t), FIELD(chunk_t, low), FIELD(chunk_t, high),
-        WHOLE(frame_t), FIELD(frame_t, node), FIELD(frame_t, span_id), FIELD(frame_t, parent_id),
-        FIELD(frame_t, root_id), FIELD(frame_t, task), FIELD(frame_t, start_ns), FIELD(frame_t, children_ns),
-        FIELD(frame_t, ring), FIELD(frame_t, state),
-        WHOLE(fact_t), FIELD(fact_t, site), FIELD(fact_t, size_bytes), FIELD(fact_t, text_bytes),
-        WHOLE(detail_t), FIELD(detail_t, span_id), FIELD(detail_t, active_ns), FIELD(detail_t, size_bytes),
-        FIELD(detail_t, text_bytes),
-        WHOLE(attributes_t), FIELD(attributes_t, span_id), FIELD(attributes_t, text_bytes),
-        WHOLE(interval_t), FIELD(interval_t, span_id), FIELD(interval_t, device), FIELD(interval_t, stream),
-        FIELD(interval_t, start_ns), FIELD(interval_t, end_ns), FIELD(interval_t, label),
-        FIELD(interval_t, uncertainty_ns),
-        WHOLE(sample_t), FIELD(sample_t, at_ns), FIELD(sample_t, device), FIELD(sample_t, is_told),
-        FIELD(sample_t, value), FIELD(sample_t, name),
-        WHOLE(row_t), FIELD(row_t, span_id), FIELD(row_t, parent_id), FIELD(row_t, root_id), FIELD(row_t, start_ns),
-        FIELD(row_t, end_ns), FIELD(row_t, children_ns), FIELD(row_t, rare), FIELD(row_t, node), FIELD(row_t, task),
-    };
-#undef WHOLE
-#undef FIELD
-    PyObject *found = PyDict_New();
-    for (size_t i = 0; found != NULL && i < sizeof fields / sizeof *fields; i++) {
-        PyObject *key = PyUnicode_FromFormat("%s.%s", fields[i].kind, fields[i].field);
-        PyObject *place = Py_BuildValue("(nn)", (Py_ssize_t)fields[i].offset, (Py_ssize_t)fields[i].bytes);
-        if (key == NULL || place == NULL || PyDict_SetItem(found, key, place) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(key);
-        Py_XDECREF(place);
-    }
-    return found;
-}
-
 static PyMethodDef module_methods[] = {
-    {"layout", layout, METH_NOARGS, "Where each field of a recording in memory lies: {\"kind.field\": (offset, bytes)}."},
     {"header_values", (PyCFunction)(void (*)(void))header_values, METH_FASTCALL,
      "Values of headers by their names: header_values(pairs, names)."},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
