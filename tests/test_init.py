@@ -260,6 +260,12 @@ def test_without_a_command_the_source_is_read_and_nothing_of_it_runs() -> None:
     assert command("check", "profile.yaml").returncode == 0
 
 
+def test_a_folder_without_source_is_told() -> None:
+    done = command("init")
+    assert done.returncode == 2
+    assert "found no source of Python below" in done.stderr
+
+
 def test_own_modules_are_those_beside_the_service_and_those_that_its_command_names(folder: Path) -> None:
     write("shop/api.py", "")
     write("src/lib/__init__.py", "")
@@ -345,6 +351,16 @@ def test_the_work_of_threads_is_found_below_the_loops_that_never_end() -> None:
         "engine:Engine.prepare": ("phase", "prepare"),
         "engine:Engine.compute": ("phase", "compute"),
     }
+
+
+def test_a_handler_is_taken_for_the_request_where_no_server_was_met() -> None:
+    rules = chosen(node("s:main", 1, 0, node("s:Handler.do_POST", 60, 300, node("s:classify", 60, 200))))
+    assert {label: rule.kind for label, rule in rules.items()} == {
+        "s:Handler.do_POST": "request",
+        "s:classify": "phase",
+    }
+    rules = chosen(node("s:main", 1, 0, node("s:handleRequest", 60, 300)))
+    assert rules["s:handleRequest"].kind == "request"
 
 
 def test_probes_are_no_requests() -> None:
@@ -463,6 +479,14 @@ class Hostile:
 
 
 def handled(request: Any, request_id: str, items: Any = ()) -> None: ...
+
+
+def leaf(request: Any, items: Any) -> int:
+    return len(items)
+
+
+def test_what_only_computes_is_not_looked_at() -> None:
+    assert ArgumentWatch(lambda _: True).of(leaf, "f") == (None, None)
 
 
 def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:

@@ -9,10 +9,12 @@ again in another function or process, and as nothing else. No code of the servic
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import itertools
 import os
 import re
+import time
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -57,6 +59,7 @@ WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_u
 WEIGHT = re.compile(r"^(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
 """Names of numbers that say how much of a batch is one request's."""
 
+_BUILTINS = frozenset(dir(builtins))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
@@ -81,7 +84,8 @@ class SeenPath:
 
 
 class ArgumentWatch:
-    """What has been seen of the calls in this process. `is_own` says of a module whether it is the service's own."""
+    """What has been seen of the calls in this process, and how long that took. `is_own` says of a module whether it is
+    the service's own."""
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
         self._is_own = is_own
@@ -89,11 +93,13 @@ class ArgumentWatch:
         self._seen: dict[str, dict[str, SeenPath]] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = itertools.count()
+        self.spent_ns = 0
 
     def clear(self) -> None:
         """Forget what was seen: a fork's child begins anew."""
         for paths in self._seen.values():
             paths.clear()
+        self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What was seen of each function by its label, by path, as JSON takes it."""
@@ -104,13 +110,19 @@ class ArgumentWatch:
         }
 
     def of(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """What looks at the arguments of a function's calls, and at their results; None where there is nothing."""
+        """What looks at the arguments of a function's calls, and at their results; None where there is nothing.
+
+        Not of what reads no attribute and calls nothing but builtins: such are called most often, and to look at their
+        calls would take several times as long as these.
+        """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
             return None, None
-        paths = self._seen.setdefault(label, {})
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
         read = frozenset(code.co_names)
+        if read <= _BUILTINS and not any(map(_is_id, names)):
+            return None, None
+        paths = self._seen.setdefault(label, {})
         arguments: Attributes | None = None
         if names or code.co_kwonlyargcount:
 
@@ -123,11 +135,11 @@ class ArgumentWatch:
                 for name, value in kwargs.items():
                     self._look(paths, name, value)
 
-            looking = _Looking(look_at_call)
+            looking = _Looking(look_at_call, self)
             arguments = looking.at_call
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
             return arguments, None
-        return arguments, _Looking(lambda value: self._look_at_result(paths, value)).at_result
+        return arguments, _Looking(lambda value: self._look_at_result(paths, value), self).at_result
 
     def _look_at_result(self, paths: dict[str, SeenPath], value: Any) -> None:
         if type(value) is str:
@@ -237,8 +249,9 @@ class ArgumentWatch:
 class _Looking:
     """Looks at some of the calls of a function. It never raises."""
 
-    def __init__(self, look: Callable[..., None]) -> None:
+    def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
         self._look = look
+        self._watch = watch
         self._left = LOOKS
 
     def at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,12 +264,14 @@ class _Looking:
 
     def _guarded(self, *given: Any) -> None:
         self._left -= 1
+        begin_ns = time.perf_counter_ns()
         try:
             self._look(*given)
         except RuntimeError:
             pass  # another thread has changed what was gone through
         except Exception as fault:
             FAULTS.note("look at arguments", fault)
+        self._watch.spent_ns += time.perf_counter_ns() - begin_ns
 
 
 def _is_id(path: str) -> bool:

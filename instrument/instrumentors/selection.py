@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from instrument.instrumentors import decorated
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, ArgumentWatch
 from instrument.instrumentors.comm import Comm
 from instrument.instrumentors.copies import Copies
 from instrument.instrumentors.frameworks import Frameworks
@@ -223,11 +223,10 @@ class Selection:
                         names.update(verdict.rule for verdict in verdicts)
         return names
 
-    def seen_arguments(self) -> dict[str, dict[str, Any]]:
-        """What was seen of calls by label and path, where `instrument init` asks for it."""
+    def argument_watch(self) -> ArgumentWatch | None:
+        """What looks at the arguments of calls, where `instrument init` asks for it."""
         family = self._families.get("functions")
-        watch = family.watch if isinstance(family, Functions) else None
-        return {} if watch is None else watch.facts()
+        return family.watch if isinstance(family, Functions) else None
 
     def sites_of(self, label: str) -> set[Site]:
         """What calls of a function that a rule names, `module:qualname`, are recorded as."""

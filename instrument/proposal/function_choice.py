@@ -57,7 +57,7 @@ _PHASES = {
     "prepare": re.compile(
         r"(^|_)(preprocess|pre_process|prepare|tokeni[sz]e|parse|read|validate|collate|featuri[sz]e|decode_request)(_|$)"
     ),
-    "compute": re.compile(r"(^|_)(predict|forward|infer|inference|compute|run_model|matmul)(_|$)"),
+    "compute": re.compile(r"(^|_)(predict|forward|infer|inference|compute|run_model|prefill|decode_step)(_|$)"),
     "post": re.compile(
         r"(^|_)(postprocess|post_process|detokeni[sz]e|encode_response|serialize|format|render|decode_output)(_|$)"
     ),
@@ -130,8 +130,9 @@ class _Of:
 
 
 def function_name(label: str) -> str:
-    """The last part of a label."""
-    return label.rpartition(":")[2].rpartition(".")[2]
+    """The last part of a label, in small letters with underscores: `handleRequest` is `handle_request`."""
+    name = label.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def is_probe(path: str) -> bool:
@@ -160,6 +161,7 @@ class _Chooser:
             self._named_requests = self._requests_among(units)
             self._requests = self._named_requests
         self._units = [unit for unit in units if unit not in self._named_requests]
+        self._of_units = "the work outside of requests" if self._requests else "the work"
         self._hot, self._short = self._too_frequent(), self._too_short()
 
     def choose(self) -> FunctionChoice:
@@ -176,7 +178,7 @@ class _Chooser:
             rules.setdefault(rule.label, rule)
         for unit in self._top_units():
             rules.setdefault(unit.label, unit)
-        for rule in self._within(self._units, "the work outside of requests", LEAST_OF_WORK):
+        for rule in self._within(self._units, self._of_units, LEAST_OF_WORK):
             rules.setdefault(rule.label, rule)
         if not self._requests and not self._units:
             for rule in self._within(self._observation.roots, "the run", LEAST_OF_RUN):
@@ -372,8 +374,7 @@ class _Chooser:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            of = "the work outside of requests" if self._requests else "the work"
-            reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {of}"]
+            reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {self._of_units}"]
             if is_step:
                 reasons.append("a loop calls it again and again, so it is a step")
             phase = phase_by_name(function_name(label))

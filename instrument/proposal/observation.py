@@ -83,7 +83,8 @@ class SeenKeys:
 @dataclass(slots=True)
 class Observation:
     """What the processes of one command did. `seconds` is how long the longest of them was observed; `unseen` says what
-    could not be, `silent` counts processes that ended without a word, `keys` is by label and path."""
+    could not be, `silent` counts processes that ended without a word, `keys` is by label and path. `cost` is the part
+    of a process's time that observing took, where that was largest."""
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
@@ -94,6 +95,7 @@ class Observation:
     processes: int = 0
     silent: int = 0
     uses_cuda: bool = False
+    cost: float = 0.0
 
     def nodes(self) -> Iterator[ObservedNode]:
         """All call paths, parents before their children."""
@@ -114,6 +116,7 @@ def leave(
     arguments: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[Site, str],
     lasted_ns: int,
+    cost_ns: float,
 ) -> None:
     """Leave what this process did to `instrument init`, which has started it or one above it."""
     labels = {
@@ -147,6 +150,7 @@ def leave(
     facts_left = {
         "pid": os.getpid(),
         "lasted_ns": lasted_ns,
+        "cost": cost_ns / max(lasted_ns, 1),
         "called": [[getattr(one, name) for name in Called.__slots__] for one in called],
         "lines": lines,
         "arguments": arguments,
@@ -228,6 +232,7 @@ def observed(folder: str) -> Observation:
     for path in sorted(Path(folder).glob(f"*{LEFT}")):
         facts = json.loads(path.read_text("utf-8"))
         found.processes += 1
+        found.cost = max(found.cost, facts["cost"])
         found.seconds = max(found.seconds, facts["lasted_ns"] / 1e9)
         found.packages.update(facts["packages"])
         found.files.update(facts["files"])

@@ -15,7 +15,7 @@ from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.layer_choice import choose_layers
 from instrument.proposal.observation import Observation
 from instrument.proposal.packages import of_role, ready_profiles
-from instrument.proposal.wording import each_of, number_of, time_of
+from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 SHOWN = 6
 """The most that a comment lists of one sort."""
@@ -35,16 +35,18 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
     first.seen = f"{what} in {time_of(observation.seconds * 1e9)}, {processes}"
     first.head = [
         f"A first profile, by `instrument init -- {command}`: {first.seen}. "
-        "Each rule has its reason above it; the numbers are of that run. Delete what tells you nothing."
+        "Each rule has its reason above it; the numbers are of that run, of which observing took "
+        f"{share_of(observation.cost)}. Delete what tells you nothing."
     ]
     first.head += list(_packages_told(observation))
     first.commands = [
         f"instrument check {file} -- {command}",
         f"instrument run --profile {file} -- {command}",
     ]
-    _tell_requests(first, observation, choice)
     if not count and _trains(observation):
         first.preset = "training"
+    else:
+        _tell_requests(first, observation, choice)
     if count:
         first.capture = (
             f"Each request is kept in full: {number_of(count / max(observation.seconds, 1e-3))} a second here. A busy "
@@ -85,8 +87,8 @@ def _tell_requests(first: FirstProfile, observation: Observation, choice: Functi
     unmet = of_role(observation.packages, "unmet")
     if not by_name and unmet:
         first.requests.append(
-            f"Requests of {', '.join(unmet)} are not met at the server: a rule with `kind: request` has to name what "
-            "answers them."
+            f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "
+            "names, so see that it is the right one."
         )
     elif not by_name and not choice.requests:
         first.requests.append(

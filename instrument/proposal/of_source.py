@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import ID
 from instrument.proposal.first_profile import FirstProfile, list_of
 from instrument.proposal.function_choice import REQUEST, STEP, FunctionProposal, function_name, phase_by_name
@@ -28,8 +29,10 @@ _LIST = re.compile(r"(?:^|\.)(?:list|List|Sequence|Iterable|tuple|Tuple|deque|se
 
 
 def first_profile_of_source(root: Path, service: str, file: str) -> FirstProfile:
-    """What is proposed for the service whose source lies in a folder."""
+    """What is proposed for the service whose source lies in a folder. Raises `InstrumentError` where there is none."""
     modules = read_source(root)
+    if not modules:
+        raise InstrumentError(f"init: found no source of Python below {root}; give a command to run after --")
     packages = known_packages(modules)
     first = FirstProfile(service)
     first.head = [

@@ -377,13 +377,15 @@ class Session(Recorded):
         """Tell `instrument init` what this process did."""
         from instrument.proposal import observation
 
+        watch, cost = self.selection.argument_watch(), self.cost()
         observation.leave(
             self._observed_for,
             tally=self.tally(),
             verdicts=self.verdicts(),
-            arguments=self.selection.seen_arguments(),
+            arguments={} if watch is None else watch.facts(),
             shapes=RECORDER.shapes,
             lasted_ns=self._lasted_ns(),
+            cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
         )
 
     def _deliver(self) -> None:
