@@ -30,7 +30,9 @@ from instrument.proposal.function_choice import FunctionProposal, choose_functio
 from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.layer_choice import choose_layers
 from instrument.proposal.observation import Called, Observation, ObservedNode, SeenKeys
+from instrument.proposal.of_observation import first_profile_of
 from instrument.proposal.own_modules import own_names
+from instrument.proposal.packages import PACKAGES, ready_profiles
 
 MS = 10**6
 
@@ -439,6 +441,32 @@ def test_parts_of_a_step_that_serve_batches_are_named_in_its_place() -> None:
         "engine:Engine.prefill": ("phase", "", "job"),
         "engine:Engine.decode": ("phase", "", "self.active"),
     }
+
+
+def test_what_the_preset_records_anyway_and_what_nobody_saw_is_told() -> None:
+    copy = node("", 12, 24, kind="copy", name="h2d")
+    found = observation(
+        request(10, 100, node("app:f", 10, 90, copy)),
+        request(99, 1, name="GET /health"),
+        request(7, 1, name="GET /v1/health"),
+    )
+    found.unseen, found.silent, found.packages = {"app:odd": "why not"}, 2, {"fastapi", "uvicorn"}
+    text = text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
+    assert text == text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
+    assert "The preset records these, too: h2d 12 times, 2 ms each." in text
+    assert "Not observed: app:odd (why not)." in text
+    assert "Not observed: 2 processes that ended without a goodbye" in text
+    assert "made for fastapi, by hand: configs/fastapi.yaml" in text
+    ignored = loads(text).requests[0].ignore
+    assert ignored.count("/health") == ignored.count("/v1/health") == 1
+    assert "/ping" in ignored
+
+
+def test_a_profile_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
+    there = {path.name for path in (Path(__file__).parent.parent / "configs").glob("*.yaml")}
+    made_for = {f"{package.name.replace('.', '-')}.yaml" for package in PACKAGES}
+    assert there & made_for <= {package.profile for package in PACKAGES}
+    assert ready_profiles(["fastapi", "uvicorn", "vllm"]) == [("vllm", "vllm.yaml")]  # which is made of the others
 
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:

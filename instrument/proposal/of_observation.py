@@ -47,6 +47,7 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
         first.preset = "training"
     else:
         _tell_requests(first, observation, choice)
+    first.requests += list(_recorded_anyway(observation))
     if count:
         first.capture = (
             f"Each request is kept in full: {number_of(count / max(observation.seconds, 1e-3))} a second here. A busy "
@@ -95,6 +96,21 @@ def _tell_requests(first: FirstProfile, observation: Observation, choice: Functi
             "No request was seen. Send the service some while `instrument init` runs, or give the function that "
             "answers one a rule with `kind: request`."
         )
+
+
+def _recorded_anyway(observation: Observation) -> Iterator[str]:
+    """Copies and calls of frameworks, which the preset records."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for node in observation.nodes():
+        if node.calls and not node.called.label and node.called.kind not in ("request", "layer"):
+            sums[node.called.name][0] += node.calls
+            sums[node.called.name][1] += node.total_ns
+    told = [
+        f"{name} {each_of(calls, total_ns)}"
+        for name, (calls, total_ns) in sorted(sums.items(), key=lambda one: (-one[1][1], one[0]))
+    ]
+    if told:
+        yield f"The preset records these, too: {list_of(told, SHOWN)}."
 
 
 def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
