@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -208,6 +209,46 @@ def test_a_service_that_never_ends_is_ended_by_sigterm_when_its_time_is_over_and
     text = Path("profile.yaml").read_text()
     assert "work:work" in rules_of(text)
     assert "1 process that ended without a goodbye" in text
+
+
+@pytest.mark.slow
+def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
+    write(
+        "service.py",
+        """
+        import time
+
+        def work():
+            time.sleep(0.005)
+
+        def main():
+            interrupted = 0
+            print("ready", flush=True)
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                try:
+                    work()
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    until = time.monotonic() + 0.5
+            print(interrupted, "interrupts", flush=True)
+
+        main()
+        """,
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "instrument", "init", "--", "service.py"])
+    told = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while read := os.read(terminal, 1000):
+            told += read
+            if b"ready" in read:
+                os.write(terminal, b"\x03")
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0, told
+    assert b"1 interrupts" in told
+    assert "__main__:work" in rules_of(Path("profile.yaml").read_text())
 
 
 def test_without_a_command_the_source_is_read_and_nothing_of_it_runs() -> None:
@@ -420,6 +461,14 @@ def test_keys_and_batches_are_paths_whose_values_come_again_elsewhere() -> None:
         "engine:accept": ("item.id", ""),
         "engine:step": ("", "output.num_tokens"),
     }
+
+
+@pytest.mark.parametrize(("path", "key"), [("id", ""), ("return", ""), ("request_id", "request_id")])
+def test_a_value_that_comes_nowhere_again_names_requests_only_by_a_name_that_says_so(path: str, key: str) -> None:
+    found = observation(request(20, 100, node("app:get", 20, 50)), keys={"app:get": {path: keys_of(*IDS)}})
+    choice = choose_functions(found)
+    choose_keys(found, choice)
+    assert [rule.key for rule in choice.rules] == [key]
 
 
 def test_parts_of_a_step_that_serve_batches_are_named_in_its_place() -> None:

@@ -46,9 +46,8 @@ class _Path:
 
     @property
     def rank(self) -> tuple[bool, bool, bool, int, str]:
-        name = re.split(r"[.\[\]]+", self.path)[-1]
         is_inside = self.path.startswith("self.")
-        return bool(self.seen.of_class), is_inside, not ID.match(name), self.path.count("."), self.path
+        return bool(self.seen.of_class), is_inside, not ID.match(_last_name(self.path)), self.path.count("."), self.path
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
@@ -124,7 +123,7 @@ def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[st
             if _calls(within[label]) > 1.5 * count:
                 continue
             elsewhere = sum(len(seen.digests & digests) >= LOOKS for digests in shared.values())
-            if elsewhere or not (seen.of_class or path == RETURN):
+            if elsewhere or ID.match(_last_name(path)):  # an `id` that nobody else has may be of anything
                 candidates.append((_Path(label, path, seen), elsewhere))
     if not candidates:
         return None
@@ -210,6 +209,10 @@ def _calls(nodes: Iterable[ObservedNode]) -> int:
 
 def _first_ns(nodes: Iterable[ObservedNode]) -> int:
     return min(filter(None, (node.first_ns for node in nodes)), default=0)
+
+
+def _last_name(path: str) -> str:
+    return re.split(r"[.\[\]]+", path)[-1]
 
 
 def _what(path: str) -> str:
