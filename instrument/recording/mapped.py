@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +82,12 @@ _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
 _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 _HISTOGRAM = np.dtype([("bucket", "<u4"), ("times", "<u8")])  # as `tally.PACKED`
+
+
+@cache
+def _ring_type(object_bytes: int) -> np.dtype[np.void]:
+    """A ring behind what an object of its recorder begins with."""
+    return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
 class _Ring(NamedTuple):
@@ -156,7 +163,7 @@ class Mapped:
         self._object_bytes = int(head["object_bytes"])
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
             raise TraceError("the rings of a recording begin where they cannot; it is damaged")
-        self._ring_type = _type(layout.RING, layout.STRIDES["rings"], self._object_bytes)
+        self._ring_type = _ring_type(self._object_bytes)
         return head
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
