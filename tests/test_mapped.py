@@ -817,12 +817,23 @@ def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
     if recorder.memory_fd < 0:
         pytest.skip(recorder.no_memory)
     recorder.on = True
-    recorder.wrap(lambda: None, Site("f"))()
+    step = recorder.wrap(lambda: None, Site("f"))
+    step()
     before = os.fstat(recorder.memory_fd).st_blocks * 512
     assert recorder.touch_ahead(1 << 20) in (0, 1 << 20)  # 0: a system that cannot
     assert os.fstat(recorder.memory_fd).st_blocks * 512 - before in (0, 1 << 20)
-    assert recorder.touch_ahead(1 << 30) < recorder.rings()[0].capacity * 64
-    assert [row.totals.calls for row in read(recorder).tally().rows()] == [1]
+    done = threading.Event()
+    threads = [threading.Thread(target=recorder.wrap(lambda: (step(), done.wait()), Site("g"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert recorder.touch_ahead(1 << 20) <= 1 << 20, "threads share what is touched"
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert recorder.touch_ahead(1 << 30) < recorder.rings()[0].capacity * 64 * len(recorder.rings())
+    assert sum(row.totals.calls for row in read(recorder).tally().rows()) == 7
 
 
 def test_where_no_memory_can_be_made_the_recorder_records_all_the_same_and_says_why(

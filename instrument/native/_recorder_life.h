@@ -227,7 +227,7 @@ Core_memory_part(Core *self, PyObject *argument)
     return PyMemoryView_FromMemory(part_at(self->memory, (int)number), (Py_ssize_t)(part->slots * part->stride), PyBUF_WRITE);
 }
 
-/* Have the system find pages for the rows that threads write next, so many bytes for each thread on its first way round:
+/* Have the system find pages for the rows that threads write next, so many bytes for all threads on their first way round:
  * who touches a page first waits for it. Not on a disk, whose pages would have to be written. Gives their bytes. */
 static PyObject *
 Core_touch_ahead(Core *self, PyObject *argument)
@@ -252,13 +252,16 @@ Core_touch_ahead(Core *self, PyObject *argument)
         size_t begin = (ring->head * sizeof(row_t) / page + 1) * page;
         if (begin < end) {
             ahead[count].at = (char *)ring->rows + begin;
-            ahead[count++].bytes = end - begin < most ? end - begin : most / page * page;
+            ahead[count++].bytes = end - begin;
         }
     }
+    size_t share = count > 0 ? most / (size_t)count / memory->page_bytes * memory->page_bytes : 0;
     Py_BEGIN_ALLOW_THREADS
-    for (int i = 0; i < count; i++)
-        if (madvise(ahead[i].at, ahead[i].bytes, POPULATE_WRITE) == 0)
-            touched += ahead[i].bytes;
+    for (int i = 0; i < count && share > 0; i++) {
+        size_t bytes = ahead[i].bytes < share ? ahead[i].bytes : share;
+        if (madvise(ahead[i].at, bytes, POPULATE_WRITE) == 0)
+            touched += bytes;
+    }
     Py_END_ALLOW_THREADS
     return PyLong_FromSize_t(touched);
 }

@@ -24,9 +24,9 @@ START_DELAY_S = 0.2
 """How long after the first span the threads begin that wait for one. What the service does next has nobody beside it
 who wants Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
 
-TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 1 << 20
-"""Memory for rows of each thread that is touched once, and again and again ahead of where it writes, so that its spans
-do not wait for pages: 50 ns each on the machine where that was measured, until the thread has been round once."""
+TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
+"""Memory for rows that is touched once, and again and again ahead of where threads write, shared among them, so that
+spans do not wait for pages: 50 ns each where that was measured, until a thread has been round its ring once."""
 
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
