@@ -374,6 +374,10 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     assert re.search(rf"{died}{age}; {failed}; 1 more was open: `hang` \([\d.]+ (s|ms|us)\)\.", words)
     spans = file.load(path).trace().spans
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
+    if not Path("/dev/log").exists():  # nobody has the pipe any more that its errors went to
+        line = until(lambda: [*Path("traces").glob("*-died.txt")])[0].read_text()
+        assert line.startswith(f"instrument: process {service.pid} of shop ended without a goodbye")
+        assert line.endswith(f"; saved as {path.resolve()}\n")
 
 
 def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_helper_outlived_it(

@@ -474,8 +474,12 @@ class Agent:
 
     def _say(self, run: Run, text: str, process: Process | None = None) -> None:
         """Say something where the run's processes write their errors."""
-        if not telling.tell(run, text, process) and self._says is not None:
+        if telling.tell(run, text, process):
+            return
+        if self._says is not None:
             self._says(text)
+        elif process is not None and process.saved:
+            telling.leave_beside(process.saved, text)
 
     def _first_exited(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)

@@ -2,7 +2,8 @@
 
 Who waits for the end of a service's output must not wait for the agent. So it opens what a process that lives writes
 its errors to, writes, and closes it again; of what no process has open any more, a file or a terminal can be found by
-its name. A pipe that all have left is closed: then the system's log is told, where there is one.
+its name. A pipe that all have left is closed: then the system's log is told, where there is one; else what concerns a
+process whose capture is saved may lie in a text file beside that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instrument.agent.processes import PROC, Process, Run
+from instrument.runtime import atomic
 
 SYSTEM_LOG = Path("/dev/log")
 
@@ -86,6 +88,12 @@ def _opened(path: str) -> int:
             if found >= 0:
                 return found
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def leave_beside(saved: str, text: str) -> None:
+    """Leave a line beside a file, for who finds that. Raises nothing."""
+    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(".txt")) as file:
+        file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _logged(text: str) -> bool:
