@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 import instrument
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import keys as module
-from instrument.profile import values
+from instrument.profile import schema
 from instrument.profile.keys import KEYS, load, loads
 from instrument.profile.kinds import KINDS
 from instrument.profile.model import (
@@ -30,7 +30,6 @@ from instrument.profile.model import (
     DIRECTIONS,
     FRAMEWORKS,
     PROTOCOLS,
-    RECORDED,
     SORT_KEYS,
     STATES,
     TIME_UNITS,
@@ -56,7 +55,6 @@ from instrument.profile.model import (
 )
 from instrument.profile.presets import PRESETS
 from instrument.profile.values import DURATION_UNITS, SIZE_UNITS
-from instrument.recording.spans import PHASES
 
 SCHEMA = json.loads(Path(module.__file__).with_name("profile.schema.json").read_text("utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -891,91 +889,31 @@ class TestFiles:
 # ---------------------------------------------------------------- the schema and the loader
 
 
-def parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object inside the schema."""
-    if isinstance(schema, dict):
-        yield schema
-        for child in schema.values():
-            yield from parts(child)
-    elif isinstance(schema, list):
-        for child in schema:
-            yield from parts(child)
-
-
-def section_schema(section: str) -> dict[str, Any]:
-    """The schema of one section of `KEYS`."""
-    rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
-    rules |= {"functions.attributes": "argument", "functions.key": "request_key", "functions.batch": "batch"}
-    rules |= {"frameworks": "framework_rule", "requests": "requests"}
-    first, _, rest = section.partition(".")
-    found: dict[str, Any] = SCHEMA
-    if section in rules or first in rules:
-        found, section = SCHEMA["$defs"][rules.get(section) or rules[first]], "" if section in rules else rest
-    for name in filter(None, section.split(".")):
-        found = found["properties"][name]
-    return found
-
-
 class TestSchema:
     def test_it_is_a_schema(self) -> None:
         Draft202012Validator.check_schema(SCHEMA)
 
-    @pytest.mark.parametrize("section", KEYS)
-    def test_it_has_the_keys_of_the_loader_and_explains_each(self, section: str) -> None:
-        schema = section_schema(section)
-        assert list(schema["properties"]) == list(KEYS[section])
-        assert schema["additionalProperties"] is False
-        assert [name for name, key in KEYS[section].items() if key.required] == schema.get("required", [])
-        for name, key in schema["properties"].items():
-            assert key["description"].endswith("."), name
+    def test_the_file_is_what_the_keys_make(self) -> None:
+        assert schema.FILE.read_text("utf-8") == schema.text(), "run: python -m instrument.profile.schema"
 
-    def test_its_patterns_are_those_of_the_loader(self) -> None:
-        patterns = {part["pattern"] for part in parts(SCHEMA) if isinstance(part.get("pattern"), str)}
-        plain = {re.sub(r"^\^(?:\(\?:(.*)\)\??|(.*))\$$", r"\1\2", pattern) for pattern in patterns}
-        syntaxes = {name for name in vars(values) if name.endswith("_SYNTAX")}
-        # One is a part of another, and of one the schema also tells the bounds.
-        for name in syntaxes - {"COMPARED_SYNTAX", "PERCENT_SYNTAX"}:
-            assert getattr(values, name) in plain, name
-        for units in (DURATION_UNITS, SIZE_UNITS):
-            assert any(pattern.endswith(f"(?:{'|'.join(units)})") for pattern in plain), units
-
-    def test_its_words_are_those_of_the_loader(self) -> None:
-        words = [part["enum"] for part in parts(SCHEMA) if isinstance(part.get("enum"), list)]
-        for known in (
-            TRACER_OPTIONS,
-            STATES,
-            KINDS,
-            PHASES,
-            RECORDED,
-            DIRECTIONS,
-            COPY_FRAMEWORKS,
-            FRAMEWORKS,
-            PRESETS,
-            VIEWS,
-            SORT_KEYS,
-            module.CLOCKS,
-            module.COMPRESSIONS,
-            module.PROTOCOLS,
-            module.SERVERS,
-            module.TIME_UNITS,
-        ):
-            assert list(known) in words
+    def test_it_explains_every_key_once(self) -> None:
+        assert {section: [*keys] for section, keys in schema.ABOUT.items()} == {
+            section: [*keys] for section, keys in KEYS.items()
+        }
+        assert all(about.endswith(".") for keys in schema.ABOUT.values() for about in keys.values())
 
     def test_its_defaults_are_those_of_the_loader(self) -> None:
-        def defaults(schema: dict[str, Any]) -> dict[str, Any]:
-            found = {}
-            for name, key in schema["properties"].items():
-                if "default" in key:
-                    found[name] = key["default"]
-                elif "properties" in key:
-                    found[name] = defaults(key)
-            return found
+        def defaults(section: str) -> dict[str, Any]:
+            keys = (SCHEMA["$defs"][section] if section else SCHEMA)["properties"].items()
+            return {name: key["default"] for name, key in keys if "default" in key}
 
-        asked = defaults(SCHEMA)
+        parts = {section: defaults(section) for section in KEYS if section.count(".") == 0}
+        asked = {**parts[""], **{name: parts[name] for name in ("capture", "limits", "device", "control")}}
+        asked["export"] = {name: defaults(f"export.{name}") for name in KEYS["export"]}
         exports = read("export: {recording: , chrome: , otlp: , summary: }").export
-        assert asked.keys() >= {"service", "tracer_option", "state", "capture", "limits", "device", "export"}
+        assert asked.keys() >= {"service", "tracer_option", "state", "clock"}
         assert read(json.dumps(asked)) == Profile(export=exports)
-        rules = {section: [{**extra, **defaults(section_schema(section))}] for section, extra in RULES.items()}
+        rules = {section: [{**extra, **defaults(section)}] for section, extra in RULES.items()}
         bare = {section: [extra] for section, extra in RULES.items()}
         assert read(json.dumps(rules)) == read(json.dumps(bare))
 

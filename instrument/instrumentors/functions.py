@@ -38,11 +38,11 @@ from instrument.errors import TargetError
 from instrument.instrumentors import decorated, holders
 from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.instrumentors.work import CallWork
-from instrument.profile.kinds import KINDS
+from instrument.profile.kinds import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.scopes import OFF
 from instrument.recorder.wrapping import Attributes, Passes, Results
-from instrument.recording.spans import PHASES, Site
+from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import names_of
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     import yaml
@@ -337,6 +337,35 @@ class _Tree:
 # ---------------------------------------------------------------- readers of plain values
 
 
+Shape = Mapping[str, Any]
+
+SHAPES: dict[Read, Shape] = {}
+"""What readers take, as JSON Schema says it: what `schema` makes `profile.schema.json` of."""
+
+REFERENCE: Shape = {"$ref": "#/$defs/reference"}
+
+MOST_WHOLE = 10**18 - 1
+
+
+Reading = TypeVar("Reading", bound=Callable[..., Any])
+
+
+def shaped(shape: Shape) -> Callable[[Reading], Reading]:
+    """Says of a reader what it takes."""
+
+    def known(read: Reading) -> Reading:
+        SHAPES[read] = shape
+        return read
+
+    return known
+
+
+def syntax_shape(syntax: str) -> Shape:
+    """Text of one syntax."""
+    return {"type": "string", "pattern": f"^(?:{syntax})$"}
+
+
+@shaped({"type": "string", "minLength": 1})
 def string(node: Node) -> str:
     """Text that is not empty."""
     if node.kind != "text":
@@ -346,6 +375,7 @@ def string(node: Node) -> str:
     return node.text
 
 
+@shaped({"type": "boolean"})
 def flag(node: Node) -> bool:
     """A boolean."""
     if node.kind != "bool":
@@ -356,6 +386,7 @@ def flag(node: Node) -> bool:
 def one_of(*words: str) -> Read:
     """Reads one of these words."""
 
+    @shaped({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: Node) -> str:
         text = "off" if node.is_off else node.text
         if node.kind not in ("text", "bool") or text not in words:
@@ -371,6 +402,7 @@ _WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 def whole(least: int) -> Read:
     """Reads a whole number that is at least `least`."""
 
+    @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: Node) -> int:
         # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
         if node.kind != "int" or not _WHOLE.fullmatch(node.text) or int(node.text) < least:
@@ -428,6 +460,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
     """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
 
+    @shaped(syntax_shape(syntax))
     def read(node: Node) -> str:
         text = string(node)
         if not re.fullmatch(syntax, text):
@@ -441,6 +474,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
 def each(read_item: Read, allowed: str) -> Read:
     """Reads a list, every item of it with `read_item`; `allowed` is what a node that is no list should have been."""
 
+    @shaped({"type": "array", "items": SHAPES[read_item]})
     def read(node: Node) -> tuple[Any, ...]:
         if node.kind != "list":
             node.refuse(allowed)
@@ -453,7 +487,9 @@ def each(read_item: Read, allowed: str) -> Read:
 def one_or_more(read_item: Read) -> Read:
     """Reads a list of at least one, or the one by itself; each different value once."""
     read_list = each(read_item, "a list")
+    some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 
+    @shaped({"anyOf": [SHAPES[read_item], some]})
     def read(node: Node) -> tuple[Any, ...]:
         if node.kind != "list":
             return (read_item(node),)

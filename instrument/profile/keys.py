@@ -2,7 +2,7 @@
 
 `load` and `loads` give a frozen `Profile` or raise one `ProfileError` that holds every mistake of the file, each as
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key;
-`profile.schema.json`, beside this file, lets editors complete them. `KEYS` is the table that drives the reading.
+`profile.schema.json`, which `schema` makes of this table, lets editors complete them. `KEYS` is the table that drives the reading.
 
 A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
 variables, as `document` tells. What the profile leaves out comes from the `OTEL_*` variable of `values.VARIABLES`, then
@@ -19,15 +19,19 @@ from typing import Any
 
 from instrument.errors import ProfileError
 from instrument.profile.document import (
+    REFERENCE,
+    SHAPES,
     Document,
     Node,
     Read,
+    Shape,
     clip,
     each,
     flag,
     nearest,
     one_of,
     one_or_more,
+    shaped,
     string,
     whole,
 )
@@ -216,9 +220,24 @@ def _variable(node: Node, path: str) -> tuple[str, Read, Node | None]:
     return "default", string, None
 
 
+def section_shape(section: str) -> Shape:
+    """A mapping of the keys of a section."""
+    return {"$ref": f"#/$defs/{section}"}
+
+
+PAIR_OF_STEPS: Shape = {
+    "description": "[start, end]: skip start steps, record up to end, once; 0 <= start < end.",
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 2,
+    "items": {"anyOf": [SHAPES[whole(0)], REFERENCE]},
+}
+
+
 def _unless_off(read: Read, section: str) -> Read:
     """Reads an export, or the word `off`, which takes away what a preset has."""
 
+    @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_unless_off(node: Node) -> Any:
         if node.is_off:
             return None
@@ -230,9 +249,14 @@ def _unless_off(read: Read, section: str) -> Read:
 
 
 def _part(section: str, build: Callable[..., Any]) -> Read:
-    return lambda node: build(**_fields(node, section))
+    @shaped(section_shape(section))
+    def read(node: Node) -> Any:
+        return build(**_fields(node, section))
+
+    return read
 
 
+@shaped(section_shape("functions"))
 def _function_rule(node: Node) -> FunctionRule:
     values = _fields(node, "functions")
     written = values.pop("match")
@@ -246,6 +270,7 @@ def _function_rule(node: Node) -> FunctionRule:
     return FunctionRule(match, exclude, line=node.line, place=node.place, text=told, **values)
 
 
+@shaped(section_shape("functions.attributes"))
 def _argument(node: Node) -> Argument:
     one = Argument(**_fields(node, "functions.attributes"))
     return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
@@ -254,6 +279,7 @@ def _argument(node: Node) -> Argument:
 def _request_keys(section: str) -> Read:
     """A path, or a mapping that has one."""
 
+    @shaped({"anyOf": [SHAPES[keys_path], section_shape(section)]})
     def read(node: Node) -> RequestKeys:
         if node.kind == "mapping":
             return RequestKeys(**_fields(node, section))
@@ -262,6 +288,7 @@ def _request_keys(section: str) -> Read:
     return read
 
 
+@shaped(section_shape("layers"))
 def _layer_rule(node: Node) -> LayerRule:
     values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
@@ -273,6 +300,7 @@ def _layer_rule(node: Node) -> LayerRule:
     return LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
+@shaped(section_shape("copies"))
 def _copy_rule(node: Node) -> CopyRule:
     rule = CopyRule(**_fields(node, "copies"))
     of = "" if rule.frameworks == COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
@@ -283,6 +311,7 @@ _FRAMEWORKS = f"auto, off, or a list of {', '.join(FRAMEWORKS)}"
 _framework = one_of(*FRAMEWORKS)
 
 
+@shaped(section_shape("frameworks"))
 def _framework_rule(node: Node) -> FrameworkRule:
     if node.kind != "mapping":
         return FrameworkRule(_framework(node), line=node.line)
@@ -292,6 +321,14 @@ def _framework_rule(node: Node) -> FrameworkRule:
     return rule
 
 
+@shaped(
+    {
+        "anyOf": [
+            {"enum": ["auto", "off", False]},
+            {"type": "array", "items": {"anyOf": [SHAPES[_framework], section_shape("frameworks"), REFERENCE]}},
+        ]
+    }
+)
 def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return tuple(FrameworkRule(name, auto=True, line=node.line) for name in FRAMEWORKS)
@@ -309,6 +346,7 @@ def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
     return rules
 
 
+@shaped({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
 def _requests(node: Node) -> tuple[RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return (RequestsRule(line=node.line),)
@@ -321,6 +359,7 @@ def _requests(node: Node) -> tuple[RequestsRule, ...]:
     return (RequestsRule(**_fields(node, "requests"), line=node.line),)
 
 
+@shaped({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
 def _schedule(node: Node) -> Schedule:
     if node.kind != "list":
         return Schedule(**_fields(node, "schedule"))
@@ -334,6 +373,7 @@ def _schedule(node: Node) -> Schedule:
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
+@shaped(section_shape("export.otlp"))
 def _otlp(node: Node) -> Otlp | None:
     values = _fields(node, "export.otlp")
     origin = node.document.origins[node.path("endpoint")]

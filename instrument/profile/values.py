@@ -1,7 +1,7 @@
 """How single values of `profile.yaml` are read: quantities, patterns, paths, conditions, headers, and variables.
 
 Each takes a node of the document and returns what the profile holds, or refuses it with what is allowed. The `*_SYNTAX`
-are also those of `profile.schema.json`.
+are also those of `profile.schema.json`, and so is what `shaped` says of a reader.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from instrument.profile.document import (
     Node,
     Read,
+    Shape,
     clip,
     nearest,
     one_of,
     one_or_more,
     quantity,
+    shaped,
     spelled,
     string,
+    syntax_shape,
 )
 from instrument.profile.model import AUTO_NS, COMPRESSIONS, PROTOCOLS, Capture, Rate, Usual, Where
 from instrument.runtime.control_groups import memory_bytes
@@ -34,99 +37,13 @@ SIZE_UNITS: Mapping[str, int] = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+DURATION: Shape = {"$ref": "#/$defs/duration"}
+SIZE: Shape = {"$ref": "#/$defs/size"}
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
+PERCENTS = r"(?=[0-9.]*[1-9])(?:100(?:\.0{1,18})?|0{0,2}[0-9]{1,2}(?:\.[0-9]{1,18})?)%"
+"""Those above 0% and up to 100%, as a syntax."""
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-
-
-def share(node: Node) -> float:
-    # Plain text too: YAML 1.1 takes 1e-3 for text.
-    number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
-    if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
-        node.refuse("a number from 0 to 1")
-    return float(node.text)
-
-
-def expression(node: Node) -> str:
-    text: str = string(node)
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as problem:
-        node.refuse(f"a regular expression, and this is none: {problem}")
-    return text
-
-
-def percent(node: Node) -> float:
-    # At most 18 digits a side, as for other quantities: more mean a mistake.
-    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
-    share = float(text[:-1]) / 100
-    if not 0 < share <= 1:
-        node.refuse("a percentage above 0%, up to 100%, such as 1%")
-    return share
-
-
-def _with_percent(text: str) -> str:
-    return text + "%"
-
-
-def duration(example: str, least: str = "") -> Read:
-    return quantity(DURATION_UNITS, example, least)
-
-
-def size(example: str, least: str = "") -> Read:
-    return quantity(SIZE_UNITS, example, least)
-
-
-_read_ring = size("64MiB", least="64KiB")
-
-
-def ring_size(node: Node) -> int:
-    """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
-    size_bytes: int = _read_ring(node)
-    memory = memory_bytes()
-    if memory is not None and size_bytes > memory:
-        gib = max(memory / 2**30, 0.01)
-        node.refuse(f"at most the memory that this machine has for the process, {gib:.2f} GiB")
-    return size_bytes
-
-
-_read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
-
-
-def interval(node: Node) -> int | None:
-    """How often gauges are read, in ns."""
-    if node.is_off:
-        return None
-    return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
-
-
-_read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
-
-
-def duration_or_off(node: Node) -> int | None:
-    return None if node.is_off else _read_blocked(node)
-
-
-def folder_or_off(node: Node) -> str | None:
-    return None if node.is_off else _socket_folder(node)
-
-
-def ring_folder_or_off(node: Node) -> str | None:
-    return None if node.is_off else _ring_folder(node)
-
-
-def _with_colon(text: str) -> str:
-    """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
-    segments = text.split(".")
-    split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
-    return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
-
-
-def _with_fields(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
-
-
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
 NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
@@ -153,6 +70,103 @@ ATTRIBUTE_SYNTAX = r"\S(?:[\s\S]{0,254}\S)?"
 RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
 HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 HEADER_VALUE_SYNTAX = r"[\t -~]*"
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+@shaped({"type": "number", "minimum": 0, "maximum": 1})
+def share(node: Node) -> float:
+    # Plain text too: YAML 1.1 takes 1e-3 for text.
+    number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
+    if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
+        node.refuse("a number from 0 to 1")
+    return float(node.text)
+
+
+@shaped({"type": "string"})
+def expression(node: Node) -> str:
+    text: str = string(node)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as problem:
+        node.refuse(f"a regular expression, and this is none: {problem}")
+    return text
+
+
+@shaped(syntax_shape(PERCENTS))
+def percent(node: Node) -> float:
+    # At most 18 digits a side, as for other quantities: more mean a mistake.
+    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
+    share = float(text[:-1]) / 100
+    if not 0 < share <= 1:
+        node.refuse("a percentage above 0%, up to 100%, such as 1%")
+    return share
+
+
+def _with_percent(text: str) -> str:
+    return text + "%"
+
+
+def duration(example: str, least: str = "") -> Read:
+    return shaped(DURATION)(quantity(DURATION_UNITS, example, least))
+
+
+def size(example: str, least: str = "") -> Read:
+    return shaped(SIZE)(quantity(SIZE_UNITS, example, least))
+
+
+_read_ring = size("64MiB", least="64KiB")
+
+
+@shaped(SIZE)
+def ring_size(node: Node) -> int:
+    """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
+    size_bytes: int = _read_ring(node)
+    memory = memory_bytes()
+    if memory is not None and size_bytes > memory:
+        gib = max(memory / 2**30, 0.01)
+        node.refuse(f"at most the memory that this machine has for the process, {gib:.2f} GiB")
+    return size_bytes
+
+
+_read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
+
+
+@shaped({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
+def interval(node: Node) -> int | None:
+    """How often gauges are read, in ns."""
+    if node.is_off:
+        return None
+    return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
+
+
+_read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
+
+
+@shaped({"anyOf": [DURATION, {"enum": ["off", False]}]})
+def duration_or_off(node: Node) -> int | None:
+    return None if node.is_off else _read_blocked(node)
+
+
+@shaped({"anyOf": [syntax_shape(SOCKET_SYNTAX), {"enum": [False]}]})
+def folder_or_off(node: Node) -> str | None:
+    return None if node.is_off else _socket_folder(node)
+
+
+@shaped({"anyOf": [syntax_shape(RING_FOLDER_SYNTAX), {"enum": [False]}]})
+def ring_folder_or_off(node: Node) -> str | None:
+    return None if node.is_off else _ring_folder(node)
+
+
+def _with_colon(text: str) -> str:
+    """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
+    segments = text.split(".")
+    split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
+    return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
+
+
+def _with_fields(text: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
+
 
 _WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
 function_pattern = spelled(
@@ -204,6 +218,7 @@ summary_target = spelled(
 )
 
 
+@shaped({"$ref": "#/$defs/rate"})
 def rate(node: Node) -> Rate:
     parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
     if not parts:
@@ -216,6 +231,7 @@ def rate(node: Node) -> Rate:
 _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or ")
 
 
+@shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: Node) -> int | Usual:
     """A time in ns, or one by what is usual."""
     text = node.text if node.kind == "text" else ""
@@ -234,9 +250,11 @@ def capture(**values: Any) -> Capture:
     return Capture(**values, **{"slow_over" if isinstance(slow, Usual) else "slow_ns": slow})
 
 
+_COMPARED_SHAPES = [{"type": "number"}, {"type": "boolean"}, {"$ref": "#/$defs/compared"}]
 _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of these"
 
 
+@shaped({"anyOf": _COMPARED_SHAPES})
 def _compared(node: Node) -> tuple[str, str | bool | int | float]:
     """How an attribute must be: the operator, and the value that it is compared with."""
     if node.kind == "bool":
@@ -258,6 +276,19 @@ def _number(text: str) -> int | float:
 _read_compared = one_or_more(_compared)
 
 
+@shaped(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^(?:{ATTRIBUTE_SYNTAX})$"},
+        "additionalProperties": {
+            "anyOf": [
+                *_COMPARED_SHAPES,
+                {"type": "array", "items": {"anyOf": _COMPARED_SHAPES}, "minItems": 1},
+                {"$ref": "#/$defs/left_out"},
+            ]
+        },
+    }
+)
 def conditions(node: Node) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
@@ -271,6 +302,7 @@ def conditions(node: Node) -> tuple[Where, ...]:
     return tuple(found)
 
 
+@shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: Node) -> str:
     """A collector's URL, or empty text for none, which a quoted reference to an unset variable gives."""
     if node.kind == "text" and not node.text:
@@ -287,6 +319,7 @@ def url(node: Node) -> str:
     return text
 
 
+@shaped({"type": "string", "minLength": 1})
 def readable_file(node: Node) -> str:
     """The path of a file that is there and may be read."""
     path = string(node)
@@ -302,6 +335,13 @@ def seconds(node: Node) -> int:
     return int(float(node.text) * 10**9)
 
 
+@shaped(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^(?:{HEADER_NAME_SYNTAX})$"},
+        "additionalProperties": {"anyOf": [syntax_shape(HEADER_VALUE_SYNTAX), {"$ref": "#/$defs/left_out"}]},
+    }
+)
 def headers(node: Node) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", found="no mapping (not shown)")

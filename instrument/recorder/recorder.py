@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native
 from instrument.errors import TargetError
-from instrument.profile.kinds import KINDS
+from instrument.profile.kinds import KINDS, PHASES
 from instrument.recorder import annotation, callables, chains, pure, wrapping
 from instrument.recorder.generator_span import Stretch
 from instrument.recorder.http_status import ANSWERS
@@ -33,7 +33,7 @@ from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import Room
-from instrument.recording.spans import PHASES, REMOTE, AttributeValue, Site, link_of
+from instrument.recording.spans import REMOTE, AttributeValue, Site, link_of
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import current_name

@@ -16,12 +16,6 @@ from operator import attrgetter, le
 from struct import Struct, error
 from typing import Any, NamedTuple, overload
 
-PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases that make a service ready: to load a model, and to compile it."""
-
-PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
-"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
-
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.recording.spans import PHASES
+from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.phase_calls import Streams, calls_of, streams_of
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from instrument.profile.kinds import PREPARING
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup
+from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
 from instrument.report.table import (
     GAP,
