@@ -2,7 +2,8 @@
 
 `load` and `loads` give a frozen `Profile` or raise one `ProfileError` that holds every mistake of the file, each as
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key;
-`profile.schema.json`, which `schema` makes of this table, lets editors complete them. `KEYS` is the table that drives the reading.
+`profile.schema.json`, which `schema` makes of them, lets editors complete them. `KEYS` is the table that drives the
+reading.
 
 A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
 variables, as `document` tells. What the profile leaves out comes from the `OTEL_*` variable of `values.VARIABLES`, then
