@@ -27,7 +27,7 @@ from instrument.runtime.unpatched import RLock
 
 _U16, _U32, _U64, _I64 = (struct.Struct(f"<{code}") for code in "HIQq")
 _PARTS = struct.Struct(f"<{5 * len(layout.PARTS)}Q")
-_ROW = struct.Struct("<QQQqqqQII")
+_ROW = layout.ROW.packer()
 _RING = struct.Struct("<QQQQ")
 _SUMS = struct.Struct("<Qqqqqq")
 _FRAME, _FRAME_END = struct.Struct("<QQQQQq"), struct.Struct("<qQ")

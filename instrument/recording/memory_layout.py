@@ -57,6 +57,10 @@ class Record(NamedTuple):
     size: int
     fields: Mapping[str, tuple[int, str]]
 
+    def packer(self) -> struct.Struct:
+        """What packs one, of fields that lie one after another."""
+        return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
+
 
 def _in_order(**types: str) -> Record:
     """A record whose fields lie one after another."""

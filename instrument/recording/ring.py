@@ -17,9 +17,9 @@ import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping
-from struct import Struct
 from typing import Any, Protocol
 
+from instrument.recording import memory_layout
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock, local
@@ -36,10 +36,9 @@ Waiting = tuple[int, First, list[int], list[Row], Any]
 """Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
 
-PACKED_ROW = Struct("=3Q3qQ2I")
-"""A row in 64 bytes: span id, parent id, root id, start, end, time of the children, 0 or else where what few have is
-noted, node index, task. What few rows have stands beside them: active time or -1, error and attributes, or the
-attributes alone."""
+PACKED_ROW = memory_layout.ROW.packer()
+"""A row in 64 bytes, as recordings have it; `rare` is 0 or else where what few have is noted. That stands beside the
+rows: active time or -1, error and attributes, or the attributes alone."""
 
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""

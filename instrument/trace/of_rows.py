@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.recording import memory_layout
 from instrument.recording.rows import STREAM, Taken
 from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.self_times import self_times_of
 
-ROW = np.dtype(
-    [
-        ("span_id", "i8"), ("parent_id", "i8"), ("root_id", "i8"), ("start_ns", "i8"), ("end_ns", "i8"),
-        ("children_ns", "i8"), ("rare", "u8"), ("node", "u4"), ("task_id", "u4"),
-    ]
-)  # fmt: skip
+_SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
+ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.fields.items()])
 """A row, as `instrument.recording.ring.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
 
 Rows = NDArray[Any]
@@ -85,7 +82,7 @@ def columns_of(
         parent_id=columns["parent_id"],
         root_id=columns["root_id"],
         thread_id=np.repeat([part.thread_id for part in parts], [len(part.rows) for part in parts]).astype(np.int64),
-        task_id=columns["task_id"].astype(np.int64),
+        task_id=columns["task"].astype(np.int64),
         start_ns=starts,
         end_ns=ends,
         active_ns=np.where(clipped, np.minimum(active_ns, ends - starts), active_ns),
@@ -188,4 +185,4 @@ def has_begun(taken: Taken, after_ns: int, before_ns: int) -> bool:
 
 
 _NO_ROWS = np.zeros(0, dtype=ROW)
-_WANTED = ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "children_ns", "node", "task_id")
+_WANTED = ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "children_ns", "node", "task")
