@@ -15,7 +15,7 @@ import pytest
 
 from instrument import chrome
 from instrument.recording.spans import HOST, Allocation, Trace
-from instrument.report.calls import Times
+from instrument.report.calls import CallTimes
 from instrument.report.memory_view import memory
 from instrument.report.operators_view import operators
 from instrument.report.phases_view import phases
@@ -56,7 +56,7 @@ def printed(table: str) -> dict[str, list[str]]:
     return rows
 
 
-def cells(calls: int | None, times: Times) -> list[str]:
+def cells(calls: int | None, times: CallTimes) -> list[str]:
     found = [times.total_ns, times.ave_ns, times.max_ns, times.min_ns]
     return [str(calls), *(f"{(one or 0) / 1e6:.2f}" for one in found)]
 

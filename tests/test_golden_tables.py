@@ -21,7 +21,7 @@ from paddle_golden import golden_trace
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace
 from instrument.recording.tally import Tally, Totals
-from instrument.report.calls import Times
+from instrument.report.calls import CallTimes
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution
 from instrument.report.events_view import EventRow, Events, events
@@ -558,7 +558,7 @@ def test_paddles_operators_and_what_is_below_them_have_its_shares() -> None:
     ).blocks
     assert (block.cpu_base_ns, block.gpu_base_ns) == (host_ns, device_ns)
 
-    def cells(times: Times | None, ratio: float | None) -> list[str]:
+    def cells(times: CallTimes | None, ratio: float | None) -> list[str]:
         if times is None:
             return ["0.00"] * 5
         each = (times.total_ns, times.ave_ns, times.max_ns, times.min_ns)

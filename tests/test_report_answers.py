@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from instrument.recording.spans import Site, Span
-from instrument.report.answers import Answers, Streams
+from instrument.report.answers import Answers, StreamedAnswers
 from instrument.trace.of_spans import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
@@ -38,7 +38,7 @@ def test_the_time_of_an_item_is_shared_by_those_after_the_first() -> None:
         attributes(first_item_ns=100, last_item_ns=400, items=4, longest_gap_ns=250),
         attributes(first_item_ns=300, last_item_ns=300, items=1),
     )
-    assert answers.streams() == Streams(2, 5, 100, 300, 100, 100, 250)
+    assert answers.streams() == StreamedAnswers(2, 5, 100, 300, 100, 100, 250)
 
 
 def test_of_some_requests_only_their_answers_are_told() -> None:
@@ -48,10 +48,10 @@ def test_of_some_requests_only_their_answers_are_told() -> None:
         attributes(http__response__status_code=500, first_item_ns=2, last_item_ns=2, items=1),
     )
     assert answers.told().tolist() == [0, 2]
-    assert answers.streams() == Streams(2, 4, 1, 2, 1, 1, 2)
+    assert answers.streams() == StreamedAnswers(2, 4, 1, 2, 1, 1, 2)
     last = answers.only(np.array([2]))
     assert last.statuses() == {"5xx": 1}
-    assert last.streams() == Streams(1, 1, 2, 2, None, None, None)
+    assert last.streams() == StreamedAnswers(1, 1, 2, 2, None, None, None)
 
 
 @pytest.mark.parametrize("found", ["200", None, True, -1, 99, 600, 10**30, [200], 200.0])

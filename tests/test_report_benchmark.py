@@ -17,7 +17,7 @@ from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span, Trace
 from instrument.report.benchmark_view import benchmark
 from instrument.report.loops import Loops, counted, line_of
-from instrument.report.step_counts import Benchmark, Loop, Spread
+from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
 
@@ -28,7 +28,7 @@ NEXT = Site("DataLoader", "loader")
 WORK = Site("forward", "phase")
 
 
-def of(steps: list[tuple[float, float, int | None]], skip: int = 10) -> Loop:
+def of(steps: list[tuple[float, float, int | None]], skip: int = 10) -> LoopTimes:
     """The loop of steps that are given as batch cost and reader cost in ms, and samples."""
     found = Benchmark(skip)
     for batch_ms, reader_ms, samples in steps:
@@ -64,7 +64,7 @@ RIGHT: dict[str, dict[str, dict[str, float]]] = {
 }
 
 
-def summary_of(loop: Loop) -> dict[str, dict[str, float]]:
+def summary_of(loop: LoopTimes) -> dict[str, dict[str, float]]:
     """A loop in the words of Paddle's timer, in seconds."""
 
     def spread(found: Spread, scale: float) -> dict[str, float]:
@@ -144,7 +144,7 @@ def training() -> Trace:
     return trace_of(*spans)
 
 
-def loops_of(trace: Trace, **options: Any) -> tuple[Loop, ...]:
+def loops_of(trace: Trace, **options: Any) -> tuple[LoopTimes, ...]:
     return benchmark(Recording.of_trace(trace), Options(**options)).loops
 
 

@@ -12,7 +12,14 @@ from paddle_golden import golden_trace
 from raw_spans import points, traces
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
-from instrument.report.distribution_view import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
+from instrument.report.distribution_view import (
+    COMPUTES,
+    PAUSES,
+    DistributionUse,
+    DistributionView,
+    OperationUse,
+    distribution,
+)
 from instrument.report.table import columns
 from instrument.report.view import Options, Recording
 
@@ -20,7 +27,7 @@ MS = 1_000_000
 STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_reduce", "comm")
 
 
-def view(trace: Trace, **options: object) -> Distribution:
+def view(trace: Trace, **options: object) -> DistributionView:
     return distribution(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
 
 
@@ -33,7 +40,7 @@ def made(*spans: tuple[Site, int, int, int]) -> Trace:
     return Trace(Origin(1, "train", 0, 0), 0, 100 * MS, listed, {1: "main"})
 
 
-def numbers(use: Distribution) -> dict[str, tuple[float, float, float]]:
+def numbers(use: DistributionView) -> dict[str, tuple[float, float, float]]:
     return {one.name: (one.communication_ns / MS, one.computation_ns / MS, one.overlap_ns / MS) for one in use.places}
 
 
@@ -159,8 +166,8 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
                 parts = by_device.setdefault(f"device {one.device}", (set(), set()))
                 parts[not is_comm].update(points([(one.start_ns, one.end_ns)]) & base)
 
-    def place(name: str, communicates: set[int], computes: set[int]) -> PlaceUse:
-        return PlaceUse(name, len(base), len(communicates), len(computes), len(communicates & computes))
+    def place(name: str, communicates: set[int], computes: set[int]) -> DistributionUse:
+        return DistributionUse(name, len(base), len(communicates), len(computes), len(communicates & computes))
 
     wanted = [place("host", on_host, computing)]
     wanted += [place(name, *by_device[name]) for name in sorted(by_device)]
@@ -170,7 +177,7 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
         overlap = set[int]().union(*((on_host | one) & own for one, own in by_device.values()))
         if not computes:
             computes, overlap = computing, everywhere & computing
-        wanted.append(PlaceUse("together", len(base), len(everywhere), len(computes), len(overlap)))
+        wanted.append(DistributionUse("together", len(base), len(everywhere), len(computes), len(overlap)))
     assert list(use.places) == wanted
     assert all(one.exposed_ns >= 0 for one in use.places)
     operations = view(trace).operations

@@ -28,8 +28,8 @@ from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
-from instrument.report.allocation_sums import Allocator, Counted, Level, Sums, Use, counted
-from instrument.report.memory_view import BEFORE, Memory, PlaceMemory, memory
+from instrument.report.allocation_sums import Allocator, CountedAllocations, Level, Sums, Use, counted
+from instrument.report.memory_view import BEFORE, MemoryView, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
@@ -38,7 +38,7 @@ MS = 1_000_000
 MIB = 1 << 20
 
 
-def view_of(trace: Trace, **options: Any) -> Memory:
+def view_of(trace: Trace, **options: Any) -> MemoryView:
     return memory(Recording.of_trace(trace), Options(**options))
 
 
@@ -312,7 +312,7 @@ any_changes = st.builds(
 )  # fmt: skip
 
 
-def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted:
+def counted_one_by_one(recording: Recording, state: str, apart: bool) -> CountedAllocations:
     """The same, an allocation after the other."""
     trace = recording.trace
     its = [one for one in trace.allocations if 0 <= one.at_ns <= 62]
@@ -347,7 +347,7 @@ def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted
             if now > level[1]:
                 level[1], level[3:] = now, [one.at_ns, place, thread]
             level[2] = now
-    return Counted(
+    return CountedAllocations(
         [Use(*key, Sums(*found)) for key, found in uses.items()],
         [
             Allocator(
@@ -507,7 +507,7 @@ def test_a_running_service_sees_what_its_process_holds_without_torch() -> None:
             time.sleep(0.01)
         del block
         view = session.views(["memory"])["memory"]
-        assert isinstance(view, Memory)
+        assert isinstance(view, MemoryView)
         assert [one.gauge for one in view.gauged] == ["process_memory"]
         assert (view.gauged[0].peak_bytes or 0) >= view.gauged[0].most_bytes > 64 * MIB
         assert "Process: process_memory" in session.summary(views=["memory"])

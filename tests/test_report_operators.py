@@ -16,7 +16,7 @@ from raw_spans import above, lies_in, points, timed, traces
 from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.call_rows import REMAINING, CallRow
-from instrument.report.calls import Times
+from instrument.report.calls import CallTimes
 from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, operators
 from instrument.report.overview_view import overview
 from instrument.report.table import LINE, columns
@@ -54,7 +54,7 @@ def paddle_rows(file: str, table: str) -> dict[str, list[tuple[int, str, str, li
     return blocks
 
 
-def as_paddle(times: Times | None, ratio: float | None) -> list[str]:
+def as_paddle(times: CallTimes | None, ratio: float | None) -> list[str]:
     """Times and ratio as Paddle prints them; what has no device time is a zero there."""
     if times is None:
         return ["0.00"] * 5
@@ -118,8 +118,8 @@ def test_an_operator_in_another_one_is_in_the_base_once() -> None:
 # -------------------------------------------------------------------- every number, by brute force
 
 
-def times_of(values: Sequence[int]) -> Times | None:
-    return Times(sum(values), sum(values) / len(values), max(values), min(values)) if values else None
+def times_of(values: Sequence[int]) -> CallTimes | None:
+    return CallTimes(sum(values), sum(values) / len(values), max(values), min(values)) if values else None
 
 
 class Expected:
@@ -298,7 +298,7 @@ def test_operators_in_each_other_are_not_more_than_all_when_they_remain() -> Non
     assert REMAINING in its.lines()
 
 
-def total(times: Times | None) -> int:
+def total(times: CallTimes | None) -> int:
     return times.total_ns if times else 0
 
 

@@ -18,7 +18,7 @@ from raw_spans import points, traces
 
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
-from instrument.report.phases_view import OTHERS, PhaseRow, Phases, phases
+from instrument.report.phases_view import OTHERS, PhaseRow, PhasesView, phases
 from instrument.report.table import columns
 from instrument.report.units import phase_of
 from instrument.report.view import Options, Recording, document
@@ -27,7 +27,7 @@ MS = 1_000_000
 DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backward", "Optimization Step": "optimizer"}
 
 
-def view(trace: Trace, **options: object) -> Phases:
+def view(trace: Trace, **options: object) -> PhasesView:
     return phases(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
 
 
@@ -457,7 +457,7 @@ GENERATE, FORWARD, POST, ENGINE_STEP = (
 )
 
 
-def served(recorder: Any, *, in_own_task: bool) -> Phases:
+def served(recorder: Any, *, in_own_task: bool) -> PhasesView:
     """An engine's steps, and a handler that streams what they make: a generator that is open all the while."""
 
     def busy(us: int) -> None:

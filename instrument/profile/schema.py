@@ -15,30 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from instrument.profile import model
 from instrument.profile.document import REFERENCE, SHAPES, Shape, syntax_shape
 from instrument.profile.keys import KEYS, Key
 from instrument.profile.kinds import PHASES
-from instrument.profile.model import (
-    AUTO_NS,
-    Argument,
-    Capture,
-    Chrome,
-    Control,
-    CopyRule,
-    Device,
-    Export,
-    FrameworkRule,
-    FunctionRule,
-    LayerRule,
-    Limits,
-    Otlp,
-    Profile,
-    Recordings,
-    RequestKeys,
-    RequestsRule,
-    Schedule,
-    Summary,
-)
 from instrument.profile.values import (
     DURATION,
     DURATION_UNITS,
@@ -56,26 +36,26 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 FILLED_BY: Mapping[str, type] = {
-    "": Profile,
-    "functions": FunctionRule,
-    "functions.key": RequestKeys,
-    "functions.batch": RequestKeys,
-    "functions.where": FunctionRule,
-    "functions.attributes": Argument,
-    "layers": LayerRule,
-    "copies": CopyRule,
-    "frameworks": FrameworkRule,
-    "requests": RequestsRule,
-    "schedule": Schedule,
-    "capture": Capture,
-    "limits": Limits,
-    "device": Device,
-    "control": Control,
-    "export": Export,
-    "export.recording": Recordings,
-    "export.chrome": Chrome,
-    "export.otlp": Otlp,
-    "export.summary": Summary,
+    "": model.Profile,
+    "functions": model.FunctionRule,
+    "functions.key": model.RequestKeys,
+    "functions.batch": model.RequestKeys,
+    "functions.where": model.FunctionRule,
+    "functions.attributes": model.Argument,
+    "layers": model.LayerRule,
+    "copies": model.CopyRule,
+    "frameworks": model.FrameworkRule,
+    "requests": model.RequestsRule,
+    "schedule": model.Schedule,
+    "capture": model.Capture,
+    "limits": model.Limits,
+    "device": model.Device,
+    "control": model.Control,
+    "export": model.Export,
+    "export.recording": model.Recordings,
+    "export.chrome": model.Chrome,
+    "export.otlp": model.Otlp,
+    "export.summary": model.Summary,
 }
 """What the keys of each section fill, which has their defaults."""
 
@@ -203,7 +183,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
     value = found.get(key.field)
     choices = [shape, *shape.get("anyOf", ())]
     words = [word for one in choices for word in one.get("enum", ())]
-    if value == AUTO_NS and "auto" in words:
+    if value == model.AUTO_NS and "auto" in words:
         return {"default": "auto"}
     if value is None and False in words and not key.blank:
         return {"default": "off"}

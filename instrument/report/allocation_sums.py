@@ -57,7 +57,7 @@ class Allocator(NamedTuple):
     sums: Sums
 
 
-class Counted(NamedTuple):
+class CountedAllocations(NamedTuple):
     """All of it: uses and threads in the order of first sight, allocators in that of devices.
 
     `outside` counts allocations outside of the time that was watched.
@@ -69,7 +69,7 @@ class Counted(NamedTuple):
     outside: int
 
 
-def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Counted:
+def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> CountedAllocations:
     """The allocations of a trace in the time that was watched, by device and place among the wanted spans, and `apart`
     by thread. `state` says which of them count: All, those of the host (CPU), or those of devices (GPU)."""
     facts = recording.facts
@@ -116,7 +116,7 @@ def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Cou
         both = level(its, allocated, before_bytes), level(its, reserved, int(reserved[0]))
         allocators.append(Allocator(int(device[its[0]]), *both, earlier_of, of_it))
     seen = [threads[one] for one in np.argsort(of_thread).tolist()]
-    return Counted(uses, sorted(allocators), seen, int((~is_inside).sum()))
+    return CountedAllocations(uses, sorted(allocators), seen, int((~is_inside).sum()))
 
 
 def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:

@@ -24,7 +24,7 @@ TOLD = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamedAnswers:
     """The streamed answers of an endpoint: how many, their items in all, percentiles of the time to the first item, and
     of the time of an item over the streams that had more than one. None where no stream had."""
 
@@ -66,7 +66,7 @@ class Answers:
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
-    def streams(self) -> Streams | None:
+    def streams(self) -> StreamedAnswers | None:
         """Those in parts, None without any."""
         its = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(its.items):
@@ -75,7 +75,7 @@ class Answers:
         per_item_ns = np.maximum(its.last_ns - its.first_ns, 0)[has_more] // (its.items[has_more] - 1)
         first_p50_ns, first_p99_ns = percentiles_of(np.sort(its.first_ns).tolist(), (0.5, 0.99))
         longest_ns = int(its.longest_gap_ns.max())
-        return Streams(
+        return StreamedAnswers(
             len(its.items),
             sum(its.items.tolist()),
             first_p50_ns,

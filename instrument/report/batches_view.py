@@ -23,7 +23,7 @@ from instrument.trace.joined import THOUSANDTHS, Served
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class NamedBatches:
     """The batches of one name. `items` are the requests in them, one for each batch that it was in.
 
     `fill` is the mean size over the largest one seen. `per_item_ns` is the time of all batches by their items.
@@ -57,7 +57,7 @@ class BatchTimes:
     """The view: all batches that are held, by name."""
 
     coverage: Coverage
-    rows: tuple[Batches, ...]
+    rows: tuple[NamedBatches, ...]
     _options: Options
 
     def lines(self) -> list[str]:
@@ -138,7 +138,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     ]
     found.sort(key=lambda one: (-one.summed_ns, one.name))
 
-    def rest(others: Sequence[Batches]) -> Batches:
+    def rest(others: Sequence[NamedBatches]) -> NamedBatches:
         places = [place for one in others for place in by_name[one.name]]
         return _batches(
             "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(others)
@@ -156,7 +156,7 @@ def _batches(
     has_weights: bool,
     device_ns: Int64s,
     remaining: int = 0,
-) -> Batches:
+) -> NamedBatches:
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
@@ -168,7 +168,7 @@ def _batches(
     wasted_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())
-    return Batches(
+    return NamedBatches(
         name=name,
         batches=len(rows),
         items=items,
@@ -189,5 +189,5 @@ def _batches(
     )
 
 
-def _name(one: Batches) -> str:
+def _name(one: NamedBatches) -> str:
     return f"(remaining {one.remaining})" if one.remaining else one.name

@@ -18,7 +18,7 @@ import numpy as np
 from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage
 from instrument.report.loops import Loops, counted
-from instrument.report.step_counts import Benchmark, Loop
+from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.units import LOADER, PROFILERS, begins_of, number_told, waits_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s, Trace
@@ -54,7 +54,7 @@ class _Steps(NamedTuple):
         )
 
 
-def _loops(trace: Trace, held: Interval, skip: int) -> tuple[Loop, ...]:
+def _loops(trace: Trace, held: Interval, skip: int) -> tuple[LoopTimes, ...]:
     """The loops by the name of their steps, in the order in which these are first seen."""
     rows = np.flatnonzero(trace.of_kind("step"))
     if not len(rows):
@@ -88,7 +88,7 @@ def _steps(trace: Trace, rows: Int64s, held: Interval) -> _Steps:
     return _Steps(rows, begins, steps.ends, waits.within(steps.groups, begins, steps.ends), is_cut)
 
 
-def _loop(name: str, trace: Trace, steps: _Steps, skip: int) -> Loop:
+def _loop(name: str, trace: Trace, steps: _Steps, skip: int) -> LoopTimes:
     """The loop of steps in their order."""
     found, timed = Benchmark(skip=0), list[int]()
     told = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))

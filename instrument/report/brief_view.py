@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import benchmark
-from instrument.report.device_view import Device, device
-from instrument.report.endpoint_times import Endpoint, PhaseTime
+from instrument.report.device_view import DeviceView, device
+from instrument.report.endpoint_times import EndpointTimes, PhaseTime
 from instrument.report.loops import Loops
-from instrument.report.phases_view import Phases, phases
+from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.self_times_view import FunctionTimes, ops, path_text
 from instrument.report.table import (
@@ -65,9 +65,9 @@ class Brief:
     recorder: str
     requests: RequestTimes
     steps: Loops | None
-    phases: Phases | None
+    phases: PhasesView | None
     places: FunctionTimes | None
-    device: Device
+    device: DeviceView
     cost: Cost | None
     losses: Mapping[str, int]
     notes: tuple[str, ...]
@@ -159,7 +159,7 @@ def _time(time_ns: float | None, unit: str) -> str:
     return compact(round(time_ns), WHOLE_DIGITS) if unit == "ns" else compact(time_ns / UNITS[unit])
 
 
-def _named(one: Endpoint | PhaseTime) -> str:
+def _named(one: EndpointTimes | PhaseTime) -> str:
     return f"(remaining {one.remaining})" if one.remaining else one.name or "(no name)"
 
 
@@ -206,7 +206,7 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     return [counted if most.remaining else shorten(f"{counted}, mostly by {safe(most.name)}", LINE)]
 
 
-def _step_lines(steps: Loops, of_steps: Phases | None, unit: str) -> list[str]:
+def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[str]:
     header = ["Step, and its phases", "Count", f"Mean, {unit}", "p50", "p99", "Max", "A second", "Of steps"]
     cells = []
     for loop in steps.loops[:DEVICES]:
@@ -239,7 +239,7 @@ def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     return named_table(header, cells, 0)
 
 
-def _device_lines(found: Device, why: str) -> list[str]:
+def _device_lines(found: DeviceView, why: str) -> list[str]:
     """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says."""
     if not found.devices:
         return wrapped(f"Device: {safe(why) or found.why_none()}")[:2]
@@ -252,7 +252,7 @@ def _device_lines(found: Device, why: str) -> list[str]:
     return [*lines, *([f"... ({more} more devices: --view device)"] if more > 0 else [])]
 
 
-def _process_line(found: Device) -> list[str]:
+def _process_line(found: DeviceView) -> list[str]:
     """What the gauges read of the process itself, one sentence."""
     rows = {row.gauge: row for row in found.gauges.rows if row.samples} if found.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from instrument.report.calls import Place, Times, device_times, host_times
+from instrument.report.calls import CallTimes, PlaceCalls, device_times, host_times
 from instrument.report.table import LINE, MISSING, in_unit, named_table, safe, section_title, share, shorten, tenths
 from instrument.report.view import Options, SortKey
 
@@ -22,8 +22,8 @@ class CallRow:
     kind: str
     depth: int
     calls: int
-    cpu: Times | None
-    gpu: Times | None
+    cpu: CallTimes | None
+    gpu: CallTimes | None
     cpu_ratio: float | None
     gpu_ratio: float | None
     remaining: int = 0
@@ -41,13 +41,13 @@ class CallBlock:
 
 
 def blocks_of(
-    places: Sequence[Place],
+    places: Sequence[PlaceCalls],
     names: Mapping[int, str],
     options: Options,
-    block: Callable[[int | None, str, Sequence[Place], Options], CallBlock],
+    block: Callable[[int | None, str, Sequence[PlaceCalls], Options], CallBlock],
 ) -> tuple[CallBlock, ...]:
     """The block of all threads, if it is asked for and says more than the next, and one of each thread."""
-    by_thread: dict[int, list[Place]] = {}
+    by_thread: dict[int, list[PlaceCalls]] = {}
     for place in places:
         by_thread.setdefault(place.thread_id, []).append(place)
     blocks = []
@@ -61,14 +61,16 @@ def blocks_of(
     return tuple(blocks)
 
 
-def by_name(places: Iterable[Place]) -> dict[tuple[str, str], list[Place]]:
-    found: dict[tuple[str, str], list[Place]] = {}
+def by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCalls]]:
+    found: dict[tuple[str, str], list[PlaceCalls]] = {}
     for place in places:
         found.setdefault((place.site.name, place.site.kind), []).append(place)
     return found
 
 
-def row_of(name: str, kind: str, depth: int, places: Sequence[Place], cpu_base_ns: int, gpu_base_ns: int) -> CallRow:
+def row_of(
+    name: str, kind: str, depth: int, places: Sequence[PlaceCalls], cpu_base_ns: int, gpu_base_ns: int
+) -> CallRow:
     cpu, gpu = host_times(places), device_times(places)
     once = [place for place in places if not (depth == 0 and place.again)]
     return CallRow(
@@ -84,7 +86,7 @@ def row_of(name: str, kind: str, depth: int, places: Sequence[Place], cpu_base_n
 
 
 def top_rows(
-    groups: Mapping[tuple[str, str], Sequence[Place]], cpu_base_ns: int, gpu_base_ns: int, options: Options
+    groups: Mapping[tuple[str, str], Sequence[PlaceCalls]], cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> list[CallRow]:
     """The rows of the topmost level, `ordered`."""
 
@@ -100,7 +102,7 @@ def top_rows(
     return ordered(rows, options, rest_ratios)
 
 
-def _lies_in(place: Place, names: Collection[tuple[str, str]]) -> bool:
+def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
     """Whether a call of one of the names is around the place on its line."""
     above = place.parent
     while above is not None and (above.site.name, above.site.kind) not in names:
@@ -159,11 +161,11 @@ def _together(rows: Sequence[CallRow], cpu_ratio: float | None, gpu_ratio: float
     )
 
 
-def _sum(parts: Sequence[Times], calls: int, *, whole: bool = True) -> Times | None:
+def _sum(parts: Sequence[CallTimes], calls: int, *, whole: bool = True) -> CallTimes | None:
     if not parts:
         return None
     total_ns, least_ns = sum(part.total_ns for part in parts), min(part.min_ns for part in parts)
-    return Times(total_ns, share(total_ns, calls), max(part.max_ns for part in parts), least_ns if whole else 0)
+    return CallTimes(total_ns, share(total_ns, calls), max(part.max_ns for part in parts), least_ns if whole else 0)
 
 
 def _added(ratios: Sequence[float | None]) -> float | None:

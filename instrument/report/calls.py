@@ -18,7 +18,7 @@ from instrument.trace.columns import FARTHEST_NS, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CallTimes:
     """Sum, greatest and least of the times of some calls; `ave_ns` divides the sum by all calls of the row."""
 
     total_ns: int
@@ -27,7 +27,7 @@ class Times:
     min_ns: int
 
 
-class Place:
+class PlaceCalls:
     """One site below its callers on one line: sums over its calls. `inside` tells whether a call of the `kinds` asked
     for is around it on its line, `again` whether one of the same name and kind is."""
 
@@ -36,13 +36,13 @@ class Place:
         "first_ns", "host_max_ns", "host_min_ns", "host_ns", "inside", "parent", "site", "streams", "thread_id",
     )  # fmt: skip
 
-    def __init__(self, site: Site, thread_id: int, parent: Place | None, kinds: Collection[str]) -> None:
+    def __init__(self, site: Site, thread_id: int, parent: PlaceCalls | None, kinds: Collection[str]) -> None:
         """`parent` is the place around it on its line, None for the first of the line."""
         self.site = site
         self.thread_id = thread_id
         self.parent = parent
-        self.children: dict[Site, Place] = {}
-        self.elsewhere: dict[tuple[Site, int], Place] = {}
+        self.children: dict[Site, PlaceCalls] = {}
+        self.elsewhere: dict[tuple[Site, int], PlaceCalls] = {}
         of_kinds = parent is not None and parent.site.kind in kinds
         self.inside: bool = of_kinds or (parent is not None and parent.inside)
         self.again = False
@@ -52,11 +52,11 @@ class Place:
         self.streams: dict[tuple[int, int], tuple[int, ...]] = {}
 
 
-def host_times(places: Iterable[Place]) -> Times:
+def host_times(places: Iterable[PlaceCalls]) -> CallTimes:
     """Host times of all calls of the places, at least one."""
     found = list(places)
     total_ns = sum(place.host_ns for place in found)
-    return Times(
+    return CallTimes(
         total_ns,
         share(total_ns, sum(place.calls for place in found)),
         max(place.host_max_ns for place in found),
@@ -64,7 +64,7 @@ def host_times(places: Iterable[Place]) -> Times:
     )
 
 
-def device_times(places: Iterable[Place]) -> Times | None:
+def device_times(places: Iterable[PlaceCalls]) -> CallTimes | None:
     """Device times of all calls of the places, 0 for a call without any; None where no call has any."""
     found = list(places)
     if not any(place.device_calls for place in found):
@@ -72,7 +72,7 @@ def device_times(places: Iterable[Place]) -> Times | None:
     calls = sum(place.calls for place in found)
     total_ns = sum(place.device_ns for place in found)
     every = calls == sum(place.device_calls for place in found)
-    return Times(
+    return CallTimes(
         total_ns,
         share(total_ns, calls),
         max(place.device_max_ns for place in found),
@@ -80,20 +80,20 @@ def device_times(places: Iterable[Place]) -> Times | None:
     )
 
 
-def place_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> Place:
+def place_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> PlaceCalls:
     """The root above the places of all spans. Device time is counted for calls of `kinds` and for those right below.
 
     With a `window`, only what lies in it counts.
     """
     tree = call_tree(trace, kinds, window)
-    root = Place(Site("(root)"), 0, None, ())
-    places: list[Place] = []
+    root = PlaceCalls(Site("(root)"), 0, None, ())
+    places: list[PlaceCalls] = []
     host, device = tree.host, tree.device
     columns = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.first_ns, host.calls, host.total_ns,
                host.most_ns, host.least_ns, device.calls, device.total_ns, device.most_ns, device.least_ns)  # fmt: skip
     for around, site_place, thread_id, is_elsewhere, *times in zip(*(one.tolist() for one in columns), strict=True):
         above, site = root if around < 0 else places[around], trace.sites[site_place]
-        place = Place(site, thread_id, None if is_elsewhere else above, kinds)
+        place = PlaceCalls(site, thread_id, None if is_elsewhere else above, kinds)
         if is_elsewhere:
             above.elsewhere[site, thread_id] = place
         else:
@@ -109,7 +109,7 @@ def place_tree(trace: Trace, kinds: Collection[str], window: Interval | None = N
     return root
 
 
-def _mark_again(first: Place) -> None:
+def _mark_again(first: PlaceCalls) -> None:
     """Note of the places of a line which have one of their name and kind around them."""
     around = Counter[tuple[str, str]]()
     pending = [(first, False)]
@@ -125,7 +125,7 @@ def _mark_again(first: Place) -> None:
         pending += [(child, False) for child in place.children.values()]
 
 
-def every_place(root: Place) -> Iterator[Place]:
+def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
     """All places with calls below the root, a parent before those below it."""
     pending = [*reversed([*root.children.values(), *root.elsewhere.values()])]
     while pending:

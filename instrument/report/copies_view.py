@@ -115,7 +115,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class CopiesView:
     """The copies of each direction together, and by call."""
 
     coverage: Coverage
@@ -146,7 +146,7 @@ class Copies:
         return [*lines, *_notes(self), ""]
 
 
-def copies(recording: Recording, options: Options) -> Copies:
+def copies(recording: Recording, options: Options) -> CopiesView:
     """The view, from the spans that are held.
 
     `rows` bounds the table of calls to those that moved most, `least_ns` to those whose copies took so long, on the
@@ -155,7 +155,7 @@ def copies(recording: Recording, options: Options) -> Copies:
     uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, _others)
-    return Copies(
+    return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(by_direction(uses)),
         calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
@@ -253,7 +253,7 @@ def _modes(use: CopyUse) -> list[str]:
     return [memory, mode + "*" * bool(use.staged)]
 
 
-def _notes(view: Copies) -> list[str]:
+def _notes(view: CopiesView) -> list[str]:
     lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
     if any(use.device_ns and use.timed < use.calls for use in view.directions):
         lines.append("Over part: the rate is of those calls alone that have device time, over that.")

@@ -83,7 +83,7 @@ class MutedSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Rings:
+class RingUse:
     """How much of the memory for the newest spans is taken."""
 
     held_rows: int
@@ -115,7 +115,7 @@ class InstrumentationCost:
     losses: Mapping[str, int]
     notes: tuple[str, ...]
     muted: tuple[MutedSite, ...] | None
-    rings: Rings | None
+    rings: RingUse | None
     coverage: Coverage
     device_asked: int
     device_missing: Mapping[str, int]
@@ -174,7 +174,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         losses={reason: count for reason, count in recording.losses.items() if count},
         notes=recording.notes if upkeep is None else tuple(upkeep.notes),
         muted=None if upkeep is None else _muted(upkeep),
-        rings=None if upkeep is None else Rings(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
+        rings=None if upkeep is None else RingUse(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
         coverage=coverage,
         device_asked=asked,
         device_missing=dict(sorted(missing.items(), key=lambda one: (-one[1], one[0] != NO_EVENTS, one[0]))),

@@ -43,7 +43,7 @@ COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceView:
     """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
 
     `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
@@ -86,7 +86,7 @@ class Device:
         return f"No device time was recorded: {why}."
 
 
-def device(recording: Recording, options: Options) -> Device:
+def device(recording: Recording, options: Options) -> DeviceView:
     """The view, from the spans that are held.
 
     `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
@@ -97,7 +97,7 @@ def device(recording: Recording, options: Options) -> Device:
     reasons = Counter[str]()
     for one in use.unanswered:
         reasons[one.reason] += one.spans
-    return Device(
+    return DeviceView(
         coverage=Coverage.of_recording(recording),
         gauges=device_summary(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
@@ -133,7 +133,7 @@ def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
     return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
 
 
-def _device_lines(one: DeviceUse, view: Device) -> list[str]:
+def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
     unit = view._options.unit
     lines = section_title(f"Device {one.device}")
     parts = [
@@ -232,7 +232,7 @@ def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
     return named_table(header, cells, 0)
 
 
-def _request_lines(one: DeviceUse, view: Device) -> list[str]:
+def _request_lines(one: DeviceUse, view: DeviceView) -> list[str]:
     unit = view._options.unit
     lines = endpoint_table(one.endpoints, unit) if one.endpoints else []
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
@@ -241,7 +241,7 @@ def _request_lines(one: DeviceUse, view: Device) -> list[str]:
     return lines or ["No request was in flight."]
 
 
-def _unanswered_lines(view: Device) -> list[str]:
+def _unanswered_lines(view: DeviceView) -> list[str]:
     """The spans without device time, by name, where there is more to say of them than how many they are."""
     if not view.devices and not any(one.reason in UNTIMED for one in view.unanswered):
         return []
@@ -259,7 +259,7 @@ def _unanswered_lines(view: Device) -> list[str]:
     return [*lines, ""]
 
 
-def _notes(view: Device) -> list[str]:
+def _notes(view: DeviceView) -> list[str]:
     """What a reader has to know to read the figures right, where it applies."""
     if not view.devices:
         return []

@@ -49,13 +49,13 @@ NO_COMMUNICATION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class DistributionView:
     """The view. `of` is `step` or `window`, of whose time, `base_ns`, ratios are."""
 
     coverage: Coverage
     of: str
     base_ns: int
-    places: tuple[PlaceUse, ...]
+    places: tuple[DistributionUse, ...]
     operations: tuple[OperationUse, ...]
     _options: Options = field(repr=False)
 
@@ -106,7 +106,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceUse:
+class DistributionUse:
     """Communication and computation of the `host`, of a device, or `together`; ratios are of `base_ns`."""
 
     name: str
@@ -156,7 +156,7 @@ class OperationUse:
     device_ns: int | None
 
 
-def distribution(recording: Recording, options: Options) -> Distribution:
+def distribution(recording: Recording, options: Options) -> DistributionView:
     """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
 
     `rows` and `least_ns` are of the operations, by the time of their calls and waits.
@@ -166,12 +166,12 @@ def distribution(recording: Recording, options: Options) -> Distribution:
     base_ns = found.base.length_ns()
     told = Coverage.of_recording(recording)
     if not found.communicates:
-        return Distribution(told, found.of, base_ns, (), (), options)
+        return DistributionView(told, found.of, base_ns, (), (), options)
     communicates = {place: common(own, found.base) for place, own in found.communicates.items()}
     computes = {place: common(own, found.base) for place, own in found.computes.items()}
     on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
-    places: list[PlaceUse] = []
+    places: list[DistributionUse] = []
     if options.state != "GPU":
         places.append(_place(HOST, base_ns, on_host, by_host))
     if options.state != "CPU":
@@ -189,18 +189,18 @@ def distribution(recording: Recording, options: Options) -> Distribution:
         if not len(computing.starts):
             computing, beside = by_host, [common(everywhere, by_host)]
         overlap_ns = together(beside).length_ns()
-        places.append(PlaceUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
+        places.append(DistributionUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
     operations = tuple(_operations(trace, found.calls, options))
-    return Distribution(told, found.of, base_ns, tuple(places), operations, options)
+    return DistributionView(told, found.of, base_ns, tuple(places), operations, options)
 
 
 def _share_cells(part_ns: int, ratio: float | None, unit: str) -> list[str]:
     return [in_unit(part_ns, unit), tenths(ratio, 1)]
 
 
-def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> PlaceUse:
+def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> DistributionUse:
     shared = shared_ns(communicates, computes)
-    return PlaceUse(name, base_ns, communicates.length_ns(), computes.length_ns(), shared)
+    return DistributionUse(name, base_ns, communicates.length_ns(), computes.length_ns(), shared)
 
 
 class _Found:

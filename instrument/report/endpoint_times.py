@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from instrument.recording.histogram import percentiles_of
-from instrument.report.answers import Answers, Streams
+from instrument.report.answers import Answers, StreamedAnswers
 from instrument.report.table import bounded, share
 from instrument.report.view import Options
 from instrument.trace.columns import Bools, Int64s, Trace
@@ -44,7 +44,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EndpointTimes:
     """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
     every request has some, perhaps 0.
 
@@ -72,7 +72,7 @@ class Endpoint:
     unknown_p99_ns: int
     unknown_ratio: float | None
     statuses: Mapping[str, int] = field(default_factory=dict)
-    streams: Streams | None = None
+    streams: StreamedAnswers | None = None
     remaining: int = 0
 
 
@@ -126,11 +126,11 @@ class WholeRequests:
             time_ns=found.time_ns[kept],
         )
 
-    def endpoints(self, options: Options) -> list[Endpoint]:
+    def endpoints(self, options: Options) -> list[EndpointTimes]:
         """Those of the requests, in any order."""
         return self._come_to(self.endpoint, self.names, options)
 
-    def rest(self, others: Sequence[Endpoint], options: Options) -> Endpoint:
+    def rest(self, others: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
         """The requests of several endpoints together."""
         left_out = {one.name for one in others}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
@@ -139,7 +139,7 @@ class WholeRequests:
 
     def _come_to(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
-    ) -> list[Endpoint]:  # fmt: skip
+    ) -> list[EndpointTimes]:  # fmt: skip
         """What the requests of each group that has any come to."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
@@ -155,7 +155,7 @@ class WholeRequests:
             unknown_p50_ns, unknown_p99_ns = percentiles_of(nothing_ran, (0.5, 0.99))
             answered = answers.get(number)
             found.append(
-                Endpoint(
+                EndpointTimes(
                     name=name,
                     requests=requests,
                     errors=failed[number],

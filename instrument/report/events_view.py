@@ -47,7 +47,7 @@ from instrument.report.table import (
     table,
     title,
 )
-from instrument.report.tree import ROOT, TIMES, NameTree, Selection
+from instrument.report.tree import ROOT, TIMES, NameTree, ShownEntries
 from instrument.report.view import UNITS, Options, Recording
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
@@ -143,7 +143,7 @@ class EventRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class EventsBlock:
     """The rows of one thread, or of all threads merged where `thread` is None.
 
     `total_ns` is the Total time that their ratios are of. `number` counts threads by their first call, from 0.
@@ -178,7 +178,7 @@ class Events:
     """
 
     window_ns: int | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[EventsBlock, ...]
     overhead: Overhead | None
     copies: tuple[CopySum, ...]
     probes_ns: int | None
@@ -240,7 +240,7 @@ def events(recording: Recording, options: Options) -> Events:
 # Blocks of rows.
 
 
-def _blocks(lines: LineSums, options: Options) -> tuple[Block, ...]:
+def _blocks(lines: LineSums, options: Options) -> tuple[EventsBlock, ...]:
     """The merged block, if asked for, then a block per thread, the newest thread first."""
     apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
     shown: list[int | None] = []
@@ -261,13 +261,13 @@ def _blocks(lines: LineSums, options: Options) -> tuple[Block, ...]:
             total_ns = full.total_below_ns(thread, options.state)
             full.forget(thread)
         number, name = (None, "") if thread is None else (numbers[thread], lines.threads[thread])
-        blocks.append(Block(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
+        blocks.append(EventsBlock(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
         tree.forget(thread)
     return tuple(blocks)
 
 
 def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
-    selection, sums = Selection(tree, thread, options), tree.sums(thread)
+    selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
     rows: list[EventRow] = []
     # Entries with their depth, and those that are left out of a level.
     pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
@@ -322,7 +322,7 @@ def _event_row(
 # The text.
 
 
-def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
+def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     """The lines that say what the report is of and what every ratio in it is a share of."""
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
@@ -401,7 +401,7 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, call
     return f"{label:<{LABEL_WIDTH}}{counted}Total: {in_unit(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
-def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
+def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     """The table, before it which thread is which, and after it how the times of host and device share a row's Total."""
     unit = view._options.unit
     legend = []
@@ -431,9 +431,9 @@ def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
     return lines
 
 
-def _with_device_time(rows: Sequence[tuple[Block, EventRow]]) -> list[tuple[Block, EventRow]]:
+def _with_device_time(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
     """The rows with device time, and those above them."""
-    found: list[tuple[Block, EventRow]] = []
+    found: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
         if row.device_ns or row.depth < above:
@@ -447,7 +447,7 @@ Digits = tuple[int, int]
 
 def _tree_table(
     header: Sequence[str],
-    rows: Sequence[tuple[Block, EventRow]],
+    rows: Sequence[tuple[EventsBlock, EventRow]],
     cells_of: Callable[[EventRow, Digits], list[str]],
     line: int,
 ) -> list[str]:
@@ -467,7 +467,7 @@ def _tree_table(
     return table(header, [[name, *line] for name, line in zip(names, cells, strict=True)], [0] * len(header))
 
 
-def _names(rows: Sequence[tuple[Block, EventRow]], room: int) -> list[str]:
+def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
     return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 

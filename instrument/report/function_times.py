@@ -31,7 +31,7 @@ class Group(NamedTuple):
     on_device: int
 
 
-class Function(NamedTuple):
+class FunctionSums(NamedTuple):
     """A function: its topmost node or request (`NONE` for all functions together), and what is in it.
 
     `calls` took `outer_ns`, of which `own_ns` in no span inside. `work_ns` is the self time of other lines that are
@@ -50,7 +50,7 @@ class Function(NamedTuple):
     rows: int
 
 
-class Functions:
+class FunctionTable:
     """The functions by their numbers, all of them together as 0 and each in the order of first calls."""
 
     def __init__(self, functions: Rows, groups: Rows) -> None:
@@ -59,21 +59,21 @@ class Functions:
     def __len__(self) -> int:
         return len(self._functions)
 
-    def __getitem__(self, number: int) -> Function:
-        return Function._make(self._functions[number].tolist())
+    def __getitem__(self, number: int) -> FunctionSums:
+        return FunctionSums._make(self._functions[number].tolist())
 
     def column(self, field: str) -> list[int]:
         """A number of each."""
-        found: list[int] = self._functions[:, Function._fields.index(field)].tolist()
+        found: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
         return found
 
-    def groups(self, function: Function) -> Iterator[Group]:
+    def groups(self, function: FunctionSums) -> Iterator[Group]:
         """The rows of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
 
 
-class Sites(NamedTuple):
+class SiteFacts(NamedTuple):
     """What is said of sites, by their number: whether they are requests and whether they are work, the number of their
     key, and the number of the row that their lines are in, `NONE` for one of its own for each line."""
 
@@ -83,7 +83,9 @@ class Sites(NamedTuple):
     rows: Int64s
 
 
-def functions(nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, sites: Sites, order: str) -> Functions:
+def functions(
+    nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
+) -> FunctionTable:
     """The functions that merged lines of these nodes are of."""
     function_of, root_of = _functions_of(parents, sites.is_request[site_of])
     its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
@@ -115,7 +117,7 @@ def functions(nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, site
     sizes = np.bincount(number[some], minlength=count)
     edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
     node = np.concatenate([[NONE], its_function[firsts]])[:, None]
-    return Functions(np.concatenate([node, sums, edges], axis=1), groups[in_order])
+    return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order])
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.coverage import Coverage
-from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, Places, places
+from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -82,7 +82,7 @@ class KernelUse:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceUse:
+class KernelPlace:
     """The kernels that were asked for directly within the spans of one place, outside of their children.
 
     `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them. One with `remaining`
@@ -133,7 +133,7 @@ class Kernels:
     total_ns: int
     devices: tuple[DeviceKernels, ...]
     kernels: tuple[KernelUse, ...]
-    places: tuple[PlaceUse, ...]
+    places: tuple[KernelPlace, ...]
     others: tuple[OtherWork, ...]
     outside: int
     coverage: tuple[str, ...]
@@ -211,9 +211,9 @@ def _other_kernels(rest: Sequence[KernelUse], all_ns: int) -> KernelUse:
     )
 
 
-def _other_places(rest: Sequence[PlaceUse], all_ns: int) -> PlaceUse:
+def _other_places(rest: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
     count, total_ns = sum(use.kernels for use in rest), sum(use.total_ns for use in rest)
-    return PlaceUse(f"(remaining {len(rest)})", "", count, total_ns, None, share(total_ns, all_ns), "", len(rest))
+    return KernelPlace(f"(remaining {len(rest)})", "", count, total_ns, None, share(total_ns, all_ns), "", len(rest))
 
 
 def _key(options: Options) -> SortKey:
@@ -277,7 +277,7 @@ class _Found(NamedTuple):
     names: tuple[str, ...]
     kernels: _Work
     others: Mapping[str, _Work]
-    places: Places | None
+    places: NumberedPlaces | None
     outside: int
 
     def uses(self, total_ns: int) -> list[KernelUse]:
@@ -306,7 +306,7 @@ class _Found(NamedTuple):
                 found.append(OtherWork(kind, calls, total_ns, busy_ns))
         return found
 
-    def by_place(self, total_ns: int) -> list[PlaceUse]:
+    def by_place(self, total_ns: int) -> list[KernelPlace]:
         if self.places is None:
             return []
         number, known = self.places
@@ -317,7 +317,7 @@ class _Found(NamedTuple):
         for place, name, took_ns in zip(*columns, strict=True):
             heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
         return [
-            PlaceUse(*known[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
+            KernelPlace(*known[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
             for place, (calls, took_ns, busy_ns) in enumerate(zip(sums.calls, sums.total_ns, sums.busy_ns, strict=True))
             if calls
         ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.step_counts import SECOND_NS, Benchmark, Loop, Spread
+from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
 from instrument.report.view import UNITS, Options
 
@@ -22,7 +22,7 @@ class Loops:
     """The loops by the name of their steps. `coverage` is None where the steps were counted as they went by."""
 
     coverage: Coverage | None
-    loops: tuple[Loop, ...]
+    loops: tuple[LoopTimes, ...]
     _options: Options
 
     def lines(self) -> list[str]:
@@ -60,7 +60,7 @@ def line_of(steps: Benchmark, unit: str | None = None) -> str:
 # The text.
 
 
-def _loop_lines(loop: Loop, unit: str) -> list[str]:
+def _loop_lines(loop: LoopTimes, unit: str) -> list[str]:
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:

@@ -25,7 +25,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import Facts, Options, Recording
+from instrument.report.view import Options, Recording, TraceFacts
 
 BEFORE = "(before it began)"
 """Where a peak was reached that nothing rose above in the time that was watched."""
@@ -145,7 +145,7 @@ class GaugedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryView:
     """The view. `since_ns` and `until_ns` are what was watched, from the trace's start; None where torch.profiler was
     not beside. `spans` are those that places were told by, complete since `places_since_ns`. `outside` counts
     allocations outside of the time that was watched.
@@ -181,7 +181,7 @@ class Memory:
         return [*lines, *_notes(self)]
 
 
-def memory(recording: Recording, options: Options) -> Memory:
+def memory(recording: Recording, options: Options) -> MemoryView:
     """The view, of the part of the window that torch.profiler watched, and of all readings of gauges.
 
     `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all from the greatest down.
@@ -197,7 +197,7 @@ def memory(recording: Recording, options: Options) -> Memory:
     uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
     shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
-    return Memory(
+    return MemoryView(
         since_ns=since_ns,
         until_ns=until_ns,
         spans=int(wanted.sum()),
@@ -231,13 +231,13 @@ def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[Ga
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
 
-def _peaks(facts: Facts, allocator: Allocator) -> Iterator[Peak]:
+def _peaks(facts: TraceFacts, allocator: Allocator) -> Iterator[Peak]:
     yield _peak(facts, allocator.device, "allocated", allocator.allocated)
     if allocator.reserved.peak_bytes:
         yield _peak(facts, allocator.device, "reserved", allocator.reserved)
 
 
-def _peak(facts: Facts, device: int, what: str, level: Level) -> Peak:
+def _peak(facts: TraceFacts, device: int, what: str, level: Level) -> Peak:
     place, at_ns = level.place, level.at_ns
     if at_ns is None:
         place, at_ns = BEFORE, facts.watched[0] if facts.watched else facts.start_ns
@@ -281,7 +281,7 @@ def _cut(name: str, room: int) -> str:
     return shorten(safe(name), room)
 
 
-def _seen(view: Memory) -> list[str]:
+def _seen(view: MemoryView) -> list[str]:
     since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     beside = f", beside {view.spans} spans" if view.is_ours else ""
     names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
@@ -293,7 +293,7 @@ def _seen(view: Memory) -> list[str]:
     ]
 
 
-def _peak_lines(view: Memory) -> list[str]:
+def _peak_lines(view: MemoryView) -> list[str]:
     unit = view._options.unit
     cells = [
         [f"{_device_name(peak.device)} {peak.what}", _mib(peak.peak_bytes), in_unit(peak.since_ns, unit),
@@ -305,7 +305,7 @@ def _peak_lines(view: Memory) -> list[str]:
     return [*section_title("Peaks"), *named_table(header, cells, 0)]
 
 
-def _place_lines(view: Memory) -> list[str]:
+def _place_lines(view: MemoryView) -> list[str]:
     apart = view._options.threads == "apart"
     cells = []
     for use in view.places:
@@ -323,7 +323,7 @@ def _counts(use: PlaceMemory | DeviceMemory) -> list[str]:
     return [str(use.allocations), str(use.frees), *map(_mib, sizes)]
 
 
-def _gauge_lines(view: Memory) -> list[str]:
+def _gauge_lines(view: MemoryView) -> list[str]:
     unit = view._options.unit
     cells = [
         [f"{_device_name(one.device) if one.device != HOST else 'Process'}: {one.gauge}", str(one.samples),
@@ -335,7 +335,7 @@ def _gauge_lines(view: Memory) -> list[str]:
     return [*section_title("Read by gauges"), *named_table(header, cells, 0)]
 
 
-def _notes(view: Memory) -> list[str]:
+def _notes(view: MemoryView) -> list[str]:
     lines = []
     if view.devices:
         lines = [

@@ -30,7 +30,7 @@ from instrument.report.call_rows import (
     sorting,
     top_rows,
 )
-from instrument.report.calls import Place, Times, every_place, place_tree
+from instrument.report.calls import CallTimes, PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.flop_rows import FlopTable, flop_table
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
@@ -136,7 +136,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
 
 
-def _block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
+def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
     outermost = [place for place in places if not place.inside]
     cpu_ns, gpu_ns = sum(place.host_ns for place in outermost), sum(place.device_ns for place in outermost)
     groups = by_name(places)
@@ -148,7 +148,7 @@ def _block(thread: int | None, name: str, places: Sequence[Place], options: Opti
     return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
 
 
-def _below(row: CallRow, places: Sequence[Place], options: Options) -> Iterator[CallRow]:
+def _below(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
     """What is right below an operator, what the streams did for each of it, and what they did for the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
@@ -160,7 +160,7 @@ def _below(row: CallRow, places: Sequence[Place], options: Options) -> Iterator[
         yield from _stream_rows(1, places, gpu_ns)
 
 
-def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[CallRow]:
+def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iterator[CallRow]:
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for place in places:
         for key, sums in place.streams.items():
@@ -168,7 +168,7 @@ def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[
     for (device, stream), all_sums in sorted(found.items()):
         counts, totals_ns, greatest_ns, least_ns = zip(*all_sums, strict=True)
         count, total_ns = sum(counts), sum(totals_ns)
-        gpu = Times(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
+        gpu = CallTimes(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
         name = f"device {device}, stream {stream}"
         yield CallRow(name, "", depth, count, None, gpu, None, share(total_ns, base_ns))
 
@@ -203,7 +203,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     )
 
 
-def _executed(root: Place, timed: int) -> Iterator[OrderedOperator]:
+def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
     """The operators below a root, a parent before those in it, each level by first call. Lines are merged."""
     number = 0
     pending = [(0, group) for group in _levels([root])]
@@ -222,9 +222,9 @@ def _executed(root: Place, timed: int) -> Iterator[OrderedOperator]:
         pending += [(depth + listed, below) for below in _levels(group)]
 
 
-def _levels(places: Iterable[Place]) -> list[list[Place]]:
+def _levels(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
     """What is below places of one path, by site, the first called last."""
-    found: dict[tuple[object, ...], list[Place]] = {}
+    found: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):
             found.setdefault(child.site.key, []).append(child)

@@ -145,7 +145,7 @@ def _under_way(
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamUses:
     """What spans that began in a unit put on streams: sums over streams, of each the union.
 
     `units` and `calls` are those of each unit and of each call, by phase, that put anything there; `phases` those of
@@ -159,7 +159,7 @@ class Streams:
     covered_ns: int
 
 
-def streams_of(trace: Trace, units: Units, calls: Calls) -> Streams:
+def streams_of(trace: Trace, units: Units, calls: Calls) -> StreamUses:
     """The device time of the spans that began in a unit, and in a call of it."""
     its = trace.device
     rows = distinct(its.row)
@@ -177,7 +177,7 @@ def streams_of(trace: Trace, units: Units, calls: Calls) -> Streams:
     call, parts_of_calls = call[in_call], tuple(one[in_call] for one in parts)
     of_units, (of_calls, known) = _summed(unit, *parts)[0], _summed(call, *parts_of_calls)
     of_phases, phases = _summed(calls.phase[call], *parts_of_calls)
-    return Streams(
+    return StreamUses(
         units=of_units.tolist(),
         calls=_by_phase(calls.names, calls.phase[known], of_calls),
         phases={

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.phase_calls import Streams, calls_of, streams_of
+from instrument.report.phase_calls import StreamUses, calls_of, streams_of
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
@@ -65,7 +65,7 @@ class PhaseRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class PhasesView:
     """The view. `of` is what the phases are of: `step`, `request` or `window`.
 
     `timed` of these are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
@@ -166,7 +166,7 @@ class Phases:
         ]
 
 
-def phases(recording: Recording, options: Options) -> Phases:
+def phases(recording: Recording, options: Options) -> PhasesView:
     """The view of the spans that are held. `state`, `rows`, `least_ns`, `skip_first` and `unit` mean something to it.
 
     `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
@@ -181,7 +181,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     timed, cut = whole * is_counted, (count - whole) * is_counted
     own_ns = calls.by_phase()
     if not count or (not own_ns and not calls.beside_ns):
-        return Phases(told, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
+        return PhasesView(told, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
     streams = streams_of(trace, units, calls)
     base_ns = sum(lengths_ns)
     rest_ns = base_ns - sum(map(sum, own_ns.values()))
@@ -195,7 +195,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest)
     before, is_short = units.before, facts.held[0] > facts.start_ns
     whole_ns = sum((units.its.ends - units.its.starts)[units.is_whole].tolist())
-    return Phases(
+    return PhasesView(
         coverage=told,
         of=units.of,
         timed=timed,
@@ -218,12 +218,12 @@ def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, 
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
-def _of_phase(streams: Streams, name: str, count: int) -> PhaseTimes | None:
+def _of_phase(streams: StreamUses, name: str, count: int) -> PhaseTimes | None:
     """The device time of the calls of a phase, and of each."""
     return _on_devices(streams, streams.calls.get(name, ()), count, streams.phases.get(name, 0))
 
 
-def _on_devices(streams: Streams, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
+def _on_devices(streams: StreamUses, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
     """Of so many units or calls, of which those of `each` put something on a stream."""
     if not streams.units:
         return None

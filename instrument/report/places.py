@@ -25,7 +25,7 @@ NOT_TOLD = 0
 """The number of `UNKNOWN` among places, which those of the others follow."""
 
 
-class Places(NamedTuple):
+class NumberedPlaces(NamedTuple):
     """Where each of many things happened: `number` is a place in `names`, each the name of a site and its kind."""
 
     number: Int64s
@@ -42,7 +42,7 @@ def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted
     return innermost(trace, wanted, thread_ids, times_ns)
 
 
-def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> Places:
+def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> NumberedPlaces:
     """The places of what happened on threads at times, in any order."""
     trace = recording.columns
     names = {(UNKNOWN, ""): NOT_TOLD, (NOWHERE, ""): 1, (SHARED, ""): 2}
@@ -51,4 +51,4 @@ def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: B
     told = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, told)
     number[times_ns < recording.facts.held[0]] = NOT_TOLD
-    return Places(number, tuple(names))
+    return NumberedPlaces(number, tuple(names))

@@ -25,7 +25,7 @@ from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_shares import EndpointShare, device_shares, share_lines
 from instrument.report.device_view import endpoint_table, other_endpoints
-from instrument.report.endpoint_times import Endpoint, PhaseTime, WholeRequests, phase_times
+from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, phase_times
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -112,7 +112,7 @@ class RequestTimes:
     requests: int
     requests_cut: int
     wall_ns: int
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[EndpointTimes, ...]
     devices: tuple[DeviceWithin, ...]
     slowest: tuple[SlowRequest, ...]
     blocked: BlockedLoops | None
@@ -273,7 +273,7 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
 # The text.
 
 
-def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+def _endpoint_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
     header = ["Request", "Count", "Errors", "Mean", "p50", "p90", "p99", "Max", "Of all"]
     cells = []
     for one in endpoints:
@@ -283,7 +283,7 @@ def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
 
 
-def _answer_lines(endpoints: Sequence[Endpoint], lasted_ns: int) -> list[str]:
+def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[str]:
     shown = [name for name in CLASSES if any(name in one.statuses for one in endpoints)]
     cells = []
     for one in endpoints:
@@ -292,7 +292,7 @@ def _answer_lines(endpoints: Sequence[Endpoint], lasted_ns: int) -> list[str]:
     return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
 
 
-def _stream_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+def _stream_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
     header = ["Request", "Streams", "Items", "First p50", "First p99", "Item p50", "Item p99", "Longest"]
     cells = []
     for one in endpoints:
@@ -327,11 +327,11 @@ def _blocked_lines(blocked: BlockedLoops, unit: str) -> list[str]:
     ]
 
 
-def _name(one: Endpoint | PhaseTime | Blocker) -> str:
+def _name(one: EndpointTimes | PhaseTime | Blocker) -> str:
     return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
 
 
-def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
     cells = []
     for one in endpoints:
         whole = "100.0%" if one.wall_ns else MISSING

@@ -27,7 +27,7 @@ import numpy as np
 
 from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_blocked_loop, is_collection, is_operator
-from instrument.report.function_times import ORDERS, Function, Functions, Group, Sites, functions
+from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows
 from instrument.report.table import (
     LINE,
@@ -267,7 +267,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
         rows = np.asarray(tree.numbered(class_of)[: len(keys)], dtype=np.int64)
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
-    sites = Sites(kinds == "request", np.isin(kinds, WORKING), keys, rows)
+    sites = SiteFacts(kinds == "request", np.isin(kinds, WORKING), keys, rows)
     found = functions(nodes, merged, lines.parents, lines.site_of, sites, order)
     times, counts = found.column("time_ns"), found.column("lines")
     # A function that calls nothing has no more to tell than its calls, unless it is the only one.
@@ -318,8 +318,8 @@ class _Table:
         of: str,
         lines: LineSums,
         nodes: Int64s,
-        sites: Sites,
-        found: Functions,
+        sites: SiteFacts,
+        found: FunctionTable,
         options: Options,
     ) -> None:
         self._of, self._found, self._options = of, found, options
@@ -388,7 +388,7 @@ class _Table:
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
-    def _rows(self, its: Function) -> tuple[tuple[SelfRow, ...], Remaining | None]:
+    def _rows(self, its: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
         """The rows in order, as many as are asked for, and what the others add up to if there are any."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0

@@ -122,7 +122,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FirstRequestTimes:
     """The first request: how long after the process began it did, and what it took; `median_ns` is of those after it.
 
     Where nobody knows when the process began, the session's start stands for it. `first_ns` is None for one of which
@@ -161,7 +161,7 @@ class StartupView:
     way: tuple[Phase, ...]
     late: tuple[Phase, ...]
     is_late_partial: bool
-    request: Request | None
+    request: FirstRequestTimes | None
     ran_ns: int | None
     ran_last: str
     imports: tuple[Imports, ...] | None
@@ -197,10 +197,10 @@ def startup(recording: Recording, options: Options) -> StartupView:
     way: list[Phase] = []
     late: dict[str, int] = {}
     is_late_partial = False
-    request: Request | None = None
+    request: FirstRequestTimes | None = None
     if first is not None:
         medians = {one.key: one.median_ns for one in warm_ups}
-        request = Request(
+        request = FirstRequestTimes(
             name_of_site(first.site),
             first.start_ns - began_ns,
             first.total_ns or None if facts.why else first.total_ns,

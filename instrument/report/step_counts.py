@@ -35,7 +35,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopTimes:
     """What the steps of one loop cost, in ns. `reader` is None where no step waited for a loader.
 
     `rate` is of samples a second, or of steps where any step had no `samples` (None); its mean is the sum of the work
@@ -117,7 +117,7 @@ class Benchmark:
             found.add(*first)
         return found
 
-    def loop(self, name: str = "steps", lasted_ns: int = 0) -> Loop:
+    def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
         """What was counted up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
         batch, steps = self.batch, self.batch.calls
         lasted_ns = lasted_ns or batch.total_ns
@@ -127,7 +127,7 @@ class Benchmark:
             rate = Spread(samples * SECOND_NS / lasted_ns, self._least_rate, self._most_rate)
         elif steps:
             rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
-        return Loop(
+        return LoopTimes(
             name=name,
             steps=steps,
             skipped=self.skipped,

@@ -302,7 +302,7 @@ class NameTree:
         return self._numbers[above][entry]
 
 
-class Selection:
+class ShownEntries:
     """The entries of a tree that a block shows, in their order.
 
     `levels` has of each entry with something right under it those of that which are kept, and those left out.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.call_rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
-from instrument.report.calls import Place, every_place, place_tree
+from instrument.report.calls import PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
@@ -50,7 +50,7 @@ def user(recording: Recording, options: Options) -> User:
     window = recording.facts.held
     window_ns = window[1] - window[0]
 
-    def block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
+    def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
         rows = top_rows(by_name(places), window_ns, window_ns, options)
         return CallBlock(thread, name, window_ns, window_ns, tuple(rows))
 

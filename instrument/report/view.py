@@ -149,7 +149,7 @@ class HeldSpans:
     unanswered: Mapping[str, int]
 
 
-class Facts(Protocol):
+class TraceFacts(Protocol):
     """What a trace knows beside its spans, with the names of `instrument.recording.spans.Trace`."""
 
     @property
@@ -208,7 +208,7 @@ class Recording:
         make_held: Callable[[], HeldSpans | None] = lambda: None,
         make_cost: Callable[[], Cost | None] = lambda: None,
         make_columns: Callable[[], columns.Trace] | None = None,
-        facts: Facts | None = None,
+        facts: TraceFacts | None = None,
         died: str = "",
     ) -> None:
         self._make_tally = make_tally
@@ -253,7 +253,7 @@ class Recording:
         return self._make_trace()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceFacts:
         """What the trace knows beside its spans, which are not made for it."""
         return self.trace if self._facts is None else self._facts
 

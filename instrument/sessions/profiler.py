@@ -29,7 +29,7 @@ from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import HOST, Sample
 from instrument.report.loops import counted, line_of
-from instrument.report.step_counts import Benchmark, Loop
+from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.runtime.faults import FAULTS, logger
@@ -456,7 +456,7 @@ class Profiler:
             since, self._since = self._since, Benchmark(skip=0)
         return line_of(since, unit)
 
-    def benchmark(self) -> Loop:
+    def benchmark(self) -> LoopTimes:
         """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
         return self._benchmark.loop()
 

@@ -14,7 +14,7 @@ from typing import Any
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import GAUGES, HOST
 from instrument.report.device_summary import shown_unit
-from instrument.report.device_view import Device
+from instrument.report.device_view import DeviceView
 from instrument.report.endpoint_times import PhaseTime
 from instrument.report.overview_view import ALL_DEVICES, DeviceWork
 from instrument.report.requests_view import RequestTimes
@@ -73,7 +73,7 @@ def _device(number: int) -> str:
     return "host" if number == HOST else f"GPU {number}"
 
 
-def _gauges(view: Device) -> Iterator[dict[str, Any]]:
+def _gauges(view: DeviceView) -> Iterator[dict[str, Any]]:
     """What the gauges read, in the units of the text."""
     for row in view.gauges.rows if view.gauges is not None else ():
         unit, scale = shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
