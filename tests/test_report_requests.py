@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from trees import outline
 
 from instrument.recording.spans import DeviceInterval, Origin, RemoteParent, Site, Span, Trace
-from instrument.report.requests_view import Endpoint, RequestTimes, requests
+from instrument.report.endpoint_times import EndpointTimes
+from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.view import Options, Recording
 
 MS = 1_000_000
@@ -49,7 +50,7 @@ def view_of(trace: Trace, **options: object) -> RequestTimes:
     return requests(Recording.of_trace(trace), Options(**options))
 
 
-def parts(endpoint: Endpoint) -> dict[str, int]:
+def parts(endpoint: EndpointTimes) -> dict[str, int]:
     return {phase.name: phase.summed_ns for phase in endpoint.phases} | {"unknown": endpoint.unknown_ns}
 
 
