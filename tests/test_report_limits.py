@@ -91,13 +91,14 @@ def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_pat
     assert "found '1 G'; allowed: a number and one of B kB" in wrong.text
 
 
-@pytest.mark.parametrize("words", [("convert", "--to", "recording"), ("merge", "-o", "all.npz"), ("query",)])
+@pytest.mark.parametrize("words", [("convert", "--to", "recording"), ("merge",), ("query",)])
 def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text('{"traceEvents":[{"ph":"X","ts":1,"dur":1,"pid":1,"tid":1}]}')
+    slices = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1}}' for ts in range(100_000)]
+    path.write_text('{"traceEvents":[{}' + "".join(slices) + "]}")
     verb, *more = words
-    statement = ["select 1"] if verb == "query" else []
-    refused = outcome(verb, str(path), *statement, *more, "--memory", "30MB")
+    more += {"query": ["select 1"], "merge": ["-o", str(tmp_path / "all.npz")]}.get(verb, [])
+    refused = outcome(verb, str(path), *more, "--memory", "30MB")
     assert refused.code == 2
     assert f"{verb}: {path} takes more than 30 MB of memory" in refused.text
     assert refused.limits[:2] == refused.limits[2:]
