@@ -159,7 +159,10 @@ class Mapped:
             end = offset + stride * slots
         self._parts: Mapping[str, layout.Part] = parts
         self._base = int(head["address"])
-        self._generation = int(head["generation"])
+        self.generation = int(head["generation"])
+        """Which one it was when anything was last read: a new one begins with each session."""
+        self.ended_rows = int(head["ended_rows"])
+        """Rows of rings that were given up."""
         self._object_bytes = int(head["object_bytes"])
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
             raise TraceError("the rings of a recording begin where they cannot; it is damaged")
@@ -210,21 +213,26 @@ class Mapped:
         """The sites by the addresses by which nodes name them: those told of since the last time are added."""
         part = self._parts["facts"]
         generation, until = self._told_until
-        if generation != self._generation or part.used < until:
+        if generation != self.generation or part.used < until:
             self._told, until = {}, 0
         data = self._bytes(part.offset + until, min(part.used, part.slots) - until)
         for fact, text in records(data, _FACT):
             self._told[int(fact["site"])] = site_of(facts_in(text))
             until += int(fact["size_bytes"])
-        self._told_until = self._generation, until
+        self._told_until = self.generation, until
         return self._told
+
+    @property
+    def known_tree(self) -> CallTree:
+        """The call paths that were known when somebody last asked for any, rows among them."""
+        return self._tree
 
     def tree(self) -> CallTree:
         """The call paths that are known by now: the same object as long as none is added."""
         self._read_head()
         nodes = self._slots("nodes", _NODE)
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
-        if self._known == (self._generation, columns):
+        if self._known == (self.generation, columns):
             return self._tree
         known = np.flatnonzero(nodes["is_known"] != 0)
         index = nodes["index"][known].astype(np.int64)
@@ -245,7 +253,7 @@ class Mapped:
         addresses, numbers = np.unique(nodes["site"][known], return_inverse=True)
         tree.sites.extend(told.get(int(address)) or Site(UNKNOWN) for address in addresses)
         tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
-        self._node_numbers, self._tree, self._known = number_of, tree, (self._generation, columns)
+        self._node_numbers, self._tree, self._known = number_of, tree, (self.generation, columns)
         return tree
 
     def sites(self) -> list[Site]:
@@ -283,33 +291,37 @@ class Mapped:
 
     # ---------------------------------------------------------------- spans
 
-    def rows(self, since: Mapping[int, int] | None = None) -> list[RingRows]:
-        """The newest rows of each ring, or of each by its number those from a row's number on.
+    def heads(self) -> dict[int, int]:
+        """How many rows each ring has ever had, by the number of the ring."""
+        return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
+
+    def unread_share(self, places: Mapping[int, int]) -> float:
+        """The largest part of a ring that lies behind the place up to which it has been read: near 1 rows are lost."""
+        parts = [(ring.head - places.get(ring.number, 0)) / ring.capacity for ring in self._rings() if ring.capacity]
+        return max(parts, default=0.0)
+
+    def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
+        """The newest rows of each ring, or of each by its number those from a row's number on; at most so many of all.
 
         The slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
         each is where to go on.
         """
-        known = len(self.tree())
-        found = []
+        copied = []
         for ring in (ring for ring in self._rings() if ring.thread_id):
             begin = max((since or {}).get(ring.number, 0), 0)
             oldest = max(ring.head - ring.capacity + 1, 0)
             first = min(max(begin, oldest), ring.head)
-            rows = self._copied(ring, first, ring.head)
+            end = min(ring.head, first + most)
+            rows = self._copied(ring, first, end)
             now = self._ring_now(ring)
             late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
-            rows = rows[late:]
-            found.append(
-                RingRows(
-                    ring.number,
-                    ring.thread_id,
-                    rows[_is_row(rows, known)],
-                    first + late,
-                    ring.head,
-                    first + late - begin,
-                )
-            )
-        return found
+            copied.append((ring, begin, first + late, end, rows[late:]))
+            most -= len(rows)
+        known = len(self.tree())  # of all of these rows, for a call path is told before the rows that are of it
+        return [
+            RingRows(ring.number, ring.thread_id, rows[_is_row(rows, known)], first, end, first - begin)
+            for ring, begin, first, end, rows in copied
+        ]
 
     def _copied(self, ring: _Ring, first: int, end: int) -> Records:
         if ring.rows < 0 or end <= first:
@@ -383,24 +395,35 @@ class Mapped:
 
     def details(self) -> dict[int, Detail]:
         """What few rows have beside their numbers, by the ids of their spans: of the newest ones."""
+        found, _ = self.details_since(0)
+        return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
+
+    def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
+        """The same as it was written, from a place on; and the place to go on from.
+
+        Of each the time in which the span was active, and the text that `facts_in` and `detail_of` read.
+        """
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
         if not part.slots or part.slots % block:
-            return {}
-        first = max((used // block + 1) * block - part.slots, 0)
-        blocks = [
-            (at, self._bytes(part.offset + at % part.slots, min(block, used - at))) for at in range(first, used, block)
-        ]
+            return {}, used
+        first = max((used // block + 1) * block - part.slots, begin if begin <= used else 0, 0)
+        pieces = []
+        while first < used:
+            end = min((first // block + 1) * block, used)
+            pieces.append((first, self._bytes(part.offset + first % part.slots, end - first)))
+            first = end
         self._read_head()  # what was overwritten meanwhile
         kept = (self._parts["details"].used // block + 1) * block - part.slots
-        return {
-            int(detail["span_id"]): detail_of(int(detail["active_ns"]), facts_in(text))
-            for at, data in blocks
+        found = {
+            int(detail["span_id"]): (int(detail["active_ns"]), text)
+            for at, data in pieces
             if at >= kept
             for detail, text in records(data, _DETAIL)
             if detail["span_id"]
         }
+        return found, used
 
     def intervals(self) -> Records:
         """The newest device intervals, the oldest first: those whose numbers are such as intervals have."""

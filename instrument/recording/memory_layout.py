@@ -139,6 +139,9 @@ INTERVAL_SHARE = 8
 """What part of the memory of rings is there once more for device intervals."""
 SAMPLES = 4096
 """Readings of gauges that are kept: three minutes with one GPU."""
+EXPORT_BYTES = 3 * ALIGNED_BYTES
+"""At the end of a recording: what became of its rows, which who exports them writes, and nobody else; see
+`instrument.recording.export_place`."""
 SMALL_RINGS = 4096
 """Threads that get a ring of the smallest size when the others have used up what there is."""
 
@@ -173,4 +176,4 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
             at = -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
         parts[name] = Part(at, STRIDES[name], slots[name])
         at += slots[name] * STRIDES[name]
-    return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
+    return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES + EXPORT_BYTES

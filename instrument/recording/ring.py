@@ -417,6 +417,18 @@ class Cursor:
         """Rows that were overwritten, or went with their ring, before they were read."""
         return self._written - self._seen
 
+    @property
+    def places(self) -> dict[int, int]:
+        """The next row of each thread, by its native id."""
+        return {ring.thread_id: row for ring, row in self._places.values()}
+
+    def go_on(self, places: Mapping[int, int]) -> None:
+        """Read on from these rows of each thread, those that are not named from their first one."""
+        for key, (ring, row) in self._places.items():
+            since = min(places.get(ring.thread_id, 0), row)
+            self._places[key] = ring, since
+            self._seen -= row - since
+
     def read(self) -> list[tuple[int, list[Row]]]:
         """The rows since the last read, with the native id of their thread, in order within each thread."""
         batches: list[tuple[int, list[Row]]] = []

@@ -59,7 +59,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     if lacking:
         losses[NO_DETAIL] = lacking
     facts = spans.Trace(
-        origin=_origin(header),
+        origin=origin_of(header),
         start_ns=max(begin_ns, since_ns),
         end_ns=max(begin_ns, since_ns, end_ns),
         spans=[],
@@ -78,7 +78,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
 
-def _origin(header: Header) -> Origin:
+def origin_of(header: Header) -> Origin:
     """Which process it was, as far as it said so itself."""
     said: dict[str, Any] = {}
     for one in fields(Origin):

@@ -1,0 +1,195 @@
+"""How far a recording has been exported: written into it by who exports its rows, so that the next one goes on there.
+
+One process at a time does: it holds a lock on the recording, which the system takes back as that process ends. What it
+writes is there twice, by turns, so that one who is killed as it writes leaves what it wrote before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from instrument.recording import memory_layout as layout
+
+FATES = (
+    "seen", "missed", "passed", "beyond", "kept", "exported", "rejected", "failed", "dropped", "abandoned",
+)  # fmt: skip
+"""Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
+were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, of which each was
+`exported`, `rejected`, `failed` or `dropped`, or waits. `abandoned` are those that were none of this as who exported
+them was ended, and those of requests that had not ended as their process did."""
+
+SENT = ("exported", "rejected", "failed", "dropped")
+"""What becomes of those that were kept."""
+
+INSIDE = (1 << 64) - 1
+"""In place of a generation: the process exports what it records itself, and has not said how far it has come."""
+
+FIRST_FD = 256
+"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
+
+_HEAD = struct.Struct(f"<QQQQQ{len(FATES)}Q")
+_PLACE = struct.Struct("<QQ")
+_SLOT_BYTES = layout.EXPORT_BYTES // 2
+_MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
+_OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
+_LOCK = struct.Struct("hhqqi4x")
+_LOCK_AT = 1 << 50
+"""Beyond every byte of a recording: other locks on it mean other things."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a generation of a recording has been exported. `places` is the next row of each ring, by its number.
+
+    `details` is how much of what few rows have had been written by then.
+    """
+
+    generation: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+    fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    details: int = 0
+
+    @property
+    def unsettled(self) -> int:
+        """Spans that were seen and whose fate is not known."""
+        told = sum(self.fates[name] for name in FATES[2:]) - self.fates["kept"]
+        return max(self.fates["seen"] - told, 0)
+
+
+class ExportPlace:
+    """What is written of its export in a recording. Raises `OSError` for what cannot be written to."""
+
+    def __init__(self, fd: int) -> None:
+        # Opened anew: a lock belongs to what was opened, and who was given a descriptor shares that with the giver.
+        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+        except OSError:
+            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
+        finally:
+            os.close(opened)
+        self._identity = self._identified()
+        self._at = os.fstat(self._fd).st_size - layout.EXPORT_BYTES
+        self._turn = 0
+
+    def close(self) -> None:
+        """Let go of the recording, and of its export."""
+        if self.fileno() >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def fileno(self) -> int:
+        """Its descriptor, -1 where a service has closed it, and perhaps has a file of its own there."""
+        if self._fd >= 0 and self._identified() != self._identity:
+            self._fd = -1
+        return self._fd
+
+    def _identified(self) -> tuple[int, int]:
+        try:
+            found = os.fstat(self._fd)
+        except OSError:
+            return -1, -1
+        return found.st_dev, found.st_ino
+
+    def take(self) -> bool:
+        """Be the one who exports it from now on; False while another one is."""
+        return self._lock(fcntl.F_WRLCK)
+
+    def give_up(self) -> None:
+        """Let another one export it."""
+        self._lock(fcntl.F_UNLCK)
+
+    def _lock(self, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, _LOCK_AT, 1, 0))
+        except OSError:
+            return False
+        return True
+
+    def is_taken(self) -> bool:
+        """Whether somebody else exports it now."""
+        found = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCK_AT, 1, 0))
+        return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def read(self) -> Progress:
+        """What was written last; nothing where nobody has exported it."""
+        newest, found = 0, Progress()
+        for turn in (0, 1):
+            data = os.pread(self.fileno(), _SLOT_BYTES, self._at + turn * _SLOT_BYTES)
+            number, progress = _unpacked(data)
+            if number > newest:
+                newest, found, self._turn = number, progress, number
+        return found
+
+    def write(self, progress: Progress) -> None:
+        """Write how far it has come."""
+        self._turn += 1
+        data = _packed(self._turn, progress)
+        with suppress(OSError):
+            os.pwrite(self.fileno(), data, self._at + self._turn % 2 * _SLOT_BYTES)
+
+
+def counted(place: ExportPlace) -> tuple[int, int]:
+    """The generation of a recording, and how many rows went with rings that were given up."""
+    head = os.pread(place.fileno(), layout.HEADER.size, 0)
+    return _number(head, layout.HEADER, "generation"), _number(head, layout.HEADER, "ended_rows")
+
+
+def threads(place: ExportPlace) -> dict[int, int]:
+    """The native ids of the threads whose rows a recording has, by the numbers of their rings."""
+    head = os.pread(place.fileno(), layout.HEADER.size, 0)
+    parts = struct.unpack_from("<50Q", head, layout.HEADER.fields["parts"][0])
+    offset, stride, slots, used, _ = parts[5 * layout.PARTS.index("rings") :][:5]
+    data = os.pread(place.fileno(), stride * min(used, slots), offset)
+    before, found = _number(head, layout.HEADER, "object_bytes"), {}
+    for at in range(0, len(data) - stride + 1, stride):
+        ring = data[at + before : at + stride]
+        if _number(ring, layout.RING, "generation") == _number(head, layout.HEADER, "generation"):
+            found[_number(ring, layout.RING, "number")] = _number(ring, layout.RING, "thread_id")
+    return {ring: thread for ring, thread in found.items() if ring and thread}
+
+
+def _number(data: bytes, record: layout.Record, name: str) -> int:
+    at, code = record.fields[name]
+    return int(struct.unpack_from(f"<{code}", data, at)[0])
+
+
+def _packed(turn: int, progress: Progress) -> bytes:
+    places = sorted(progress.places.items())[-_MOST_PLACES:]
+    body = b"".join([
+        _HEAD.pack(
+            turn, 0, progress.generation, len(places), progress.details,
+            *(max(progress.fates[name], 0) for name in FATES),
+        ),
+        *(_PLACE.pack(*place) for place in places),
+    ])  # fmt: skip
+    return body[:8] + zlib.crc32(body).to_bytes(8, "little") + body[16:]
+
+
+def _unpacked(data: bytes) -> tuple[int, Progress]:
+    if len(data) < _HEAD.size:
+        return 0, Progress()
+    turn, crc, generation, count, details, *fates = _HEAD.unpack_from(data)
+    body = data[: _HEAD.size + min(count, _MOST_PLACES) * _PLACE.size]
+    if not turn or count > _MOST_PLACES or zlib.crc32(body[:8] + bytes(8) + body[16:]) != crc:
+        return 0, Progress()
+    places = dict(_PLACE.iter_unpack(body[_HEAD.size :]))
+    return turn, Progress(generation, places, dict(zip(FATES, fates, strict=True)), details)
+
+
+def told(fates: Mapping[str, int]) -> Mapping[str, int]:
+    """The spans that were kept and not exported, as losses are called."""
+    names = {
+        "spans rejected by the OTLP export": "rejected",
+        "spans failed by the OTLP export": "failed",
+        "spans dropped by the OTLP export": "dropped",
+        "spans overwritten before the export read them": "missed",
+        "spans that an agent had read and not exported as it was ended": "abandoned",
+    }
+    return {name: fates[fate] for name, fate in names.items() if fates[fate]}
