@@ -100,6 +100,12 @@ def _how(status: int | None) -> str:
     return f" (signal {-code})"
 
 
+def line_of_export(lost: Mapping[str, int]) -> str:
+    """The line that says what of a run did not reach its collector."""
+    told = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+    return f"instrument: not all that this run was to export has reached the collector: {told}"
+
+
 def nobody_joined(pid: int, after_s: float) -> str:
     """Why no process of a run records, as far as the environment of its first one tells."""
     return (

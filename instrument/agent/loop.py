@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure, exit_status, journal, run_report, telling
+from instrument.agent.exports import Exports
 from instrument.agent.glance import rows_held
 from instrument.agent.jobs import Jobs
 from instrument.agent.peer import Connection
 from instrument.agent.processes import GOODBYE, REPLACED, VANISHED, Process, Run, exit_fd_of, image_of
+from instrument.recording import export_place
 from instrument.runtime import packets
 
 CONNECTIONS = 2048
@@ -55,6 +57,9 @@ START_S = 10.0
 END_S = 5.0
 """How long the agent goes on after SIGTERM while processes of its run live, and for work that is under way."""
 
+LAST_S = 1.0
+"""How long after SIGTERM what processes record is still exported by this agent."""
+
 ASKED_S = 30.0
 """The longest that who asks something of the processes waits for their answers."""
 
@@ -83,6 +88,7 @@ class Agent:
         self.runs: dict[str, Run] = {} if run is None else {run.name: run}
         self._selector = selectors.DefaultSelector()
         self._jobs = Jobs(self._selector)
+        self._exports = Exports(self._selector, self._exports_changed)
         self._connections: dict[Connection, Process | None] = {}  # None for somebody who asks
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self._questions: dict[int, Question] = {}
@@ -90,7 +96,7 @@ class Agent:
         self.faults = 0
         self.refused = 0
         self._ends_at = 0.0
-        self._is_over = False
+        self._is_over = self._has_told_exports = False
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -147,6 +153,7 @@ class Agent:
         """A signal asks for the end: it comes at once where nobody is there, else after a while."""
         os.read(descriptor, 64)
         self._ends_at = self._ends_at or time.monotonic() + END_S
+        self._after(LAST_S, self._exports.end)
         self._after(END_S, self._end_if_done)
         self._end_if_done()
 
@@ -165,10 +172,36 @@ class Agent:
         now = time.monotonic()
         is_up = bool(self._ends_at) and now >= self._ends_at
         if is_up or (self._ends_at and self._jobs.is_idle and not any(run.living() for run in self.runs.values())):
-            self._is_over = True
+            self._end()
+
+    def _end(self) -> None:
+        """End once all is exported that can be; the exporter has its own time for that."""
+        if not self._exports.is_done:
+            if not self._exports.is_ending:
+                self._exports.end()
+                self._after(END_S, self._close_exports)
+            return
+        if not self._is_over:
+            lost = export_place.told(self._exports.fates)
+            for run in self.runs.values() if lost else ():
+                self._say(run, departure.line_of_export(lost))
+        self._is_over = True
+
+    def _close_exports(self) -> None:
+        self._exports.stop()
+        self._end()
+
+    def _exports_changed(self) -> None:
+        if self._exports.problem and not self._has_told_exports and self._says is not None:
+            self._has_told_exports = True
+            self._says(f"instrument: the agent could not export what a process records: {self._exports.problem}")
+        self._end_if_done()
+        for run in list(self.runs.values()):
+            self._end_of(run)
 
     def _close(self) -> None:
         self._jobs.stop()
+        self._exports.stop()
         for connection in list(self._connections):
             self._drop(connection)
         for run in self.runs.values():
@@ -282,6 +315,10 @@ class Agent:
             process.has_recorded = True
             process.run.is_told = False
             journal.note(self._folder, process)
+        elif process is not None and "exports" in message:
+            self._exports.release(process)
+        elif process is not None and "flush" in message:
+            self._exports.flush(process)
         elif process is not None and "hears" in message:
             process.hears = True
         elif process is not None and "goodbye" in message:
@@ -322,6 +359,7 @@ class Agent:
         process.memory_events = exit_status.memory_events(connection.pid)
         process.oom_kills = exit_status.oom_kills(process.memory_events)
         run.processes.append(process)
+        self._exports.add(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
         if not run.stderr or pid == run.first:
@@ -436,6 +474,7 @@ class Agent:
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
         journal.forget(self._folder, process)
+        self._exports.note_ended(process)
         if process.exit_fd >= 0:
             self._selector.unregister(process.exit_fd)
             if how == VANISHED and process.status is None:
@@ -525,8 +564,10 @@ class Agent:
             self._jobs.start(departure.report_of(run), lambda answer: self._told(run, answer))
             return
         if run is self._run:
-            self._is_over = True
+            self._end()
             return
+        if self._exports.waits_for(run):
+            return  # it calls again
         for process in run.processes:
             process.release()
         self.runs.pop(run.name, None)

@@ -103,10 +103,15 @@ class Gauges:
         if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
             self._host, self._host_ns = Host(), host_ns or self._nvml_ns
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether anything was found to read."""
+        return self._nvml is not None or self._host is not None
+
     def begin(self) -> None:
         """Start the thread, if anything was found to read."""
         global _running
-        if self._nvml is None and self._host is None:
+        if not self.are_wanted:
             return
         _hook_forks()
         _running, self._is_reading = self, True

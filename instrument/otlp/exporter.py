@@ -111,6 +111,7 @@ class Exporter:
     `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
     names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts of their own and are
     sent after the spans. `origin` and `ids` may be read, and `origin` replaced by a renewed one, at any time.
+    Where it has none of its own it need not know what it `detects` of itself.
     `settled(source)` is called when the fate of some of a source's spans has become known, by the thread that sends.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
@@ -122,6 +123,8 @@ class Exporter:
         origin: Origin,
         threads: Callable[[], Mapping[int, str]],
         settled: Callable[[Source], object] = lambda _: None,
+        *,
+        detects: bool = True,
     ) -> None:
         self._settings = settings
         self._threads = threads
@@ -129,7 +132,7 @@ class Exporter:
         self._sender = sender_for(settings)
         grpc = settings.protocol == "grpc"
         self.metrics = Metrics(settings.endpoint if grpc else metrics_url(settings.endpoint))
-        self._detected: Mapping[str, object] | None = None
+        self._detected: Mapping[str, object] | None = None if detects else {}
         self._begin_anew(origin)
 
     def _begin_anew(self, origin: Origin) -> None:
@@ -253,12 +256,22 @@ class Exporter:
                     self._take_in()
                 finally:
                     self._lock.release()
-            if self._queued_spans >= _BATCH_SPANS and self._wake.empty():
-                self._wake.put(None)
+            if self._queued_spans >= _BATCH_SPANS:
+                self.hurry()
         except Exception as fault:  # our own fault is counted, not raised into the service
             FAULTS.note("offer of spans to the OTLP exporter", fault)
             return False
         return size <= QUEUE_SPANS and not self._closed
+
+    @property
+    def waiting(self) -> int:
+        """How many spans are on their way."""
+        return self._counts["pending"]
+
+    def hurry(self) -> None:
+        """Send what was offered so far now."""
+        if self._wake.empty():
+            self._wake.put(None)
 
     def flush(self, timeout_ns: int) -> Delivery:
         """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it.

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from operator import ge, gt, le, lt
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.profile.model import Capture, Rate, Usual, Where
-from instrument.recorder.recorder import Recorder
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
-from instrument.recording.lines import WIDTH
+from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.ring import Row, is_request_root
 from instrument.recording.spans import REMOTE, RemoteParent, Site, Span, remote_of
+
+if TYPE_CHECKING:
+    from instrument.recorder.recorder import Recorder
 
 LEAST_CALLS = 100
 """Requests of an endpoint from which on it is told what is usual there: those before wait for that."""
@@ -31,6 +33,28 @@ USUAL_FOR_NS = 10**9
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
 
+class RowSource(Protocol):
+    """Where rows come from, and what there is to know of them: a process's own recorder, or another's recording."""
+
+    def shelf(self, sample: float, spans_per_request: int) -> Any:
+        """Where rows of open requests are put aside."""
+
+    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> Any:
+        """What reads on in each ring, by `read_on` of a shelf."""
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        """The spans that are open now."""
+
+    def span(self, row: Row, thread_id: int) -> Span:
+        """The span that a row stands for."""
+
+    def site_of(self, row: Row) -> Site:
+        """The site of a row."""
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        """All totals up to now."""
+
+
 class Trees:
     """Groups rows by tree as they finish and hands the trees that are kept to `keep`. Used by one thread.
 
@@ -41,7 +65,7 @@ class Trees:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: RowSource,
         capture: Capture,
         spans_per_request: int,
         keep: Callable[[list[Span]], None],
@@ -67,11 +91,29 @@ class Trees:
     @property
     def lost(self) -> int:
         """Rows that were overwritten before they were looked at."""
-        return self._cursor.lost
+        lost: int = self._cursor.lost
+        return lost
 
     def skip(self) -> None:
         """Leave what was recorded up to now unread."""
         self._cursor = self._recorder.cursor(self._shelf.sort)
+
+    @property
+    def held(self) -> int:
+        """Rows of requests that have not ended."""
+        held: int = self._shelf.held
+        return held
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The next row of each thread, by its native id."""
+        places: Mapping[int, int] = self._cursor.places
+        return places
+
+    def go_on(self, places: Mapping[int, int]) -> None:
+        """Read on from these rows of each thread."""
+        self.skip()
+        self._cursor.go_on(places)
 
     def change(self, capture: Capture, spans_per_request: int) -> None:
         """Decide by other settings from now on."""
@@ -275,7 +317,7 @@ class _UsualTimes:
     An endpoint is what the requests of one site are. The tally counts them since the session began.
     """
 
-    def __init__(self, recorder: Recorder, usual: Usual | None) -> None:
+    def __init__(self, recorder: RowSource, usual: Usual | None) -> None:
         self._recorder = recorder
         self._usual = usual
         self._limits: dict[object, int] = {}

@@ -20,6 +20,7 @@ from instrument.recording import board
 from instrument.recording.spans import Cost, Site
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
+from instrument.sessions.handover import Handover
 from instrument.sessions.reader import Reader
 
 COMPLAINTS_KEPT = 20
@@ -46,6 +47,7 @@ class Account:
     imports: ImportTimes
     timing: Timing | None
     exporter: otlp.Exporter | None
+    handover: Handover
     tells_waiting: bool = True
     refused: tuple[str, ...] = ()
     thread_ns: int = 0
@@ -145,6 +147,7 @@ class Account:
             sent = self.exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
             counts["spans overwritten before the export read them"] = self.reader.lost
+            counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True) -> list[str]:

@@ -55,6 +55,9 @@ AGAIN_S = 0.05
 MAIN_S = 0.2
 """How often it is asked whether the main thread lives, in a process that may end by its end."""
 
+EXPORT_S = 1.0
+"""How often it is looked whether anybody exports what this process records."""
+
 AGENT_S = 1.0
 """How often a process whose agent has gone looks for another one in its place."""
 
@@ -146,8 +149,10 @@ class Control:
         complain: Callable[[str], object],
         membership: Membership | None = None,
         end: Callable[[], object] | None = None,
+        look_after_export: Callable[[bool], object] = lambda _: None,
     ) -> None:
         self._end = end
+        self._look_after_export = look_after_export
         self._membership = membership
         self._folder = folder
         self._watched = watched
@@ -319,7 +324,8 @@ class Control:
                 self._agent_fd = membership.fileno()
                 self._selector.register(self._agent_fd, selectors.EVENT_READ)
                 membership.tell({"hears": True})
-        return None if self._agent_fd >= 0 else self._agent_at
+        self._look_after_export(self._agent_fd >= 0)
+        return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
 
     def _hear_agent(self) -> None:
         membership = self._membership

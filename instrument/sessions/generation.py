@@ -159,6 +159,7 @@ class Generations:
         enter: Callable[[Profile], None],
         has_ended: Callable[[], bool],
         end_of_main_thread: Callable[[], Callable[[], object] | None],
+        look_after_export: Callable[[bool], object],
     ) -> None:
         self._session = session
         self._folder = folder
@@ -166,6 +167,7 @@ class Generations:
         self._enter = enter
         self._has_ended = has_ended
         self._end_of_main_thread = end_of_main_thread
+        self._look_after_export = look_after_export
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
         """Held while one profile takes the place of another."""
@@ -220,6 +222,7 @@ class Generations:
             self.refuse,
             self._membership,
             self._end_of_main_thread(),
+            self._look_after_export,
         )
 
     def hear_agent(self) -> None:

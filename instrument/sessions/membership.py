@@ -267,6 +267,7 @@ class RunFacts:
             "captures": str(saving.folder / saving.place().path(recording.path)),
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
+            "export": session.export_settings(),
         }
 
     def at_end(self) -> dict[str, Any]:

@@ -78,6 +78,20 @@ class Reader:
         """Leave what was recorded up to now unread."""
         self._trees.skip()
 
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The next row of each thread, by its native id."""
+        return self._trees.places
+
+    def go_on(self, places: Mapping[int, int]) -> None:
+        """Read on from these rows of each thread, whatever has been read."""
+        self._trees.go_on(places)
+
+    @property
+    def held(self) -> int:
+        """Rows of requests that have not ended."""
+        return self._trees.held
+
     def stop(self, end_ns: int) -> Cut | None:
         """The window that is open at the end; partial, but not empty."""
         return self._windows.stop(end_ns)

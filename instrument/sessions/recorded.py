@@ -24,6 +24,7 @@ from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
+from instrument.otlp import export_facts
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER
@@ -52,6 +53,7 @@ from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
+from instrument.sessions.handover import Handover, Standing
 from instrument.sessions.meter import Books, Meter
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
@@ -87,6 +89,7 @@ class Recorded:
         if profile.export.otlp is not None:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
             self._outbox = Outbox(self._exporter, self._timing)
+        self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._begin_export, self._end_export)
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
         self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns))
@@ -103,6 +106,7 @@ class Recorded:
             imports=self._imports,
             timing=self._timing,
             exporter=self._exporter,
+            handover=self.handover,
             tells_waiting=profile.source != EVERYTHING.source,
         )
         self._begin()
@@ -119,8 +123,15 @@ class Recorded:
 
     # ---------------------------------------------------------------- while it records
 
+    def _begin_export(self, rows: Mapping[int, int]) -> None:
+        """Read from these rows of each thread on, and export."""
+
+    def _end_export(self) -> Standing:
+        """Export no more; tells where that stands."""
+        return Standing({}, 0, 0)
+
     def _keep(self, spans: list[Span]) -> None:
-        if self._outbox is not None:
+        if self._outbox is not None and self.handover.is_own:
             self._outbox.put(spans)
             # A request comes first among its spans; those that end after it come alone.
             if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
@@ -201,7 +212,16 @@ class Recorded:
 
     def _facts(self) -> Mapping[str, Any]:
         """What others are to know who read this process's recording."""
-        return {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
+        facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
+        if self._exporter is not None:
+            of_profile = self.profile.capture, self.profile.limits.spans_per_request
+            facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile)
+        return facts
+
+    def export_settings(self) -> Mapping[str, Any] | None:
+        """What the run's agent needs to export what this process records; None where it is not to."""
+        wanted = self.profile.export.otlp
+        return export_facts.settings_told(wanted) if wanted is not None and self.handover.has_agent else None
 
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.

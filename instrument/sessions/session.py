@@ -12,7 +12,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from instrument import otlp
@@ -22,7 +22,7 @@ from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
-from instrument.recording import board
+from instrument.recording import board, export_place
 from instrument.recording.distributions import Snapshot
 from instrument.recording.spans import (
     Span,
@@ -34,12 +34,22 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.generation import Generations, Reload
+from instrument.sessions.handover import Standing
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import REPORT_S, Membership, RunFacts
 from instrument.sessions.meter import Ended
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
+
+HAND_BACK_NS = 10 * 10**9
+"""The longest that the session still sends what it has read for, as an agent takes over."""
+
+SETTLE_S = 1.0
+"""How long a process that is to print a summary waits for its agent to send what it recorded, to say what was lost."""
+
+FLUSH_S = 0.01
+"""How often it is looked whether the agent has sent everything."""
 
 EXIT_LIMIT_NS = 5 * 10**9
 """The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
@@ -78,6 +88,7 @@ class Session(Recorded):
             waits=self._is_of_run,
             look=self._pump,
             is_needed=self._is_looked_after,
+            sends=lambda: self.handover.is_own or self._gauges.are_wanted,
             follow=lambda: self._generations.hear_agent(),
             tell_others=self._tell_others,
         )
@@ -94,6 +105,7 @@ class Session(Recorded):
             self._enter,
             has_ended=lambda: self._threads.stopping.is_set(),
             end_of_main_thread=lambda: self._end_of_main_thread if self._is_of_thread else None,
+            look_after_export=lambda is_joined: self.look_after_export(is_joined=is_joined),
         )
 
     def _start(self) -> None:
@@ -111,6 +123,7 @@ class Session(Recorded):
                 self._undos.append(self._imports.install())
             if self._exporter is not None:
                 self._exporter.prepare()
+                self._leave_export_to_agent()
                 RECORDER.remote_parent = otlp.current_parent
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
@@ -146,9 +159,11 @@ class Session(Recorded):
         """Tell the run's agent of this process, where there is one."""
         if self.profile.agent == "off":
             return
+        RECORDER.tell(self._facts())
         problem = self._membership.join()
         self._generations.listen_to_agent()
         if problem:
+            self.handover.take_over()
             self.account.complain(f"{problem}; what this process records goes with it", log=False)
 
     def _publish_context(self) -> None:
@@ -156,6 +171,42 @@ class Session(Recorded):
         problem = process_context.publish(otlp.pack_resource(self.resource()))
         if problem:
             self.account.complain(f"process context: {problem}; profilers name this process on their own", log=False)
+
+    def _leave_export_to_agent(self) -> None:
+        """Where there is an agent it exports what this process records; not where the session reads that anyway."""
+        is_read = self._has_metrics() or self.profile.schedule is not None
+        if self._membership.path and self.profile.agent != "off" and not is_read:
+            self.handover.leave_to_agent()
+
+    def _begin_export(self, rows: Mapping[int, int]) -> None:
+        with self._lock.held():
+            self._reader.go_on(rows)
+            self.handover.is_own = True
+        if self._exporter is not None and not self._stopped and self._threads.have_begun:
+            self._exporter.start()
+            self._threads.start()
+
+    def _end_export(self) -> Standing:
+        exporter, outbox = self._exporter, self._outbox
+        with self._lock.held():
+            self._reader.look()
+            if outbox is not None:
+                outbox.send_settled(is_last=True)
+            standing = Standing(dict(self._reader.places), self._reader.lost, self._reader.held)
+            self.handover.is_own = False
+            if exporter is not None:
+                exporter.stop(HAND_BACK_NS)
+                if self._gauges.are_wanted:
+                    exporter.start()
+        return standing
+
+    def look_after_export(self, *, is_joined: bool) -> None:
+        """Export here, or have the agent do so, as things stand: called now and then."""
+        if self.times_devices and self.handover.has_agent and not self.handover.is_own:
+            # What a device did is not in the recording, and known here alone.
+            self._membership.tell({"exports": True})
+            self.handover.insist()
+        self.handover.look(is_joined=is_joined)
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -180,7 +231,8 @@ class Session(Recorded):
 
     def _is_read(self) -> bool:
         """Whether anybody wants spans while the service runs. To read them takes about 0.7 us each."""
-        return self._exporter is not None or self.profile.schedule is not None or self._is_scraped
+        is_sent = self._exporter is not None and self.handover.is_own
+        return is_sent or self.profile.schedule is not None or self._is_scraped
 
     def _is_looked_after(self) -> bool:
         """Whether anything is to be done while the service runs. Otherwise no thread does."""
@@ -261,7 +313,27 @@ class Session(Recorded):
         self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
+        if not self.handover.is_own:
+            return self._flush_by_agent(end)
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
+
+    def _flush_by_agent(self, end: float) -> otlp.Delivery:
+        """Have the agent send all that has finished, and wait until that is settled, or the time is up."""
+        recorded = self._recorded()
+        self._membership.tell({"flush": True})
+        while True:
+            progress = self.handover.progress()
+            fates = progress.fates
+            sent = {fate: fates[fate] for fate in export_place.SENT}
+            pending = fates["kept"] - sum(sent.values())
+            settled = fates["seen"] + fates["missed"] >= recorded and not pending
+            if settled or time.monotonic() >= end:
+                return otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
+            time.sleep(FLUSH_S)
+
+    def _recorded(self) -> int:
+        recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
+        return recorded
 
     def sends_to(self, endpoint: str) -> bool:
         """Whether the session itself sends what `capture` keeps to that collector."""
@@ -273,6 +345,8 @@ class Session(Recorded):
 
         A request that has not ended is kept, for nobody else could tell what becomes of it.
         """
+        self._membership.tell({"exports": True})
+        self.handover.insist()  # what the agent keeps, nobody knows here
         with self._lock.held():
             return self._reader.unsent(spans)
 
@@ -346,6 +420,8 @@ class Session(Recorded):
                 return
             self._stopped = True
             self._undo()
+            if self.handover.has_agent and not self._membership.tell({"records": True}) and self._membership.join():
+                FAULTS.attempt("export in place of the agent", self.handover.take_over)
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self._tell_others)
@@ -392,6 +468,13 @@ class Session(Recorded):
         """What a session leaves behind: its spans at the collector, its last trace file."""
         window = self._reader.stop(self.end_ns or 0)
         if self._exporter is not None:
+            if self.handover.is_own:
+                self._exporter.start()
+            elif self.profile.export.summary is not None:
+                recorded = self._recorded()
+                found = self._flush_by_agent(time.monotonic() + SETTLE_S)
+                if not found.settled:
+                    self.handover.undelivered = max(recorded - found.offered + found.pending, 0)
             self._exporter.stop(EXIT_LIMIT_NS)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
@@ -447,12 +530,14 @@ class Session(Recorded):
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()
-        RECORDER.tell(self._facts())
         if self._outbox is not None:
             self._outbox.after_fork_in_child()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
+        self.handover.after_fork_in_child()
+        self._leave_export_to_agent()
+        RECORDER.tell(self._facts())
         self._gauges.after_fork_in_child(begins=False)
         self._begin_readings()
         self._threads.start_when_needed()

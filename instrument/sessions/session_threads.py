@@ -35,7 +35,8 @@ START_LIMIT_S = 1.0
 class SessionThreads:
     """Begins the threads of a session and ends its own.
 
-    `look` is what the session's own does again and again, where `is_needed()`; `follow` what there is to do once they
+    `look` is what the session's own does again and again, where `is_needed()`; `sends()` is whether the session itself
+    has anything to send to a collector; `follow` what there is to do once they
     have begun, and `tell_others` what follows where they began with a span. `waits` is whether they begin with the
     first span that is recorded.
     """
@@ -50,6 +51,7 @@ class SessionThreads:
         waits: bool,
         look: Callable[[], object],
         is_needed: Callable[[], bool],
+        sends: Callable[[], bool],
         follow: Callable[[], None],
         tell_others: Callable[[], None],
     ) -> None:
@@ -60,6 +62,7 @@ class SessionThreads:
         self._waits = waits
         self._look = look
         self._is_needed = is_needed
+        self._sends = sends
         self._follow = follow
         self._tell_others = tell_others
         self._begin()
@@ -123,7 +126,7 @@ class SessionThreads:
     def _start_threads(self) -> None:
         self.have_begun = True
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
-        if self._exporter is not None:
+        if self._exporter is not None and self._sends():
             self._exporter.start()
         self._gauges.begin()
         self.start()

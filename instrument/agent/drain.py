@@ -1,0 +1,146 @@
+"""The drain of one recording: what another process has recorded since the last look, as the tail sampler reads it.
+
+It stands where the process's own recorder does when a session reads its rings itself, so both decide by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from instrument.agent.column_shelf import ColumnShelf, roots_ended
+from instrument.recording.export_place import Progress
+from instrument.recording.lines import Lines
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import RingRows
+from instrument.recording.ring import REQUEST_BIT, Row
+from instrument.recording.rows import span_of
+from instrument.recording.spans import Site, Span
+
+ROWS_AT_ONCE = 10_000
+"""The most rows that are looked at in one go: what is held at a time is bounded by it."""
+
+
+class Drain:
+    """Reads the recording on from where it had been read. Used by one thread.
+
+    `seen` counts the rows that were read, `missed` those that were overwritten before; `places` says where it stands.
+    """
+
+    def __init__(self, mapped: Mapped, progress: Progress) -> None:
+        self._mapped = mapped
+        self.places = dict(progress.places)
+        self.details_at = progress.details
+        self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
+        self.has_more = False
+        self._recent: Mapping[int, tuple[int, bytes]] = {}
+        self._shelves: list[ColumnShelf] = []
+
+    # ---------------------------------------------------------------- what the tail sampler asks a recorder
+
+    def shelf(self, sample: float, spans_per_request: int) -> ColumnShelf:
+        """Where rows of open requests are put aside."""
+        self._shelves.append(ColumnShelf(sample, spans_per_request))
+        return self._shelves[-1]
+
+    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> _Cursor:
+        """What reads on, by `read_on` of a shelf."""
+        return _Cursor(self, read_on)
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        """None: who asks wants to keep some that are open, which only the process itself does."""
+        return []
+
+    def span(self, row: Row, thread_id: int) -> Span:
+        """The span that a row stands for."""
+        return span_of(row, self.site_of(row), thread_id)
+
+    def site_of(self, row: Row) -> Site:
+        """The site of a row that was read."""
+        return self._mapped.known_tree.site(row[0])
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        """All totals up to now."""
+        return Lines.of_tally(self._mapped.tally(), merged=merged)
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> list[tuple[int, list[Row]]]:
+        """The rows since the last time that `read_on` finds, with the native id of their thread."""
+        ended = self._mapped.ended_rows
+        rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
+        self._take_details()
+        found, written = [], ended
+        for ring in rings:
+            since = self.places.get(ring.ring, 0)
+            rows, head, _ = read_on(ring, since)
+            self.seen += len(ring.rows)
+            written += head
+            if rows:
+                found.append((ring.thread_id, rows))
+        self.has_more = sum(len(ring.rows) for ring in rings) >= ROWS_AT_ONCE
+        self.places = {ring.ring: ring.head for ring in rings}
+        self.missed = max(self.missed, written - self.seen)
+        return found
+
+    def _take_details(self) -> None:
+        """What rows have is written before them, perhaps since the last time, when they were not there yet."""
+        found, self.details_at = self._mapped.details_since(self.details_at)
+        both = {**self._recent, **found}
+        self._recent = found
+        for shelf in self._shelves:
+            shelf.details = both
+
+    def adopt(self) -> int:
+        """Put aside again what lies before the place where it goes on, of requests that nobody has decided about.
+
+        Those are open now, or end later than that. Returns how many rows there were.
+        """
+        opened = [span.root_id for span in self._mapped.open_spans() if span.root_id & REQUEST_BIT]
+        ended = [roots_ended(ring) for rings in self._pieces(self.places) for ring in rings]
+        roots = np.unique(np.concatenate([np.array(opened, np.uint64), *ended]))
+        if not len(roots):
+            return 0
+        details, _ = self._mapped.details_since(0)
+        adopted = 0
+        for shelf in self._shelves:
+            shelf.details = details
+            for rings in self._pieces({}):
+                for ring in rings:
+                    before = max(self.places.get(ring.ring, 0) - ring.first, 0)
+                    adopted += shelf.adopt(ring._replace(rows=ring.rows[:before]), roots)
+        return adopted
+
+    def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
+        """All rows from some places on that are there now, a bounded number at a time."""
+        until = self._mapped.heads()
+        while any(places.get(ring, 0) < head for ring, head in until.items()):
+            rings = self._mapped.rows(places, ROWS_AT_ONCE)
+            yield rings
+            places = {ring.ring: ring.head for ring in rings}
+            until = {ring: head for ring, head in until.items() if ring in places}
+
+    @property
+    def held(self) -> int:
+        """Rows that are put aside."""
+        return sum(shelf.held for shelf in self._shelves)
+
+    @property
+    def beyond(self) -> int:
+        """Rows that were left out for the limits of the shelves."""
+        return sum(shelf.counts.total() for shelf in self._shelves)
+
+
+class _Cursor:
+    def __init__(self, drain: Drain, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> None:
+        self._drain = drain
+        self._read_on = read_on
+
+    @property
+    def lost(self) -> int:
+        return self._drain.missed
+
+    def read(self) -> list[tuple[int, list[Row]]]:
+        return self._drain.read(self._read_on)

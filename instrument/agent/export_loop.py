@@ -1,0 +1,142 @@
+"""The program of the agent's exporter: a child of the agent, which reads the recordings of a run and sends their spans.
+
+The agent hands it each recording that is to be exported, and tells when its process has ended. It ends when the agent
+says so, within a time, and at once where the agent has gone: the next agent's goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from instrument.agent.exported import Exported
+from instrument.errors import InstrumentError
+from instrument.otlp.export_facts import settings_from
+from instrument.otlp.exporter import Exporter, Source
+from instrument.profile.model import Otlp
+from instrument.recording.spans import Origin
+from instrument.runtime import packets
+
+LOOK_S = 0.2
+"""How often recordings are looked at; the ring of a thread must hold what it records in that time."""
+
+BEHIND_S = 0.02
+"""The same while spans wait in a recording for others to be sent."""
+
+END_S = 4.0
+"""The longest that spans are still sent for when the agent ends."""
+
+
+class ExportLoop:
+    """Serves the agent at the other end of `connection` until that ends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setblocking(False)
+        self._exporters: dict[Otlp, Exporter] = {}
+        self._recordings: dict[int, Exported] = {}
+        self._ends_at = 0.0
+        self._is_behind = False
+        self.faults = 0
+
+    def serve(self) -> None:
+        """Do so until the agent says that it ends, or has gone."""
+        waiting = select.poll()
+        waiting.register(self._connection, select.POLLIN)
+        has_more = False
+        while not self._ends_at:
+            wait_s = BEHIND_S if self._is_behind else LOOK_S
+            if waiting.poll(0 if has_more else 1000 * wait_s) and not self._hear():
+                return
+            has_more = self._look()
+        while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
+            if self._is_behind:  # what was recorded last, as there is room for it
+                time.sleep(BEHIND_S)
+        for exporter in self._exporters.values():
+            exporter.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
+        for number in list(self._recordings):
+            self._let_go(number)
+
+    # ---------------------------------------------------------------- the agent
+
+    def _hear(self) -> bool:
+        """Do what the agent says; False where it has gone."""
+        while True:
+            try:
+                message, descriptors = packets.receive(self._connection)
+            except BlockingIOError:
+                return True
+            except (OSError, packets.PacketError):
+                return False
+            if message is None:
+                return False
+            if "export" in message:
+                self._begin(int(message["export"]), message["settings"], descriptors[0])
+            elif "ended" in message:
+                found = self._recordings.get(int(message["ended"]))
+                if found is not None:
+                    found.has_ended = True
+            elif "flush" in message:
+                found = self._recordings.get(int(message["flush"]))
+                if found is not None:
+                    found.look()
+                    found.is_settled()
+            elif "release" in message:
+                if int(message["release"]) in self._recordings:
+                    self._let_go(int(message["release"]))
+            elif "end" in message:
+                self._ends_at = time.monotonic() + END_S
+
+    def _tell(self, message: packets.Message) -> None:
+        try:
+            packets.send(self._connection, message)
+        except OSError:
+            pass  # the agent has gone, or hears nothing: it is told by the end of the connection
+
+    def _begin(self, number: int, settings: Mapping[str, Any], fd: int) -> None:
+        try:
+            exporter = self._exporter(settings_from(settings))
+            self._recordings[number] = Exported(fd, exporter)
+        except (InstrumentError, OSError, TypeError, ValueError, RuntimeError) as problem:
+            self._tell({"done": number, "problem": f"{type(problem).__name__}: {problem!s:.500}"})
+
+    def _exporter(self, settings: Otlp) -> Exporter:
+        if settings not in self._exporters:
+            exporter = Exporter(settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
+            exporter.start()
+            self._exporters[settings] = exporter
+        return self._exporters[settings]
+
+    def _note_settled(self, source: Source) -> None:
+        """Called by the thread that sends."""
+        for found in list(self._recordings.values()):
+            if found.source is source:
+                found.note_settled()
+
+    # ---------------------------------------------------------------- recordings
+
+    def _look(self) -> bool:
+        """Look at all of them once; returns whether any has more by now."""
+        has_more = self._is_behind = False
+        for number, found in list(self._recordings.items()):
+            try:
+                more = found.look()
+                self._is_behind = self._is_behind or found.is_behind
+                if found.has_ended and not (more or found.is_behind) and found.is_settled():
+                    self._let_go(number)
+            except Exception as problem:  # what another process has recorded may be anything
+                self.faults += 1
+                self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
+                continue
+            has_more = has_more or more
+        return has_more
+
+    def _let_go(self, number: int, problem: str = "") -> None:
+        found = self._recordings.pop(number)
+        fates = found.finish() if found.has_ended else {}
+        found.close()
+        self._tell({"done": number, "fates": fates, "problem": problem})

@@ -1,0 +1,232 @@
+"""One recording as it is exported: read on, its requests decided about, the kept ones handed to an exporter.
+
+What becomes of its rows is written into it, so that another one who exports it later goes on there: rows are noted as
+read before any span of them is on its way, so none is sent twice, and what was on its way as an exporter was ended is
+counted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from instrument import clock
+from instrument.agent.drain import Drain
+from instrument.otlp.export_facts import ExportFacts, facts_from
+from instrument.otlp.exporter import Exporter, Source
+from instrument.recorder.tail_sampler import Trees
+from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import Header
+from instrument.recording.spans import Origin, Span
+from instrument.runtime.unpatched import RLock
+from instrument.trace.of_memory import origin_of
+
+FACTS_S = 1.0
+"""How often it is looked what a process says of itself."""
+
+CLOCK_S = 60.0
+CLOCK_DRIFT_NS = 10**6
+"""How often the machine's wall clock is read anew, and from what difference on spans are sent by that reading."""
+
+
+WAITING_SPANS = 4_000
+CROWDED = 0.5
+"""With so many spans on their way others wait in the recording, where they outlive the agent, until a ring is so
+full."""
+
+
+class Exported:
+    """The export of a recording, whose descriptor it closes. Raises `TraceError` and `OSError`.
+
+    `look` and `finish` are for one thread; `note_settled` may be called by another one.
+    """
+
+    def __init__(self, fd: int, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._lock = RLock()
+        try:
+            self._place = ExportPlace(fd)
+            self._mapped = Mapped(fd)
+        finally:
+            os.close(fd)
+        self._progress = Progress()
+        self._before: Counter[str] = Counter()
+        self._reading: _Reading | None = None
+        self._facts: ExportFacts | None = None
+        self._facts_at = self._clock_at = 0.0
+        self._heads: dict[int, int] = {}
+        self.is_ours = False
+        self.is_behind = False
+        """Whether it was not read on for want of room in the exporter, while there is room in the recording."""
+        self.has_ended = False
+        """Whether its process has."""
+
+    def close(self) -> None:
+        """Let go of the recording, for another one to export it."""
+        with self._lock:
+            self.note_settled()
+            self._mapped.close()
+            self._place.close()
+            self.is_ours = False
+
+    # ---------------------------------------------------------------- looking
+
+    def look(self) -> bool:
+        """Read what has been recorded since the last time, and offer what is kept. Returns whether there is more."""
+        if not self.is_ours:
+            self.is_ours = self._place.take()
+            if not self.is_ours:
+                return False  # the process does so itself, or another agent
+            self._progress = self._place.read()
+        facts, reading = self._read_facts(), self._reading
+        if facts is None or not self._is_new():
+            return False
+        if reading is not None and self._exporter.waiting > WAITING_SPANS:
+            self.is_behind = self._mapped.unread_share(reading.drain.places) < CROWDED
+            if self.is_behind:
+                self._heads = {}
+                return False
+        self.is_behind = False
+        if reading is None or self._mapped.generation != self._progress.generation:
+            reading = self._begin(facts)
+        kept = reading.take()
+        if self._mapped.generation != self._progress.generation:
+            return True  # another session has begun meanwhile
+        self._note_read(reading, sum(map(len, kept)))
+        for spans in kept:
+            self._exporter.offer(spans, reading.source)
+        return reading.drain.has_more
+
+    def _is_new(self) -> bool:
+        """Whether there is anything that has not been read."""
+        heads = self._mapped.heads()
+        has_more = self._reading is None or self._reading.drain.has_more
+        is_new = has_more or heads != self._heads or self._mapped.generation != self._progress.generation
+        self._heads = heads
+        return is_new
+
+    def _read_facts(self) -> ExportFacts | None:
+        now = time.monotonic()
+        if now < self._facts_at and self._mapped.generation == self._progress.generation:
+            return self._facts
+        self._facts_at = now + FACTS_S
+        header = self._mapped.header
+        facts = facts_from(header.facts.get("export"))
+        reading = self._reading
+        if facts is None:
+            return self._facts
+        self._facts = facts
+        if reading is not None:
+            reading.change(facts)
+            if now >= self._clock_at:
+                self._clock_at = now + CLOCK_S
+                fresh, at_ns = _origin_now(header), time.monotonic_ns()
+                if abs(fresh.realtime_of(at_ns) - reading.source.origin.realtime_of(at_ns)) > CLOCK_DRIFT_NS:
+                    reading.source.origin = fresh
+        return facts
+
+    def _begin(self, facts: ExportFacts) -> _Reading:
+        """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
+        self._mapped.tree()
+        header, found = self._mapped.header, self._progress
+        if found.generation == INSIDE:  # what the process had read itself is its own
+            found = Progress(header.generation, self._mapped.heads(), dict(found.fates))
+        elif found.generation != header.generation:
+            self.note_settled()
+            self._before.update(found.fates)
+            found = Progress(header.generation)
+        unsettled = found.unsettled
+        reading = _Reading(self._mapped, found, facts, _origin_now(header))
+        with self._lock:
+            self._progress, self._reading, self._heads = found, reading, {}
+        if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
+            reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
+            reading.base["abandoned"] += max(unsettled - reading.drain.adopt(), 0)
+        self._note_read(reading, 0)
+        return reading
+
+    # ---------------------------------------------------------------- the books
+
+    def _note_read(self, reading: _Reading, kept: int) -> None:
+        drain, base = reading.drain, reading.base
+        with self._lock:
+            base["kept"] += kept
+            fates = self._progress.fates
+            fates.update(seen=drain.seen, missed=drain.missed, kept=base["kept"], abandoned=base["abandoned"])
+            fates["beyond"] = base["beyond"] + drain.beyond
+            known = fates["kept"] + fates["beyond"] + fates["abandoned"]
+            fates["passed"] = max(fates["seen"] - known - drain.held, 0)
+            self._progress.places, self._progress.details = drain.places, drain.details_at
+            self.note_settled()
+
+    def note_settled(self) -> None:
+        """Write what has become of the spans that were sent."""
+        with self._lock:
+            reading = self._reading
+            if not self.is_ours or reading is None:
+                return
+            for fate in SENT:
+                self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
+            self._place.write(self._progress)
+
+    @property
+    def source(self) -> Source | None:
+        """What the exporter knows it as."""
+        return None if self._reading is None else self._reading.source
+
+    def is_settled(self) -> bool:
+        """Whether nothing of it is on its way; if anything is, it is sent now."""
+        if self._reading is None or not self._reading.source.counts["pending"]:
+            return True
+        self._exporter.hurry()
+        return False
+
+    def finish(self) -> Mapping[str, int]:
+        """Its process has ended, and nothing is on its way: requests that never ended are given up. Tells all fates."""
+        with self._lock:
+            reading = self._reading
+            if reading is not None:
+                reading.base["abandoned"] += reading.drain.held
+                self._progress.fates["abandoned"] = reading.base["abandoned"]
+            self.note_settled()
+            found = Counter(self._progress.fates)
+            found.update(self._before)
+            return dict(found)
+
+
+class _Reading:
+    """How one generation of a recording is read: from where it stood, with the fates that were known by then."""
+
+    def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts, origin: Origin) -> None:
+        self._mapped = mapped
+        self._facts = facts
+        self._threads: Mapping[int, str] = {}
+        self._kept: list[list[Span]] = []
+        self.base = Counter(progress.fates)
+        self.drain = Drain(mapped, progress)
+        self._trees = Trees(self.drain, facts.capture, facts.spans_per_request, self._kept.append)
+        self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
+
+    def change(self, facts: ExportFacts) -> None:
+        """Go by what the process says of itself now."""
+        before, self._facts = self._facts, facts
+        if (before.capture, before.spans_per_request) != (facts.capture, facts.spans_per_request):
+            self._trees.change(facts.capture, facts.spans_per_request)
+
+    def take(self) -> list[list[Span]]:
+        """Read on; returns the trees that are kept, or parts of such."""
+        self._trees.take()
+        self._threads = self._mapped.threads()
+        kept = self._kept.copy()
+        self._kept.clear()
+        return kept
+
+
+def _origin_now(header: Header) -> Origin:
+    """Which process it is, with a fresh pair of both clocks, which are the machine's."""
+    monotonic_ns, realtime_ns = clock.pair()
+    return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

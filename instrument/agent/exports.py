@@ -1,0 +1,197 @@
+"""The agent's exporter as the agent has it: a child of its own, begun when the first recording is to be exported.
+
+What reads recordings and talks to a collector is a process by itself, so that the agent stays small, answers meanwhile,
+and outlives a fault there: where the child ends, another one goes on where the recordings stand.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from instrument.agent.peer import Connection
+from instrument.agent.processes import Process, Run
+from instrument.runtime import packets
+
+BEGINNINGS = 5
+"""So often the child is begun anew; it does not end by itself."""
+
+
+class Exports:
+    """The recordings that are exported, and the child that does so. `selector` is the agent's own.
+
+    `changed` is called when a recording needs no export any more.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, changed: Callable[[], object]) -> None:
+        self._selector = selector
+        self._changed = changed
+        self._connection: Connection | None = None
+        self._child = 0
+        self._begun = 0
+        self.is_ending = False
+        """Whether it is to come to its end."""
+        self._recordings: dict[int, tuple[Process, int]] = {}  # with a descriptor of its own
+        self._next = 0
+        self.fates: Counter[str] = Counter()
+        """What has become of the spans of those processes that have ended."""
+        self.problem = ""
+
+    def waits_for(self, run: Run) -> bool:
+        """Whether anything of a run's processes that have ended is still to be exported."""
+        return any(process.run is run and not process.lives for process, _ in self._recordings.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is no child that exports."""
+        return self._connection is None
+
+    def add(self, process: Process) -> None:
+        """Export what a process records, if it asks for that."""
+        if process.facts.get("export") and process.memory >= 0 and not self.is_ending:
+            self._next += 1
+            self._recordings[self._next] = process, os.dup(process.memory)
+            self._hand_over(self._next)
+
+    def note_ended(self, process: Process) -> None:
+        """A process has ended, and its recording stands still."""
+        self._tell("ended", process)
+
+    def release(self, process: Process) -> None:
+        """Leave the export of what a process records to the process itself."""
+        self._tell("release", process)
+
+    def flush(self, process: Process) -> None:
+        """Send what a process has recorded now."""
+        self._tell("flush", process)
+
+    def _tell(self, what: str, process: Process) -> None:
+        for number, (one, _) in self._recordings.items():
+            if one is process:
+                self._send({what: number})
+
+    def end(self) -> None:
+        """Have it all sent that can be, within the time that the child has for that."""
+        if not self.is_ending:
+            self.is_ending = True
+            self._send({"end": True})
+
+    def stop(self) -> None:
+        """End the child, whatever it is about."""
+        self.is_ending = True
+        self._forget_child()
+        self._forget_recordings()
+
+    # ---------------------------------------------------------------- the child
+
+    def _hand_over(self, number: int) -> None:
+        process, memory = self._recordings[number]
+        if self._connection is None and not self._begin():
+            return
+        self._send({"export": number, "settings": process.facts["export"]}, memory)
+        if not process.lives:
+            self._send({"ended": number})
+
+    def _begin(self) -> bool:
+        if self._begun > BEGINNINGS:
+            return False
+        self._begun += 1
+        try:
+            ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+            pid = os.fork()
+        except OSError as problem:
+            self.problem = f"no process could be made to export spans: {problem.strerror}"
+            return False
+        if pid == 0:
+            _be_exporter(theirs)
+        theirs.close()
+        self._connection, self._child = Connection(ours), pid
+        self._selector.register(ours.fileno(), selectors.EVENT_READ, self._hear)
+        return True
+
+    def _send(self, message: packets.Message, *descriptors: int) -> None:
+        if self._connection is not None:
+            self._connection.send(message, descriptors)
+            self._watch(self._connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Hear the child, and wait until more can be sent where anything waits to be."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting else 0)
+        self._selector.modify(connection.fileno(), wanted, self._hear)
+
+    def _hear(self, _: int) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        connection.flush()
+        self._watch(connection)
+        try:
+            message, descriptors = connection.receive()
+        except BlockingIOError:
+            return
+        except packets.PacketError:
+            message, descriptors = None, []
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if message is None:
+            self._forget_child()
+            self._go_on()
+        else:
+            self._done(message)
+        self._changed()
+
+    def _done(self, message: Mapping[str, Any]) -> None:
+        _, memory = self._recordings.pop(int(message["done"]), (None, -1))
+        self.problem = str(message.get("problem") or self.problem)
+        if memory >= 0:
+            os.close(memory)
+            self.fates.update(message.get("fates") or {})
+
+    def _go_on(self) -> None:
+        """The child has ended: by a fault, unless it was to."""
+        if not self.is_ending:
+            for number in list(self._recordings):
+                self._hand_over(number)
+        if self._connection is None:
+            self._forget_recordings()
+
+    def _forget_recordings(self) -> None:
+        for _, memory in self._recordings.values():
+            os.close(memory)
+        self._recordings.clear()
+
+    def _forget_child(self) -> None:
+        if self._connection is None:
+            return
+        self._selector.unregister(self._connection.fileno())
+        self._connection.close()
+        self._connection = None
+        with suppress(ProcessLookupError):
+            os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+
+
+def _be_exporter(connection: socket.socket) -> None:
+    """In the child: export what is handed over, with nothing else of the agent's in its hands. Does not return."""
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
+        descriptor = 3
+        os.dup2(connection.fileno(), descriptor)
+        os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        gc.freeze()
+        from instrument.agent.export_loop import ExportLoop
+
+        ExportLoop(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor)).serve()
+        code = 0
+    finally:
+        os._exit(code)

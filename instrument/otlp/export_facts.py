@@ -1,0 +1,77 @@
+"""What a process tells of itself to who exports its spans: what they are called, under which resource, which are kept.
+
+It stands in the recording as JSON, but for the settings of the collector, which may hold secrets: these go by the
+run's socket. Who reads it checks it, and takes what is not sound as not said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from instrument.otlp.packing import Ids, plain
+from instrument.profile.model import Capture, Otlp, Rate, Usual, Where
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFacts:
+    """What a process's spans are called, under which resource they go, and which are kept."""
+
+    ids: Ids
+    resource: Mapping[str, object]
+    capture: Capture
+    spans_per_request: int
+
+
+def told(ids: Ids, resource: Mapping[str, object], capture: Capture, spans_per_request: int) -> dict[str, Any]:
+    """The facts as JSON has them."""
+    return {
+        "seeds": list(ids.seeds),
+        "instance": ids.instance,
+        "resource": {str(name): plain(value) for name, value in resource.items()},
+        "capture": asdict(capture),
+        "spans_per_request": spans_per_request,
+    }
+
+
+def facts_from(found: Any) -> ExportFacts | None:
+    """What a process told, None where it told nothing that can be used."""
+    try:
+        seeds = [int(seed) % (1 << 64) for seed in found["seeds"]]
+        first, second, third = seeds
+        resource = {str(name): value for name, value in dict(found["resource"]).items()}
+        ids = Ids((first, second, third), str(found["instance"]))
+        return ExportFacts(ids, resource, _capture_from(found["capture"]), int(found["spans_per_request"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _capture_from(found: Mapping[str, Any]) -> Capture:
+    limit, usual = found["limit"], found["slow_over"]
+    return Capture(
+        sample=float(found["sample"]),
+        slow_ns=None if found["slow_ns"] is None else int(found["slow_ns"]),
+        errors=bool(found["errors"]),
+        limit=None if limit is None else Rate(int(limit["count"]), max(int(limit["per_ns"]), 1)),
+        before_ns=int(found["before_ns"]),
+        slow_over=None if usual is None else Usual(float(usual["fraction"]), float(usual["factor"])),
+        where=tuple(
+            Where(str(one["attribute"]), tuple((str(how), value) for how, value in one["any_of"]))
+            for one in found["where"]
+        ),
+    )
+
+
+def settings_told(settings: Otlp) -> dict[str, Any]:
+    """The settings of a collector as JSON has them."""
+    return asdict(settings)
+
+
+def settings_from(found: Mapping[str, Any]) -> Otlp:
+    """The settings of a collector that a process told. Raises `TypeError` or `ValueError` for what are none."""
+    known = {one.name: found[one.name] for one in fields(Otlp) if one.name in found}
+    headers = tuple((str(name), str(value)) for name, value in known.pop("headers", ()))
+    if "timeout_ns" in known:
+        known["timeout_ns"] = int(known["timeout_ns"])
+    return Otlp(**known, headers=headers)

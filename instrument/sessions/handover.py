@@ -1,0 +1,186 @@
+"""The handover: who exports what this process records, the agent of its run or the session itself.
+
+A process that has joined an agent leaves it to that one: it reads the recording, and the session has neither a reader
+nor an export thread for spans. Without an agent, and where it has gone for good, the session does so; where an agent
+comes again it goes on where the session stops. A lock on the recording says who does, so there is one at a time, and
+what is written in it how far that one has come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import NamedTuple
+
+from instrument import otlp
+from instrument.recording import export_place
+from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
+from instrument.runtime.unpatched import RLock
+
+ALONE_S, NEGLECTED_S = 2.0, 15.0
+"""How long nobody must have exported what this process records before it does so itself: where there is no agent, and
+where there is one. Meanwhile spans wait in the recording."""
+
+LOCK_S = 1.0
+"""The longest that who is to export a recording waits for the one before to let go of it."""
+
+LOOK_S = 0.005
+
+
+class Standing(NamedTuple):
+    """Where the session stood as it stopped: the next row of each thread by its native id.
+
+    It has `missed` so many rows, and `held` others of requests that have not ended.
+    """
+
+    rows: Mapping[int, int]
+    missed: int
+    held: int
+
+
+class Handover:
+    """Says who exports: `is_own` is whether the session does.
+
+    `memory` tells the descriptor of the recording, -1 for none. `begin(rows)` has the session read on from these rows,
+    by the native ids of threads, and export, and `end()` has it stop; both set `is_own` as nobody else reads.
+    """
+
+    def __init__(
+        self,
+        exporter: otlp.Exporter | None,
+        memory: Callable[[], int],
+        begin: Callable[[Mapping[int, int]], object],
+        end: Callable[[], Standing],
+    ) -> None:
+        self._exporter = exporter
+        self._memory = memory
+        self._begin_own = begin
+        self._end_own = end
+        self._place: ExportPlace | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = RLock()
+        self.is_own = True
+        self.has_agent = False
+        """Whether the process is one of a run, whose agent exports what it can read."""
+        self.undelivered = 0
+        """Spans that were still on their way as the session ended."""
+        self._insists = False
+        self._since = 0.0
+        self._fates: dict[str, int] = {}
+        self._counted: Mapping[str, int] = {}
+
+    def after_fork_in_child(self) -> None:
+        """The recording is another one, and nobody has looked at it."""
+        if self._place is not None:
+            self._place.close()
+        self._place = None
+        self._reset()
+
+    def leave_to_agent(self) -> None:
+        """The session begins in a process that has an agent."""
+        if self._exporter is not None and self._memory() >= 0:
+            self.is_own, self.has_agent = False, True
+            self._since = time.monotonic()
+
+    def look(self, *, is_joined: bool) -> None:
+        """Take over where nobody exports for long; give back where there is an agent. For one thread, now and then."""
+        if not self.has_agent:
+            return
+        if self.is_own:
+            if is_joined and not self._insists:
+                self.give_back()
+        elif self._is_taken():
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > (NEGLECTED_S if is_joined else ALONE_S):
+            self.take_over()
+
+    def insist(self) -> bool:
+        """Export here from now on, whoever may do so; the agent has been told. Returns whether that is so."""
+        self._insists = True
+        return self.take_over()
+
+    def _opened(self) -> ExportPlace:
+        memory = self._memory()
+        if memory < 0:
+            raise OSError("the service has closed the recording")
+        return ExportPlace(memory)
+
+    def _is_taken(self) -> bool:
+        try:
+            with closing(self._opened()) as place:
+                return place.is_taken()
+        except OSError:
+            return False
+
+    def progress(self) -> Progress:
+        """How far the export has come, where another process does it."""
+        try:
+            with closing(self._opened()) as place:
+                return place.read()
+        except OSError:
+            return Progress()
+
+    def take_over(self) -> bool:
+        """Export from where whoever did so before has come to. Returns whether the session exports now."""
+        with self._lock:
+            if self.is_own:
+                return True
+            try:
+                place = self._opened()
+            except OSError:
+                place = None  # nobody else can read it either
+            end = time.monotonic() + LOCK_S
+            while place is not None and not place.take():
+                if time.monotonic() > end:
+                    place.close()
+                    return False
+                time.sleep(LOOK_S)
+            found = Progress() if place is None else place.read()
+            rows: Mapping[int, int] = {}
+            if place is not None:
+                threads = export_place.threads(place)
+                rows = {threads[ring]: row for ring, row in found.places.items() if ring in threads}
+            fates = self._fates = dict(found.fates)
+            fates["abandoned"] += found.unsettled
+            fates["kept"] = sum(fates[fate] for fate in SENT)
+            self._place = place
+            if place is not None:
+                place.write(Progress(INSIDE, {}, fates))
+            self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
+            self._begin_own(rows)
+            return True
+
+    def give_back(self) -> None:
+        """Have the agent export from here on."""
+        with self._lock:
+            place, exporter = self._place, self._exporter
+            if not self.is_own or place is None or exporter is None:
+                return
+            standing = self._end_own()
+            rings = export_place.threads(place)
+            places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
+            fates, sent = self._fates, exporter.counts()
+            for fate in SENT:
+                fates[fate] += sent[fate] - self._counted[fate]
+            fates["kept"] = sum(fates[fate] for fate in SENT)
+            fates["missed"] += standing.missed
+            generation, ended_rows = export_place.counted(place)
+            fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
+            known = fates["kept"] + fates["beyond"] + fates["abandoned"]
+            fates["passed"] = max(fates["seen"] - known - standing.held, 0)
+            place.write(Progress(generation, places, fates))
+            place.close()
+            self._place = None
+            self._since = time.monotonic()
+
+    def losses(self) -> Mapping[str, int]:
+        """What was lost while the session did not export itself."""
+        if not self.has_agent:
+            return {}
+        found = dict(export_place.told(self._fates if self.is_own else self.progress().fates))
+        if self.undelivered:
+            found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered
+        return found

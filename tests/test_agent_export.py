@@ -1,0 +1,361 @@
+"""What the agent of a run exports for its processes: every span once or counted, whoever is killed in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from otlp_collectors import Collector, collecting, swallow, take
+from test_agent import INSTRUMENT, agents, begin, folder, run, until
+from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
+
+from instrument.recording.export_place import SENT, ExportPlace
+from instrument.recording.mapped import Mapped
+from instrument.runtime import packets, run_folder
+
+__all__ = ["folder"]
+
+PROFILE = """
+service: shop
+functions:
+  - {match: "engine:serve", kind: request}
+  - match: ["engine:step", "engine:fail"]
+export:
+  otlp: {endpoint: "http://127.0.0.1:%d"%s}
+%s
+"""
+
+SERVICE = """
+import os, sys, threading, time
+
+import engine
+from engine import serve
+
+def threads():
+    return sorted(one.name for one in threading.enumerate())
+"""
+
+ENGINE = """
+import time
+
+def step(x):
+    return x + 1
+
+def fail(x):
+    raise ValueError(x)
+
+def serve(x):
+    for _ in range(9):
+        step(x)
+    if x % 10 == 3:
+        try:
+            fail(x)
+        except ValueError:
+            pass
+    return x
+"""
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting(take) as server:
+        profile(server)
+        yield server
+
+
+def profile(server: Collector, more: str = "", timeout: str = "") -> None:
+    Path("engine.py").write_text(ENGINE)
+    Path("profile.yaml").write_text(PROFILE % (server.server_port, timeout, more))
+
+
+def recordings() -> Iterator[tuple[ExportPlace, Mapped]]:
+    (home,) = run_folder.found()
+    with run_folder.called(home / run_folder.SOCKET, 60) as caller:
+        packets.send(caller, {"ask": "processes", "memory": True})
+        while True:
+            message, descriptors = packets.receive(caller)
+            assert message is not None
+            if "end" in message:
+                return
+            for descriptor in descriptors:
+                place, mapped = ExportPlace(descriptor), Mapped(descriptor)
+                os.close(descriptor)
+                yield place, mapped
+                place.close()
+                mapped.close()
+
+
+def test_the_agent_exports_for_all_processes_over_one_connection_and_they_have_no_thread_for_it(
+    collector: Collector,
+) -> None:
+    done = run(f"""{SERVICE}
+import multiprocessing
+
+def work(n):
+    for x in range(n):
+        serve(x)
+    assert "instrument-otlp" not in threads() and "instrument" not in threads(), threads()
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.map(work, [100, 100, 100, 100], 1)
+        pool.close()
+        pool.join()
+    work(100)
+""")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert Counter(collector.taken) == {"serve": 500, "step": 4500, "fail": 50}
+    assert collector.connections == 1
+    assert 2 <= len(collector.spans) <= 3
+    ids = [(span.trace_id, span.span_id) for spans in collector.spans.values() for span in spans]
+    assert len(set(ids)) == len(ids)
+
+
+def told(span: Any) -> tuple[Any, ...]:
+    """A span as it was sent, less what differs from run to run."""
+    changing = ("thread.id", "instrument.self_ns", "instrument.active_ns", "instrument.task_id")
+    attributes = {one.key: str(one.value) for one in span.attributes if one.key not in changing}
+    status = (span.status.code, span.status.message)
+    return (
+        span.name,
+        span.kind,
+        status,
+        span.flags,
+        span.trace_state,
+        len(span.links),
+        tuple(sorted(attributes.items())),
+    )
+
+
+def test_what_the_agent_sends_is_what_a_process_would_send_itself(collector: Collector) -> None:
+    source = f"""{SERVICE}
+import asyncio
+import instrument
+from instrument import scope
+
+async def answer(x):
+    await asyncio.sleep(0)
+    with scope("read") as own:
+        own.annotate(size=x, names=["a", "b"], ratio=0.5, is_true=True, where=object())
+
+for x in range(20):
+    serve(x)
+with scope("failing", kind="request") as own:
+    own.annotate(user="Ada", n=1 << 40)
+    try:
+        with scope("inner"):
+            raise KeyError("gone")
+    except KeyError:
+        own.set_status("ERROR", "it is gone", error_type="gone")
+asyncio.run(answer(3))
+thread = threading.Thread(target=serve, args=(1,), name="Wörker")
+thread.start()
+thread.join()
+"""
+    found = []
+    for more in ("", "agent: off"):
+        profile(collector, more)
+        collector.spans.clear()
+        done = run(source)
+        assert done.returncode == 0, done.stderr
+        until(lambda: not run_folder.found())
+        (spans,) = collector.spans.values()
+        found.append(spans)
+    by_agent, by_itself = (Counter(map(told, spans)) for spans in found)
+    assert by_agent == by_itself
+    for spans in found:
+        own = {span.span_id: span for span in spans}
+        below = [span for span in spans if span.parent_span_id]
+        assert len(below) == len(spans) - 23
+        assert all(own[span.parent_span_id].trace_id == span.trace_id for span in below)
+        assert all(abs(span.end_time_unix_nano / 1e9 - time.time()) < 600 for span in spans)
+
+
+LOAD = f"""{SERVICE}
+import multiprocessing
+
+def work(queue):
+    done, end = 0, time.monotonic() + 150
+    while not os.path.exists("enough") and time.monotonic() < end:
+        assert serve(done) == done
+        done += 1
+        if done % 8 == 0:
+            time.sleep(0.01)
+    queue.put((os.getpid(), done))
+    while not os.path.exists("over") and time.monotonic() < end:
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    others = [multiprocessing.get_context("spawn").Process(target=work, args=(queue,)) for _ in range(2)]
+    for other in others:
+        other.start()
+    print([queue.get() for _ in others], flush=True)
+    for other in others:
+        other.join()
+"""
+
+
+def spans_of(requests: int) -> int:
+    return 10 * requests + sum(1 for x in range(requests) if x % 10 == 3)
+
+
+def settled() -> list[Mapping[str, int]]:
+    """The fates of all processes that have recorded anything, once everything has one; [] before."""
+    found = []
+    for place, mapped in recordings():
+        progress, heads = place.read(), mapped.heads()
+        if not heads:
+            continue
+        fates = progress.fates
+        if fates["seen"] + fates["missed"] != sum(heads.values()) or progress.unsettled:
+            return []
+        found.append(fates)
+    return found
+
+
+def take_the_place_of_the_agent() -> subprocess.Popen[str]:
+    (home,) = run_folder.found()
+    return subprocess.Popen([*INSTRUMENT, "agent", "--run", home.name], stderr=subprocess.PIPE, text=True)
+
+
+def conserved(service: subprocess.Popen[str], collector: Collector) -> Counter[str]:
+    """End the load; the fates of all spans, after checking that each has one, and that none came twice."""
+    Path("enough").touch()
+    assert service.stdout is not None
+    requests = sum(done for _, done in eval(service.stdout.readline()))
+    total: Counter[str] = Counter()
+    for fates in until(settled):
+        assert fates["seen"] == sum(fates[name] for name in ("passed", "beyond", "kept", "abandoned")), fates
+        assert fates["kept"] == sum(fates[name] for name in SENT), fates
+        total.update(fates)
+    assert total["seen"] + total["missed"] >= spans_of(requests) - 100
+    ids = Counter(span.span_id for spans in collector.spans.values() for span in spans)
+    assert max(ids.values()) == 1
+    assert total["exported"] <= len(ids) <= total["exported"] + total["failed"] + total["abandoned"]
+    return total
+
+
+def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> Counter[str]:
+    """The fates of all spans of a service whose agent is killed so many times."""
+    others: list[subprocess.Popen[str]] = []
+    (agent,) = until(agents)
+    for number in range(times):
+        time.sleep(0.2 + number % 7 / 10)
+        os.kill(agent, signal.SIGKILL)
+        others.append(take_the_place_of_the_agent())
+        (agent,) = until(lambda before=agent: [one for one in agents() if one != before])
+        until(lambda: [place.is_taken() for place, mapped in recordings() if mapped.heads()] == [True, True])
+    found = conserved(service, collector)
+    Path("over").touch()
+    out, errors = service.communicate(timeout=60)
+    assert (service.returncode, out) == (0, ""), errors
+    for other in others:
+        other.communicate(timeout=60)
+    return found
+
+
+def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: Collector) -> None:
+    found = killed(begin(LOAD), collector, 2)
+    assert found["exported"] > 0.5 * found["seen"]
+    assert found["missed"] == 0
+
+
+@pytest.mark.slow
+def test_a_process_whose_agent_has_gone_exports_itself_until_there_is_another_one(collector: Collector) -> None:
+    service = begin(LOAD)
+    (agent,) = until(agents)
+    until(lambda: len(collector.spans) == 2)
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: collector.connections == 3)  # one of the agent, and one of each process
+    before = len(collector.taken)
+    until(lambda: len(collector.taken) > before + 5_000)
+    other = take_the_place_of_the_agent()
+    until(lambda: collector.connections == 4)
+    found = conserved(service, collector)
+    assert found["exported"] > 0.5 * found["seen"]
+    assert found["missed"] == found["passed"] == 0
+    Path("over").touch()
+    out, errors = service.communicate(timeout=60)
+    assert (service.returncode, out) == (0, ""), errors
+    other.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_of_twenty_agents_that_are_killed_every_span_is_exported_or_counted(collector: Collector) -> None:
+    found = killed(begin(LOAD), collector, 20)
+    assert found["exported"] > 0.9 * found["seen"]
+    assert found["missed"] == 0
+
+
+WAITS = f"""{SERVICE}
+for x in range(10):
+    serve(x)
+end = time.monotonic() + 100
+while not os.path.exists("over") and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+
+
+def exported_by_agent_to(what: str) -> None:
+    behave, fate, _ = FATES[what]
+    with collecting(behave) as server:
+        timeout_s = UNTIL_THE_TIME_IS_UP.get(what, 30)
+        profile(server, timeout=f", timeout: {timeout_s}s")
+        service = begin(WAITS)
+        until(run_folder.found)
+        (found,) = until(settled)
+        assert found["seen"] == found["kept"] == spans_of(10)
+        assert {name: found[name] for name in SENT if found[name]} == {fate: spans_of(10)}, found
+        Path("over").touch()
+        service.communicate(timeout=60)
+        assert service.returncode == 0
+        until(lambda: not run_folder.found())
+        assert len(server.taken) == (spans_of(10) if fate == "exported" else 0)
+
+
+def test_a_collector_that_hangs_up_once_gets_all_from_the_agent() -> None:
+    exported_by_agent_to("hangs up once")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FATES)
+def test_every_span_that_an_agent_sends_has_one_fate_whatever_the_collector_does(what: str) -> None:
+    exported_by_agent_to(what)
+
+
+@pytest.mark.slow
+def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end_of_its_agent() -> None:
+    with collecting(swallow) as server:
+        profile(server)
+        Path("main.py").write_text(f"{SERVICE}\nfor x in range(10): serve(x)\n")
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        with Path("errors").open("w") as errors:
+            assert subprocess.run(command, stderr=errors, timeout=60).returncode == 0
+        until(lambda: not run_folder.found(), 15)
+        assert f"{spans_of(10)} spans failed by the OTLP export" in Path("errors").read_text()
+
+
+def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Collector) -> None:
+    done = run(f"{SERVICE}\nimport signal\nfor x in range(100): serve(x)\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not run_folder.found())
+    assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
+
+
+def test_flush_waits_until_the_agent_has_sent_everything(collector: Collector) -> None:
+    done = run(f"""{SERVICE}
+import instrument
+for x in range(10): serve(x)
+found = instrument.flush(30)
+print(found.complete, found.exported, found.pending)
+""")
+    assert done.stdout == f"True {spans_of(10)} 0\n", done.stderr
