@@ -119,6 +119,34 @@ if __name__ == "__main__":
     assert len(set(ids)) == len(ids)
 
 
+def test_a_process_that_counts_requests_for_metrics_leaves_their_spans_to_the_agent(collector: Collector) -> None:
+    profile(collector, "requests: auto")
+    Path("shop.py").write_text("""
+def app(environ, start_response):
+    start_response("200 OK", [("Content-Length", "1")])
+    return [b"x"]
+""")
+    done = run(f"""{SERVICE}
+import shop
+from urllib.request import urlopen
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as server:
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    for _ in range(30):
+        urlopen(f"http://127.0.0.1:{{server.server_port}}/").read()
+    server.shutdown()
+    thread.join()
+""")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    names = Counter(collector.taken)
+    assert names.pop("http.server.request.duration") >= 1
+    assert {name: count for name, count in names.items() if name.startswith("GET")} == {"GET": 30}, names
+    assert collector.connections == 2  # the agent's, and one for the process's own metrics
+
+
 def told(span: Any) -> tuple[Any, ...]:
     """A span as it was sent, less what differs from run to run."""
     changing = ("thread.id", "instrument.self_ns", "instrument.active_ns", "instrument.task_id")

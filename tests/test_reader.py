@@ -95,3 +95,25 @@ def test_what_it_never_keeps_is_left_to_whoever_asks(recorder: Any, make: Make) 
     known = {span.span_id for span in passed}
     assert reader.unsent([span for span in recorder.spans() if span.span_id not in known]) == []
     assert len(kept) == 2
+
+
+def test_what_it_reads_again_is_kept_again_and_told_of_once(recorder: Any, select: Any) -> None:
+    kept: list[Span] = []
+    ended: list[Any] = []
+    reader = Reader(recorder, select("schedule: {record: 2}"), kept.extend, lambda: ORIGIN, ended.extend)
+    reader.begin(profile("schedule: {record: 2}"), time.monotonic_ns())
+    requests(recorder, 3)
+    with recorder.scope("request", kind="request"):
+        with recorder.scope("work"):
+            pass
+        reader.look()
+        assert (len(kept), len(ended), cut(reader), reader.held) == (6, 3, [0], 1)
+        kept.clear()
+        places = {thread: row - 3 for thread, row in reader.places.items()}
+        reader.go_on(places)
+        reader.look()
+        assert [span.site.name for span in kept] == ["request", "work"]
+        assert (len(ended), cut(reader), reader.held) == (3, [], 1)
+    reader.look()
+    assert [span.site.name for span in kept] == ["request", "work"] * 2
+    assert (len(ended), cut(reader), reader.lost) == (4, [1], 0)

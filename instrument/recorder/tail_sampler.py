@@ -75,6 +75,7 @@ class Trees:
         self._capture = capture
         self._keep = keep
         self._note_ended = note_ended
+        self._spans_per_request = spans_per_request
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
         self._cursor = recorder.cursor(self._shelf.sort)
         self._remotes: OrderedDict[int, RemoteParent | None] = OrderedDict()
@@ -111,7 +112,13 @@ class Trees:
         return places
 
     def go_on(self, places: Mapping[int, int]) -> None:
-        """Read on from these rows of each thread."""
+        """Read on from these rows of each thread, with nothing put aside: what was read before is another's."""
+        self._counts.update(self._shelf.counts)
+        self._shelf = self._recorder.shelf(self._capture.sample, self._spans_per_request)
+        self._remotes.clear()
+        self._recent.clear()
+        self._early.clear()
+        self._recent_rows = self._early_rows = 0
         self.skip()
         self._cursor.go_on(places)
 
@@ -123,7 +130,7 @@ class Trees:
             self._usual = _UsualTimes(self._recorder, capture.slow_over)
             self._early.clear()
             self._early_rows = 0
-        self._capture = capture
+        self._capture, self._spans_per_request = capture, spans_per_request
         self._shelf.change(capture.sample, spans_per_request)
 
     def take(self) -> list[tuple[int, int]]:
@@ -275,7 +282,7 @@ class Trees:
 
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""
-        return {**self._counts, **self._shelf.counts}
+        return self._counts + Counter(self._shelf.counts)
 
 
 class Ends:

@@ -37,6 +37,7 @@ class Reader:
         self._keep = keep
         self._make_origin = make_origin
         self._note_ended = note_ended
+        self._noted_until_ns = 0
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
@@ -46,7 +47,13 @@ class Reader:
         self._windows = Windows(profile.schedule, start_ns)
         self._count_steps()
         limit = profile.limits.spans_per_request
-        self._trees = Trees(self._recorder, profile.capture, limit, self._keep, self._note_ended)
+        self._noted_until_ns = 0
+        self._trees = Trees(self._recorder, profile.capture, limit, self._keep, self._note)
+
+    def _note(self, rows: Sequence[Row]) -> None:
+        """Tell of requests that have ended, each once, also where it reads again what it has read."""
+        if self._note_ended is not None:
+            self._note_ended([row for row in rows if row[6] > self._noted_until_ns] if self._noted_until_ns else rows)
 
     def _count_steps(self) -> None:
         """From now on, the calls of the function that the schedule names, if it does."""
@@ -55,7 +62,7 @@ class Reader:
 
     def look(self) -> None:
         """Sort the newest spans into their trees, and cut the windows that end with them."""
-        ends = [end_ns for _, end_ns in self._trees.take()]
+        ends = [end_ns for _, end_ns in self._trees.take() if end_ns > self._noted_until_ns]
         step = self._schedule.step if self._schedule is not None else None
         if self._step_ends is not None and step is not None:
             ends = self._step_ends.take(self._selection.sites_of(step))
@@ -84,7 +91,8 @@ class Reader:
         return self._trees.places
 
     def go_on(self, places: Mapping[int, int]) -> None:
-        """Read on from these rows of each thread, whatever has been read."""
+        """Read on from these rows of each thread; requests that were met before are not told of again."""
+        self._noted_until_ns = self._recorder.now_ns()
         self._trees.go_on(places)
 
     @property

@@ -88,7 +88,7 @@ class Session(Recorded):
             waits=self._is_of_run,
             look=self._pump,
             is_needed=self._is_looked_after,
-            sends=lambda: self.handover.is_own or self._gauges.are_wanted,
+            sends=self._sends,
             follow=lambda: self._generations.hear_agent(),
             tell_others=self._tell_others,
         )
@@ -173,13 +173,14 @@ class Session(Recorded):
             self.account.complain(f"process context: {problem}; profilers name this process on their own", log=False)
 
     def _leave_export_to_agent(self) -> None:
-        """Where there is an agent it exports what this process records; not where the session reads that anyway."""
-        is_read = self._has_metrics() or self.profile.schedule is not None
-        if self._membership.path and self.profile.agent != "off" and not is_read:
+        """Where there is an agent it exports what this process records."""
+        if self._membership.path and self.profile.agent != "off":
             self.handover.leave_to_agent()
 
     def _begin_export(self, rows: Mapping[int, int]) -> None:
         with self._lock.held():
+            if self._has_metrics():
+                self._reader.look()
             self._reader.go_on(rows)
             self.handover.is_own = True
         if self._exporter is not None and not self._stopped and self._threads.have_begun:
@@ -196,7 +197,7 @@ class Session(Recorded):
             self.handover.is_own = False
             if exporter is not None:
                 exporter.stop(HAND_BACK_NS)
-                if self._gauges.are_wanted:
+                if self._sends():
                     exporter.start()
         return standing
 
@@ -232,11 +233,15 @@ class Session(Recorded):
     def _is_read(self) -> bool:
         """Whether anybody wants spans while the service runs. To read them takes about 0.7 us each."""
         is_sent = self._exporter is not None and self.handover.is_own
-        return is_sent or self.profile.schedule is not None or self._is_scraped
+        return is_sent or self._has_metrics() or self.profile.schedule is not None or self._is_scraped
 
     def _is_looked_after(self) -> bool:
         """Whether anything is to be done while the service runs. Otherwise no thread does."""
         return self._is_read() or self.profile.budget is not None or self._ticks.are_used
+
+    def _sends(self) -> bool:
+        """Whether the session itself has anything to send to a collector: spans that no agent exports, or metrics."""
+        return self.handover.is_own or self._gauges.are_wanted or self._has_metrics()
 
     def _undo(self) -> None:
         RECORDER.on = False
