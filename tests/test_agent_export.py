@@ -242,7 +242,7 @@ def settled() -> list[Mapping[str, int]]:
     found = []
     for place, mapped in recordings():
         progress, heads = place.read(), mapped.heads()
-        if not heads:
+        if not sum(heads.values()):
             continue
         fates = progress.fates
         if fates["seen"] + fates["missed"] != sum(heads.values()) or progress.unsettled:
@@ -340,8 +340,8 @@ def exported_by_agent_to(what: str) -> None:
         timeout_s = UNTIL_THE_TIME_IS_UP.get(what, 30)
         profile(server, timeout=f", timeout: {timeout_s}s")
         service = begin(WAITS)
-        until(run_folder.found)
-        (found,) = until(settled)
+        until(agents)
+        (found,) = until(lambda: [one for one in settled() if one["seen"] == spans_of(10)])
         assert found["seen"] == found["kept"] == spans_of(10)
         assert {name: found[name] for name in SENT if found[name]} == {fate: spans_of(10)}, found
         Path("over").touch()
