@@ -148,6 +148,49 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     assert collector.connections == 2  # the agent's, and one for the process's own metrics
 
 
+def test_of_a_request_that_two_processes_serve_both_parts_are_kept_where_one_is_slow(collector: Collector) -> None:
+    profile(collector, "requests: auto\ncapture: {sample: 0.0, slow: 1s}")
+    Path("shop.py").write_text("""
+import time
+
+def app(environ, start_response):
+    time.sleep(float(environ["PATH_INFO"].strip("/")))
+    start_response("200 OK", [("Content-Length", "1")])
+    return [b"x"]
+""")
+    done = run("""
+import multiprocessing
+from urllib.request import Request, urlopen
+from wsgiref.simple_server import make_server
+
+def work(queue):
+    import shop
+    with make_server("127.0.0.1", 0, shop.app) as server:
+        queue.put(server.server_port)
+        for _ in range(10):
+            server.handle_request()
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    others = [context.Process(target=work, args=(queue,)) for _ in range(2)]
+    for other in others:
+        other.start()
+    one, two = queue.get(), queue.get()
+    for number in range(10):
+        trace = f"00-{number + 1:032x}-{number + 1:016x}-00"
+        for port, takes in ((one, 0), (two, 1.1 if number == 5 else 0)):
+            urlopen(Request(f"http://127.0.0.1:{port}/{takes}", headers={"traceparent": trace})).read()
+    for other in others:
+        other.join()
+""")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    spans = [(instance, span) for instance, of in collector.spans.items() for span in of]
+    assert len({instance for instance, _ in spans}) == 2
+    assert {int.from_bytes(span.trace_id, "big") for _, span in spans} == {6}
+
+
 def told(span: Any) -> tuple[Any, ...]:
     """A span as it was sent, less what differs from run to run."""
     changing = ("thread.id", "instrument.self_ns", "instrument.active_ns", "instrument.task_id")

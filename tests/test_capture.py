@@ -16,6 +16,7 @@ import instrument.recorder.tail_sampler as capture_module
 from instrument.profile.model import Capture, Rate, Usual, Where
 from instrument.recorder import call_nodes, pure
 from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import LEAST_CALLS, Trees
 from instrument.recording.spans import RemoteParent, Site, Span
 
@@ -441,3 +442,42 @@ def test_a_profile_that_asks_otherwise_forgets_what_waits(clock: Clock) -> None:
         ask(recorder, clock, REQUEST, 10**6)
     assert kept.read() == []
     assert kept.of._early_rows == 0
+
+
+def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(recorder: Any) -> None:
+    decisions = Decisions()
+    decisions.members = 2
+    kept: dict[str, list[list[Span]]] = {"caller": [], "server": []}
+    made = {
+        name: Trees(recorder, Capture(sample=0.0), 100, kept[name].append, None, decisions, lambda root: 7 << 64 | root)
+        for name in kept
+    }
+    trace_id = 7 << 64 | serve(recorder)
+    for trees in made.values():
+        trees.take()
+    assert kept == {"caller": [], "server": []}
+    assert made["server"].lingers
+    decisions.keep(trace_id)
+    assert made["server"].take() == []
+    assert [len(spans) for spans in kept["server"]] == [2]
+    assert not made["server"].lingers
+    # One that ends when it has been decided is kept at once; one that fails decides for the others.
+    failed = serve(recorder, error=True)
+    made["server"].take()
+    assert decisions.is_kept(7 << 64 | failed)
+    made["caller"].take()
+    assert {spans[0].root_id for spans in kept["caller"]} == {trace_id & (1 << 64) - 1, failed}
+
+
+def test_a_request_that_nobody_keeps_is_let_go_after_a_while(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = Decisions()
+    decisions.members = 2
+    kept: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=0.0), 100, kept.append, None, decisions)
+    monkeypatch.setattr(capture_module, "LINGER_NS", 0)
+    root = serve(recorder)
+    trees.take()
+    assert not trees.lingers
+    decisions.keep(root)
+    trees.take()
+    assert kept == []

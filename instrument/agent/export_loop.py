@@ -18,6 +18,7 @@ from instrument.errors import InstrumentError
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.profile.model import Otlp
+from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.spans import Origin
 from instrument.runtime import packets
 
@@ -39,6 +40,7 @@ class ExportLoop:
         connection.setblocking(False)
         self._exporters: dict[Otlp, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
+        self._decisions = Decisions()
         self._ends_at = 0.0
         self._is_behind = False
         self.faults = 0
@@ -56,6 +58,7 @@ class ExportLoop:
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
                 time.sleep(BEHIND_S)
+        self._look()  # what one process keeps others may have been asked about before
         for exporter in self._exporters.values():
             exporter.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
@@ -100,7 +103,8 @@ class ExportLoop:
     def _begin(self, number: int, settings: Mapping[str, Any], fd: int) -> None:
         try:
             exporter = self._exporter(settings_from(settings))
-            self._recordings[number] = Exported(fd, exporter)
+            self._recordings[number] = Exported(fd, exporter, self._decisions)
+            self._decisions.members = len(self._recordings)
         except (InstrumentError, OSError, TypeError, ValueError, RuntimeError) as problem:
             self._tell({"done": number, "problem": f"{type(problem).__name__}: {problem!s:.500}"})
 
@@ -137,6 +141,7 @@ class ExportLoop:
 
     def _let_go(self, number: int, problem: str = "") -> None:
         found = self._recordings.pop(number)
+        self._decisions.members = len(self._recordings)
         fates = found.finish() if found.has_ended else {}
         found.close()
         self._tell({"done": number, "fates": fates, "problem": problem})

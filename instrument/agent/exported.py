@@ -17,6 +17,7 @@ from instrument import clock
 from instrument.agent.drain import Drain
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
+from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
 from instrument.recording.mapped import Mapped
@@ -45,8 +46,9 @@ class Exported:
     `look` and `finish` are for one thread; `note_settled` may be called by another one.
     """
 
-    def __init__(self, fd: int, exporter: Exporter) -> None:
+    def __init__(self, fd: int, exporter: Exporter, decisions: Decisions) -> None:
         self._exporter = exporter
+        self._decisions = decisions
         self._lock = RLock()
         try:
             self._place = ExportPlace(fd)
@@ -104,7 +106,7 @@ class Exported:
     def _is_new(self) -> bool:
         """Whether there is anything that has not been read."""
         heads = self._mapped.heads()
-        has_more = self._reading is None or self._reading.drain.has_more
+        has_more = self._reading is None or self._reading.drain.has_more or self._reading.lingers
         is_new = has_more or heads != self._heads or self._mapped.generation != self._progress.generation
         self._heads = heads
         return is_new
@@ -140,7 +142,7 @@ class Exported:
             self._before.update(found.fates)
             found = Progress(header.generation)
         unsettled = found.unsettled
-        reading = _Reading(self._mapped, found, facts, _origin_now(header))
+        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
@@ -179,11 +181,13 @@ class Exported:
         return None if self._reading is None else self._reading.source
 
     def is_settled(self) -> bool:
-        """Whether nothing of it is on its way; if anything is, it is sent now."""
-        if self._reading is None or not self._reading.source.counts["pending"]:
+        """Whether nothing of it is on its way, or may still be kept; what is on its way is sent now."""
+        if self._reading is None:
             return True
-        self._exporter.hurry()
-        return False
+        if self._reading.source.counts["pending"]:
+            self._exporter.hurry()
+            return False
+        return not self._reading.lingers
 
     def finish(self) -> Mapping[str, int]:
         """Its process has ended, and nothing is on its way: requests that never ended are given up. Tells all fates."""
@@ -201,14 +205,23 @@ class Exported:
 class _Reading:
     """How one generation of a recording is read: from where it stood, with the fates that were known by then."""
 
-    def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts, origin: Origin) -> None:
+    def __init__(
+        self, mapped: Mapped, progress: Progress, facts: ExportFacts, origin: Origin, decisions: Decisions
+    ) -> None:
         self._mapped = mapped
         self._facts = facts
         self._threads: Mapping[int, str] = {}
         self._kept: list[list[Span]] = []
         self.base = Counter(progress.fates)
         self.drain = Drain(mapped, progress)
-        self._trees = Trees(self.drain, facts.capture, facts.spans_per_request, self._kept.append)
+        self._trees = Trees(
+            self.drain,
+            facts.capture,
+            facts.spans_per_request,
+            self._kept.append,
+            decisions=decisions,
+            trace_id=facts.ids.trace_id,
+        )
         self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
 
     def change(self, facts: ExportFacts) -> None:
@@ -216,6 +229,11 @@ class _Reading:
         before, self._facts = self._facts, facts
         if (before.capture, before.spans_per_request) != (facts.capture, facts.spans_per_request):
             self._trees.change(facts.capture, facts.spans_per_request)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether there are requests that other processes may still keep."""
+        return self._trees.lingers
 
     def take(self) -> list[list[Span]]:
         """Read on; returns the trees that are kept, or parts of such."""

@@ -7,12 +7,14 @@ the life of the process.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.profile.model import Capture, Rate, Usual, Where
+from instrument.recorder.shared_decisions import LINGER_NS, Decisions
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH, Lines
@@ -60,7 +62,8 @@ class Trees:
 
     `keep(spans)` gets the spans of one tree. Spans of a kept request that end after it are handed over as they come;
     they bear the `remote` of their root, so that they still find its trace. `note_ended(rows)` gets each request that
-    has ended, kept or not.
+    has ended, kept or not. Where other processes serve the same requests they decide together by `decisions`;
+    `trace_id` tells the trace of a root that nobody else has called.
     """
 
     def __init__(
@@ -70,11 +73,18 @@ class Trees:
         spans_per_request: int,
         keep: Callable[[list[Span]], None],
         note_ended: Callable[[Sequence[Row]], object] | None = None,
+        decisions: Decisions | None = None,
+        trace_id: Callable[[int], int] = lambda root_id: root_id,
     ) -> None:
         self._recorder = recorder
         self._capture = capture
         self._keep = keep
         self._note_ended = note_ended
+        self._decisions = decisions
+        self._trace_id = trace_id
+        self._lingering: deque[tuple[int, int, list[Held]]] = deque()
+        """Requests that others may keep: until when, of which trace, and their rows."""
+        self._lingering_rows = 0
         self._spans_per_request = spans_per_request
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
         self._cursor = recorder.cursor(self._shelf.sort)
@@ -118,7 +128,8 @@ class Trees:
         self._remotes.clear()
         self._recent.clear()
         self._early.clear()
-        self._recent_rows = self._early_rows = 0
+        self._lingering.clear()
+        self._recent_rows = self._early_rows = self._lingering_rows = 0
         self.skip()
         self._cursor.go_on(places)
 
@@ -152,6 +163,7 @@ class Trees:
         for row, thread_id in ended:
             self._end_request(row, thread_id)
         self._judge_early()
+        self._judge_lingering()
         for root_id, spans in loose.items():
             remote = self._remotes.get(root_id)
             for span in spans:
@@ -196,7 +208,7 @@ class Trees:
         self._counts["requests"] += 1
         remote = remote_of((row[10] or {}).get(REMOTE))
         root = (row, thread_id)
-        if self._asked_for(row, remote):
+        if self._asked_for(row, remote) or self._is_kept_by_others(self._trace_of(row, remote)):
             self._hand_over(root, self._decide(row, keep=True), remote)
         elif self._stands_out(row):
             if self._allowance.take(row[6]):
@@ -207,9 +219,13 @@ class Trees:
                 self._counts["requests beyond the capture limit"] += 1
         else:
             is_early = self._usual.is_early(row)
-            held = self._decide(row, keep=False, wanted=is_early)
+            lingers = self._decisions is not None and self._decisions.are_shared
+            held = self._decide(row, keep=False, wanted=is_early or lingers)
             if is_early:
                 self._wait(root, held)
+            if lingers:
+                self._lingering.append((time.monotonic_ns() + LINGER_NS, self._trace_of(row, remote), [root, *held]))
+                self._lingering_rows += len(held) + 1
             self._pass(root, held)
 
     def _decide(self, row: Row, *, keep: bool, wanted: bool = False) -> list[Held]:
@@ -238,6 +254,36 @@ class Trees:
                 else:
                     self._counts["requests beyond the capture limit"] += 1
 
+    def _trace_of(self, row: Row, remote: RemoteParent | None) -> int:
+        return self._trace_id(row[3]) if remote is None else remote.trace_id
+
+    def _is_kept_by_others(self, trace_id: int) -> bool:
+        return self._decisions is not None and self._decisions.is_kept(trace_id)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether there are requests that others may still keep."""
+        return bool(self._lingering)
+
+    def _judge_lingering(self) -> None:
+        """Keep what others keep by now; what nobody has kept in time is let go."""
+        now_ns, waiting = time.monotonic_ns(), self._lingering
+        self._lingering = deque()
+        for until_ns, trace_id, (root, *held) in waiting:
+            row = root[0]
+            if row[3] in self._remotes:
+                is_over = True
+            elif self._is_kept_by_others(trace_id):
+                is_over = True
+                self._decide(row, keep=True)
+                self._hand_over(root, held, remote_of((row[10] or {}).get(REMOTE)))
+            else:
+                is_over = now_ns >= until_ns or self._lingering_rows > HELD_ROWS
+            if is_over:
+                self._lingering_rows -= len(held) + 1
+            else:
+                self._lingering.append((until_ns, trace_id, [root, *held]))
+
     def _asked_for(self, row: Row, remote: RemoteParent | None) -> bool:
         """A caller that traces has decided already; otherwise the sample does."""
         if row[3] in self._wanted:
@@ -256,6 +302,8 @@ class Trees:
 
     def _hand_over(self, root: Held, held: list[Held], remote: RemoteParent | None) -> None:
         self._remotes[root[0][3]] = remote
+        if self._decisions is not None:
+            self._decisions.keep(self._trace_of(root[0], remote))
         if len(self._remotes) > DECIDED_ROOTS:
             self._remotes.popitem(last=False)
         self._counts["requests kept"] += 1

@@ -1,0 +1,41 @@
+"""One decision for a request that several processes serve: what one of them keeps, the others keep, too.
+
+Their parts of a request are of one trace. Each process's tail sampler decides as its own part ends, and tells here of
+what it keeps; what it would let go it holds for a while, for another part may be slow or fail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+TRACES_KNOWN = 50_000
+"""Traces that were kept and are remembered; the oldest go first."""
+
+LINGER_NS = 2 * 10**9
+"""How long after its end a request is held that nothing speaks for, where other processes may serve it, too."""
+
+
+class Decisions:
+    """The traces that are kept, for the tail samplers of several processes. Used by one thread.
+
+    `members` is how many there are: where it is one, nobody else decides.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self.members = 1
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether others decide, too."""
+        return self.members > 1
+
+    def keep(self, trace_id: int) -> None:
+        """A part of this trace is kept."""
+        self._kept[trace_id] = None
+        if len(self._kept) > TRACES_KNOWN:
+            self._kept.popitem(last=False)
+
+    def is_kept(self, trace_id: int) -> bool:
+        """Whether some part of it is kept."""
+        return trace_id in self._kept
