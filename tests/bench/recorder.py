@@ -13,13 +13,13 @@ and off in turns.
 On two shared x86-64 cores under Python 3.11, where two reads of the clock in C take 45 ns:
 
     multiples of two reads of the clock         native   in a loop   in Python   in a loop
-    decorated call                              1.5      1.5         29          54
-    decorated call, switched off at run time    0.2      0.2         2.1         2.0
-    layer that a rule selects                   1.5      1.5         46          75
-    another layer of its class                  0.3      0.3         5.4         5.3
-    with scope                                  2.6      2.6         61          90
-    coroutine                                   5.7      5.7         46          70
-    step of a generator                         2.4      2.4         32          44
+    decorated call                              1.2      1.3         18          41
+    decorated call, switched off at run time    0.2      0.2         1.8         1.9
+    layer that a rule selects                   1.8      1.8         37          61
+    another layer of its class                  0.3      0.3         4.8         4.9
+    with scope                                  2.4      2.4         54          79
+    coroutine                                   5.6      5.7         46          71
+    step of a generator                         2.4      2.4         29          41
 
 Where a model computes between two spans, a span waits for memory: 0.5 to 0.9 us for a layer after 1 to 2 MiB of other
 work, and every report states its cost with both ends.
