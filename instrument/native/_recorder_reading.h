@@ -210,69 +210,37 @@ end:
     return found;
 }
 
-/* Histograms added up. What lies in the lower parts is summed on 32 bits, for as many chunks as can be. */
+/* Histograms added up. */
 typedef struct {
     uint64_t used; /* chunks with calls, bit by bit; the counts of others are not set */
-    uint32_t left; /* chunks that may be added before the sums must be moved */
-    uint32_t sums[CHUNKS * 64];
     uint64_t times[CHUNKS * 64];
 } histogram_t;
-
-static void
-move_sums(histogram_t *histogram)
-{
-    for (uint64_t left = histogram->used; left != 0; left &= left - 1)
-        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++) {
-            histogram->times[bucket] += histogram->sums[bucket];
-            histogram->sums[bucket] = 0;
-        }
-    histogram->left = UINT32_MAX / UINT16_MAX;
-}
-
-static inline void
-add_low(uint32_t *restrict to, const uint16_t *restrict low)
-{
-    for (int at = 0; at < 64; at++)
-        to[at] += low[at];
-}
 
 static inline void
 use_chunk(histogram_t *histogram, uint32_t c)
 {
-    if (histogram->used >> c & 1)
-        return;
-    memset(histogram->sums + c * 64, 0, 64 * sizeof *histogram->sums);
-    memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
+    if (!(histogram->used >> c & 1))
+        memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
     histogram->used |= (uint64_t)1 << c;
 }
-
-_Static_assert(CHUNKS % 12 == 0, "chunks are looked for by the dozen");
 
 /* Nothing is changed that the thread whose calls they are may be about to change: its caches keep it. */
 static void
 add_histogram(histogram_t *histogram, const totals_t *totals)
 {
-    if (histogram->left <= CHUNKS)
-        move_sums(histogram);
-    for (uint32_t several = 0; several < CHUNKS; several += 12) {
-        uintptr_t any = 0;
-        for (uint32_t c = several; c < several + 12; c++)
-            any |= (uintptr_t)totals->chunks[c];
-        for (uint32_t c = several; any != 0 && c < several + 12; c++) {
-            const chunk_t *chunk = totals->chunks[c];
-            if (chunk == NULL)
-                continue;
-            use_chunk(histogram, c);
-            histogram->left--;
-            add_low(histogram->sums + c * 64, chunk->low);
-            for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
-                histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
-        }
+    for (uint32_t c = 0; c < CHUNKS; c++) {
+        const chunk_t *chunk = totals->chunks[c];
+        if (chunk == NULL)
+            continue;
+        use_chunk(histogram, c);
+        for (uint32_t at = 0; at < 64; at++)
+            histogram->times[c * 64 + at] += chunk->low[at];
+        for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
+            histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
     }
-    histogram->left -= totals->waiting_count > 0;
     for (int i = 0; i < totals->waiting_count; i++) {
         use_chunk(histogram, totals->waiting[i] >> 6);
-        histogram->sums[totals->waiting[i]]++;
+        histogram->times[totals->waiting[i]]++;
     }
 }
 
@@ -294,7 +262,7 @@ Core_histogram_of(Core *self, PyObject *args)
         PyErr_NoMemory();
         goto end;
     }
-    sum->used = sum->left = 0;
+    sum->used = 0;
     const uint32_t *node = view.buf;
     size_t length = (size_t)view.len / sizeof *node;
     /* Ring by ring: what one thread has recorded lies together. */
@@ -310,7 +278,6 @@ Core_histogram_of(Core *self, PyObject *args)
                 add_histogram(sum, t);
         }
     }
-    move_sums(sum);
     for (uint64_t left = sum->used; left != 0; left &= left - 1)
         for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
             buckets += sum->times[bucket] != 0;
