@@ -89,7 +89,7 @@ class Session(Recorded):
             look=self._pump,
             is_needed=self._is_looked_after,
             sends=self._sends,
-            follow=lambda: self._generations.hear_agent(),
+            follow=self._follow_threads,
             tell_others=self._tell_others,
         )
         folder = files.working_folder()
@@ -208,6 +208,12 @@ class Session(Recorded):
             self._membership.tell({"exports": True})
             self.handover.insist()
         self.handover.look(is_joined=is_joined)
+
+    def _follow_threads(self) -> None:
+        """What there is to do once the threads have begun, on one of them or where the session does without waiting."""
+        self._generations.hear_agent()
+        if self._forked:  # most children that are forked never record
+            FAULTS.attempt("process context", self._publish_context)
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -526,6 +532,7 @@ class Session(Recorded):
             self._undo()
             self._forget(self)
             return
+        process_context.after_fork_in_child()
         self._threads.after_fork_in_child()
         self._saving.after_fork_in_child()
         self._ids = None
@@ -547,8 +554,6 @@ class Session(Recorded):
         self._begin_readings()
         self._threads.start_when_needed()
         self._generations.listen_in_child()
-        process_context.after_fork_in_child()
-        FAULTS.attempt("process context", self._publish_context)
         self._join_run()
         self._begin_observation()
         util = sys.modules.get("multiprocessing.util")
