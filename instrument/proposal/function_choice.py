@@ -155,14 +155,14 @@ class _Chooser:
         self._observation = observation
         met = [node for node in observation.nodes() if node.called.kind == "request"]
         self._requests = [node for node in met if not is_probe(node.called.name.rpartition(" ")[2])] or met
-        self._loops, units = self._loops_and_units()
+        self._hot, self._short = self._too_frequent(), self._too_short()
+        units = self._units_of_work()
         self._named_requests: list[ObservedNode] = []
         if not self._requests:
             self._named_requests = self._requests_among(units)
             self._requests = self._named_requests
         self._units = [unit for unit in units if unit not in self._named_requests]
         self._of_units = "the work outside of requests" if self._requests else "the work"
-        self._hot, self._short = self._too_frequent(), self._too_short()
 
     def choose(self) -> FunctionChoice:
         rules: dict[str, FunctionProposal] = {}
@@ -200,9 +200,8 @@ class _Chooser:
 
     # ---------------------------------------------------------------- what is what
 
-    def _loops_and_units(self) -> tuple[set[ObservedNode], list[ObservedNode]]:
-        """What was called once or never ends, outside of requests; and what such, or nothing, calls again and again."""
-        loops: set[ObservedNode] = set()
+    def _units_of_work(self) -> list[ObservedNode]:
+        """What is called again and again outside of requests, by nothing or by what was called once or never ends."""
         units: list[ObservedNode] = []
 
         def look(nodes: Iterable[ObservedNode]) -> None:
@@ -213,13 +212,12 @@ class _Chooser:
                 if not node.called.label or node.called.kind in ("layer", "copy"):
                     continue
                 if is_once:
-                    loops.add(node)
                     look(node.children.values())
                 elif not _WAITING.search(function_name(node.called.label)):
                     units.append(self._lowest_alike(node))
 
         look(self._observation.roots)
-        return loops, units
+        return units
 
     def _lowest_alike(self, node: ObservedNode) -> ObservedNode:
         """What a private unit hands its work to, where that is one function."""
@@ -236,7 +234,7 @@ class _Chooser:
 
     def _requests_among(self, units: list[ObservedNode]) -> list[ObservedNode]:
         """The units that are most likely what the service is asked for, where no server was met."""
-        named = [unit for unit in units if REQUEST.search(function_name(unit.called.label))]
+        named = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
         named = [unit for unit in named if not STEP.search(function_name(unit.called.label))]
         if not named:
             return []
@@ -342,8 +340,10 @@ class _Chooser:
         phase = phase_by_name(name)
         if phase == "compute" and shapes & {"coroutine", "generator"}:
             phase = ""  # it waits for others most of the time
-        elif shapes & {"coroutine"} and its.own_ns > 0.5 * its.total_ns:
-            reasons.append("its time is mostly that of waiting" if _WAITING.search(name) else "a coroutine")
+        if "generator" in shapes:
+            reasons.append("a generator, up to its last item")
+        elif "coroutine" in shapes and its.own_ns > 0.5 * its.total_ns:
+            reasons.append("a coroutine that mostly waits")
         is_of_parts = is_split or its.own_ns < 0.5 * its.total_ns
         kind = "op" if (is_of_parts and of != "the requests") or its.calls > 20 * max(count, 1) else "phase"
         if kind != "phase":
