@@ -23,7 +23,7 @@ from instrument.errors import TraceError
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording import memory_layout
 from instrument.recording.gauge_ring import Readings
-from instrument.recording.interval_ring import Intervals
+from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Sample, Site
 from instrument.trace.of_memory import saved_of
@@ -45,7 +45,7 @@ def copied(recorder: Any, times: int = 40) -> int:
 
     for _ in range(times):
         function(3)
-    intervals = Intervals(1 << 14, partial(recorder.room_for, "intervals"))
+    intervals = IntervalRing(1 << 14, partial(recorder.room_for, "intervals"))
     for ring in recorder.rings():
         for row in ring.newest(0)[0]:
             intervals.add(row[1], 0, 7, row[5], row[6], "exclusive")

@@ -123,6 +123,21 @@ def test_no_two_modules_have_one_name() -> None:
     assert twice == {}
 
 
+TWO_FORMS = {"Trace": {"recording.spans", "trace.columns"}, "Scope": {"recorder.callables", "recorder.recorder"}}
+"""One thing in two forms: a trace as objects and as columns; what a scope is to the recorder, and to who opens it."""
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """But for the older profilers, whose names those of `compat` are."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for name, module in NAMES.items():
+        text = (ROOT / module).with_suffix(".py").read_text("utf-8") if room(name) != "compat" else ""
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named[node.name].add(name)
+    assert {one: modules for one, modules in named.items() if len(modules) > 1} == TWO_FORMS
+
+
 def test_no_room_or_module_of_the_root_bears_a_public_name() -> None:
     """Python puts a room into the package under its name as soon as it is imported, over what stood there."""
     assert {room(name) for name in NAMES} & set(instrument.__all__) == set()

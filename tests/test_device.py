@@ -22,7 +22,7 @@ from instrument.device.resolver import LAUNCH_NS, Resolver
 from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
-from instrument.recording.interval_ring import Intervals
+from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import DeviceInterval, Site, Span, Work, covered_ns
 
@@ -56,7 +56,7 @@ class Bench:
         self.use(1)
         self.use(0)
         self.totals = Totals()
-        self.intervals = Intervals(1 << 20)
+        self.intervals = IntervalRing(1 << 20)
         self.driver: Driver = TorchDriver(self.torch) if self.torch else CudaDriver(holds_gil=kind == HOLDING)
         self.slewed: Callable[[int], int] = int
         self.timer = Timer(self.driver, self.intervals, self.totals, self.now_ns, fake.now_ns)  # type: ignore[arg-type]
@@ -570,7 +570,7 @@ def test_where_the_host_has_no_context_nothing_is_made(
     fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Resolver, "start", lambda self: None)
-    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
@@ -589,7 +589,7 @@ def test_a_thread_without_a_context_is_never_said_to_be_captured(
     value(cuda.cuInit(0))
     value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(0))))
     stream = 0 if is_asked_on_stream_0 else int(value(cuda.cuStreamCreate(1)))
-    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, stream))
     with ThreadPoolExecutor(1) as pool:
         pair = pool.submit(timer.begin, SITE, None, 1).result()
@@ -607,7 +607,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
     monkeypatch.setattr(Resolver, "start", lambda self: None)
     value(cuda.cuInit(0))
     value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(1))))
-    intervals = Intervals(1 << 16)
+    intervals = IntervalRing(1 << 16)
     timer = Timer(CudaDriver(), intervals, Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     early = timer.begin(SITE, None, 1)
@@ -717,7 +717,7 @@ def test_a_record_that_waits_stops_no_other_thread(fake_driver: FakeDriver, monk
     value(cuda.cuInit(0))
     context = value(cuda.cuDevicePrimaryCtxRetain(0))
     value(cuda.cuCtxSetCurrent(context))
-    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
@@ -883,7 +883,7 @@ def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Be
 
 
 def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
-    ring = Intervals(64 * 56)
+    ring = IntervalRing(64 * 56)
     for number in range(1, 1001):
         ring.add(number, 0, 7, number, number + 1, "exclusive", 3)
     spans = [Span(SITE, number, 0, 0, 0, 0, 0, 0, 0, 0) for number in range(1, 1001)]

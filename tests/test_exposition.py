@@ -65,7 +65,7 @@ def serve(route: str, status: int, times: int) -> None:
     async def nothing(*_: Any) -> None: ...
 
     async def all_of_them() -> None:
-        app = asgi.App(answer, Exchanges(RequestsRule()))
+        app = asgi.AsgiApp(answer, Exchanges(RequestsRule()))
         for _ in range(times):
             await app({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, nothing)
 

@@ -31,7 +31,7 @@ from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.gauge_ring import Readings
-from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, Intervals
+from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalRing
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.spans import REMOTE, Sample, Site
 from instrument.recording.tally import Tally
@@ -176,7 +176,7 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
 
 
 def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
-    intervals, mapped = Intervals(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
+    intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
     assert len(mapped.intervals()) == 0
     for number in range(1, 300):
         intervals.add(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)

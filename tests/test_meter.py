@@ -55,7 +55,7 @@ class Served:
     """An ASGI app as its server calls it: a path names its route, and the status that answers it."""
 
     def __init__(self) -> None:
-        self._app = asgi.App(self._answer, Exchanges(RequestsRule()))
+        self._app = asgi.AsgiApp(self._answer, Exchanges(RequestsRule()))
         self.asked: Counter[tuple[str, str, int]] = Counter()
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
@@ -244,7 +244,7 @@ def test_requests_that_are_open_are_told_as_such() -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server)))
         app = Served()
-        app._app = asgi.App(wait, Exchanges(RequestsRule()))
+        app._app = asgi.AsgiApp(wait, Exchanges(RequestsRule()))
         thread = threading.Thread(target=app.ask, args=("/",))
         thread.start()
         assert is_inside.wait(60)
@@ -352,7 +352,7 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         text = f"{asked}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
         instrument.start(loads(text, environ={}))
         app = Served()
-        app._app = asgi.App(generate, Exchanges(RequestsRule()))
+        app._app = asgi.AsgiApp(generate, Exchanges(RequestsRule()))
         for path in ("/v1/chat/completions", "/v1/broken", "/other"):
             app.ask(path, 4)
         instrument.stop()

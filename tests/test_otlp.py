@@ -441,7 +441,7 @@ def test_a_request_keeps_within_both_limits() -> None:
             exporter.offer(tree(40, 20_000, attributes={"text": "x" * 50_000}))
             assert exporter.flush(60 * SECOND).complete
     assert sum(spans for spans, _ in sizes) == 9_040
-    assert max(spans for spans, _ in sizes) <= senders.Http.request_spans
+    assert max(spans for spans, _ in sizes) <= senders.HttpSender.request_spans
     assert max(size for _, size in sizes) <= REQUEST_BYTES + 2_048  # the resource and the scope
     assert len(sizes) < 12
 

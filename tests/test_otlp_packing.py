@@ -161,7 +161,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
 def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
     by_http, by_grpc = Ids(), Ids()
     by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
-    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender = senders.GrpcSender(Otlp("http://127.0.0.1:1", "grpc"))
     sender.speak_for({"service.name": "chat"})
     official = encode_spans(list(sender.encode(spans, by_grpc, ORIGIN, THREADS)))
     messages = decoded(spans, by_http)
@@ -178,7 +178,7 @@ def test_a_root_is_linked_to_the_span_that_its_task_came_from_by_http_and_by_grp
     link = link_of(5, 3, None if trace_id is None else RemoteParent(trace_id, 9))
     spans = [span(span_id=8, root_id=8, attributes={"user.rows": 4, **link})]
     (message,) = decoded(spans, ids)
-    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender = senders.GrpcSender(Otlp("http://127.0.0.1:1", "grpc"))
     sender.speak_for({"service.name": "chat"})
     (official,) = encode_spans(list(sender.encode(spans, ids, ORIGIN, THREADS))).resource_spans[0].scope_spans[0].spans
     in_trace = ids.trace_id(3) if trace_id is None else trace_id

@@ -29,7 +29,7 @@ from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import control
-from instrument.sessions.control import CALLERS, REQUEST_BYTES, Control, Request
+from instrument.sessions.control import CALLERS, REQUEST_BYTES, ControlServer, Request
 from instrument.sessions.generation import AT_START, NAMES_TOLD, Reload, refusals, taken_on
 from instrument.sessions.session import Session
 
@@ -704,7 +704,7 @@ def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
         done.set()
         return {}
 
-    served = Control(Path("control"), lambda: None, slow, lambda: False, lambda message: None)
+    served = ControlServer(Path("control"), lambda: None, slow, lambda: False, lambda message: None)
     served.start()
     with connected(own_socket()) as caller:
         caller.sendall(b'{"reload": null}\n')

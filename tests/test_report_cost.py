@@ -208,7 +208,7 @@ def test_a_request_of_an_adapter_costs_what_its_adapter_adds() -> None:
     session = instrument.start(loads("requests: auto\nlimits: {blocked: off}"))
     assert session is not None
     try:
-        served = asgi.App(app, Exchanges(session.profile.requests[0]))
+        served = asgi.AsgiApp(app, Exchanges(session.profile.requests[0]))
         asked = {"type": "http", "method": "GET", "path": "/", "headers": []}
         for _ in range(3):
             asyncio.run(served(asked, nothing, nothing))

@@ -102,7 +102,7 @@ def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[st
     Who waits for a processor for longer than that, within the same callback, blocks the loop for most of the time, and
     is named with good reason.
     """
-    app = asgi.App(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
+    app = asgi.AsgiApp(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
     planted = len(PLANTED)
 
     async def main() -> None:
@@ -174,7 +174,7 @@ def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -
         rest()
 
     async def main() -> None:
-        app = asgi.App(app_of({"/wait": functools.partial(asyncio.sleep, 0.05)}), Exchanges(RequestsRule()))
+        app = asgi.AsgiApp(app_of({"/wait": functools.partial(asyncio.sleep, 0.05)}), Exchanges(RequestsRule()))
         request = asyncio.create_task(ask(app, "/wait"))
         await asyncio.sleep(0)
         await asyncio.create_task(chore())

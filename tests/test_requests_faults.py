@@ -104,13 +104,13 @@ def test_what_an_app_sends_wrong_is_what_its_server_says_of_it(
     exchanges: Exchanges, recorder: Any, send: Any, kind: str, messages: list[Any]
 ) -> None:
     bare = outcome_of(lambda app: app, send, messages, kind)
-    assert outcome_of(lambda app: asgi.App(app, exchanges), send, messages, kind) == bare
+    assert outcome_of(lambda app: asgi.AsgiApp(app, exchanges), send, messages, kind) == bare
     assert isinstance(ended(recorder).attributes.get("http.response.status_code", 0), int)
     assert FAULTS.counts() == {}, "it is no fault of ours"
 
 
 def test_a_message_that_cannot_be_read_is_counted(exchanges: Exchanges, recorder: Any) -> None:
-    outcome_of(lambda app: asgi.App(app, exchanges), lenient, [START, BODY | {"body": None}], "http")
+    outcome_of(lambda app: asgi.AsgiApp(app, exchanges), lenient, [START, BODY | {"body": None}], "http")
     assert recorder.irregular["messages of apps that could not be read"] == 1
 
 
@@ -122,7 +122,9 @@ def test_headers_of_an_answer_that_can_be_read_once_are_left_to_the_server(excha
         sent.append(message)
 
     pairs = [(b"content-type", b"text/event-stream")]
-    outcome_of(lambda app: asgi.App(app, exchanges), late, [START | {"headers": iter(pairs)}, *STREAMED[1:]], "http")
+    outcome_of(
+        lambda app: asgi.AsgiApp(app, exchanges), late, [START | {"headers": iter(pairs)}, *STREAMED[1:]], "http"
+    )
     assert list(sent[0]["headers"]) == pairs
 
 
@@ -134,7 +136,7 @@ def test_an_app_has_the_headers_that_its_server_gives_once(recorder: Any, attrib
         (b"x-tenant", b"shop"),
         (b"traceparent", b"00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01"),
     ]
-    seen = outcome_of(lambda app: asgi.App(app, exchanges), lenient, [START, BODY], "http", iter(pairs))
+    seen = outcome_of(lambda app: asgi.AsgiApp(app, exchanges), lenient, [START, BODY], "http", iter(pairs))
     assert seen[0] == pairs
     span = ended(recorder)
     assert span.remote is not None
@@ -184,7 +186,7 @@ def test_a_status_that_is_none_is_what_the_wsgi_server_says_of_it(
         start(status, [])
         return [b"it"]
 
-    assert served(wsgi.App(app, exchanges), start_response) == served(app, start_response)
+    assert served(wsgi.WsgiApp(app, exchanges), start_response) == served(app, start_response)
     assert ended(recorder).attributes.get("http.response.status_code") in (None, 500)
 
 
@@ -198,7 +200,7 @@ def test_a_part_that_is_no_bytes_is_what_the_wsgi_server_says_of_it(
         start("200 OK", [])
         return body
 
-    assert served(wsgi.App(app, exchanges), lenient_start) == served(app, lenient_start)
+    assert served(wsgi.WsgiApp(app, exchanges), lenient_start) == served(app, lenient_start)
     ended(recorder)
     assert FAULTS.counts() == {}
 
@@ -209,7 +211,7 @@ def test_start_response_is_called_wrong_as_the_app_called_it(exchanges: Exchange
         call(start)
         return []
 
-    assert served(wsgi.App(app, exchanges), checked_start) == served(app, checked_start)
+    assert served(wsgi.WsgiApp(app, exchanges), checked_start) == served(app, checked_start)
 
 
 # -------------------------------------------------------------------- exchanges
@@ -251,9 +253,9 @@ def test_a_fault_of_ours_at_the_begin_is_counted_and_the_app_is_called(
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(type(exchanges.recorder), "open_request", fault, raising=False)
     if adapter == "asgi":
-        seen = outcome_of(lambda app: asgi.App(app, exchanges), strict, [START, BODY], "http")
+        seen = outcome_of(lambda app: asgi.AsgiApp(app, exchanges), strict, [START, BODY], "http")
         assert seen == ([], "sent", "sent")
     else:
-        assert served(wsgi.App(app, exchanges), checked_start) == [b"it"]
+        assert served(wsgi.WsgiApp(app, exchanges), checked_start) == [b"it"]
     assert FAULTS.counts() == {"begin of a request": 1}
     FAULTS.clear()

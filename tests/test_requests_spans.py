@@ -57,7 +57,7 @@ def answering(*messages: dict[str, Any]) -> Any:
 
 def ask(app: Any, headers: Sequence[tuple[bytes, bytes]] = (), rule: RequestsRule | None = None, **scope: Any) -> None:
     """One request to an ASGI app that is served."""
-    serve = asgi.App(app, Exchanges(rule or RequestsRule()))
+    serve = asgi.AsgiApp(app, Exchanges(rule or RequestsRule()))
 
     async def receive() -> dict[str, Any]:
         return {"type": "websocket.disconnect", "code": 1001}
@@ -152,7 +152,7 @@ def test_what_the_rule_names_is_told_and_what_it_ignores_is_not_recorded() -> No
 
 def test_an_app_within_an_app_is_one_request() -> None:
     async def outer(scope: Any, receive: Any, send: Any) -> None:
-        await asgi.App(answering(START, part(b"")), Exchanges(RequestsRule()))(scope, receive, send)
+        await asgi.AsgiApp(answering(START, part(b"")), Exchanges(RequestsRule()))(scope, receive, send)
 
     ask(outer)
     assert len(requests()) == 1
@@ -208,7 +208,7 @@ def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_tells_i
     ports = range(8000, 8000 + ADDRESSES_KNOWN + 3)
     for port in ports:
         environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": str(port), "REQUEST_METHOD": "GET"}
-        list(wsgi.App(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
+        list(wsgi.WsgiApp(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
     assert [told(span)["server.port"] for span in requests()] == list(ports)
     assert len({span.site for span in requests()}) == ADDRESSES_KNOWN + 1
     (row,) = RECORDER.tally().rows()
@@ -238,7 +238,7 @@ def wsgi_app(body: Iterable[bytes], status: str = "200 OK") -> Any:
 
 def serve_wsgi(app: Any, start_response: Any = lambda *_: None, **environ: str) -> bytes:
     asked = {"wsgi.url_scheme": "http", "SERVER_NAME": "127.0.0.1", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
-    return b"".join(wsgi.App(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
+    return b"".join(wsgi.WsgiApp(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
 
 
 @pytest.mark.parametrize("body", [[b"four"], (b"fo", b"ur"), Parts(b"four"), Parts(b"", b"four")])

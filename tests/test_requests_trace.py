@@ -43,7 +43,7 @@ def serve(app: Any, headers: dict[str, str], rule: RequestsRule | None = None) -
         "type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80),
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }  # fmt: skip
-    asyncio.run(asgi.App(app, Exchanges(rule or RequestsRule()))(scope, receive, send))
+    asyncio.run(asgi.AsgiApp(app, Exchanges(rule or RequestsRule()))(scope, receive, send))
     return sent
 
 
@@ -171,7 +171,7 @@ def secret_request(requests: str, tmp_path: Any) -> str:
             "query_string": b"key=c4n4ry", "client": ("c4n4ry", 1),
             "headers": [(name.encode(), value.encode()) for name, value in canaries.items()],
         }  # fmt: skip
-        asyncio.run(asgi.App(reads, Exchanges(rule))(scope, receive, send))
+        asyncio.run(asgi.AsgiApp(reads, Exchanges(rule))(scope, receive, send))
         instrument.dump(path)
         return path.read_text() + instrument.summary(views=["brief", "requests", "events"])
     finally:

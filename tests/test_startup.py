@@ -17,7 +17,7 @@ import pytest
 import instrument
 from instrument import chrome
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.startup import COMPILES, LOADS, Startup
+from instrument.instrumentors.startup import COMPILES, LOADS, StartupWatch
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.report.startup_view import StartupView, startup
@@ -98,7 +98,7 @@ def test_a_compilation_that_fails_fails_as_it_would(select: Callable[[str], Sele
 
 
 def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
-    family = Startup(recorder=recorder)
+    family = StartupWatch(recorder=recorder)
     family.imported(types.ModuleType("torch._dynamo.callback"))
     (verdict,) = family.verdicts()
     assert str(verdict) == "startup: torch.compile: unreachable (this version of torch does not tell when it compiles)"

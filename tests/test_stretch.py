@@ -14,7 +14,7 @@ from instrument.native import find
 from instrument.recording.interval_ring import INTERVAL_BYTES
 from instrument.recording.ring import PACKED_ROW
 from instrument.recording.spans import REMOTE, Origin, RemoteParent, Site
-from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
+from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.trace.interval_columns import CELL
 from instrument.trace.of_rows import ROW
 from instrument.trace.of_spans import spans_of
@@ -22,8 +22,8 @@ from instrument.trace.of_spans import spans_of
 ORIGIN = Origin(1, "shop", 0, 0)
 
 
-def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> Stretch:
-    return Stretch.of(recorder, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
+def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> TakenStretch:
+    return TakenStretch.of(recorder, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
 
 
 def calls(recorder: Any, name: str, count: int) -> None:

@@ -23,7 +23,7 @@ from fake_torch_cuda import AcceleratorError, fake_torch
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, error_of
-from instrument.recording.interval_ring import Intervals
+from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site, Span
 
@@ -50,7 +50,7 @@ class Service:
     def __init__(self, torch: Any, fake: FakeDriver) -> None:
         self.fake = fake
         self.begun = 0
-        self.intervals = Intervals(1 << 16)
+        self.intervals = IntervalRing(1 << 16)
         self.driver = TorchDriver(torch)
         totals: Any = SimpleNamespace(count_device=lambda *_: True)
         self.timer = Timer(self.driver, self.intervals, totals, fake.now_ns)

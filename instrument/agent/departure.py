@@ -11,7 +11,7 @@ from typing import Any
 
 from instrument.agent import crash_capture, exit_status, run_report
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
-from instrument.agent.run_report import Part
+from instrument.agent.run_report import ReportedProcess
 
 Answer = Mapping[str, Any]
 
@@ -37,9 +37,9 @@ def report_of(run: Run) -> Callable[[], Answer]:
     """What makes the report of a run, of what its processes have saved."""
     of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
     asked = of or {"views": ["brief"], "options": {}}
-    parts = [Part(_line_in_report(process), process.saved) for process in run.recorded()]
+    parts = [ReportedProcess(_line_in_report(process), process.saved) for process in run.recorded()]
     if run.folded:
-        parts.insert(0, Part(f"{run.folded_count} that ended before them", run.folded))
+        parts.insert(0, ReportedProcess(f"{run.folded_count} that ended before them", run.folded))
     return lambda: run_report.made(parts, asked["views"], asked["options"])
 
 

@@ -17,14 +17,14 @@ PROCESSES_TOLD = 12
 LEFT_OUT = "spans of processes that ended long before the run"
 
 
-class Part(NamedTuple):
+class ReportedProcess(NamedTuple):
     """A process of the run, or several: what is said of it, and the recording that it has left ("": none)."""
 
     name: str
     path: str
 
 
-def made(parts: Sequence[Part], views: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
+def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
     """The report as text. Raises `InstrumentError` where there is none to be made."""
     from instrument.errors import TraceError
     from instrument.report.summary import summary

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.interval_events import IntervalEvents
-from instrument.chrome.ordered import Intervals, Spans, batches
+from instrument.chrome.ordered import OrderedIntervals, Spans, batches
 from instrument.chrome.span_events import SpanEvents
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.forest import NONE
@@ -35,7 +35,7 @@ class Arrows:
     from which arrows lead to `marks`.
     """
 
-    def __init__(self, spans: Spans, intervals: Intervals, marks: BatchMarks) -> None:
+    def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         self._spans, self._intervals, owners = spans, intervals, intervals.owner
         of_async = spans.is_async[owners]
         drawn = self._may_lead(owners, intervals.start_ns, of_async)

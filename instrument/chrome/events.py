@@ -28,7 +28,7 @@ EXACT_US = 1 << 42
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One event; what it says of itself in `args` stays text, for what there is depends on what it is."""
 
     ph: str = ""
@@ -46,7 +46,7 @@ class Event(msgspec.Struct, gc=False):
 _decode_allocations = msgspec.json.Decoder(
     list[Annotated[list[Int64], msgspec.Meta(min_length=6, max_length=7)]]
 ).decode
-_decode = msgspec.json.Decoder(list[Event]).decode
+_decode = msgspec.json.Decoder(list[TraceEvent]).decode
 
 _LONE_SURROGATE = re.compile(
     rb"(\\(?:[^u]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])))|\\u[dD][89a-fA-F]..",
@@ -54,7 +54,7 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def next_events(text: Json) -> list[Event]:
+def next_events(text: Json) -> list[TraceEvent]:
     """The events of a list that come next: as many as are at hand."""
     found = text.values("{")
     try:

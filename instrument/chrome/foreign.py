@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import UNSET
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import Event, times_ns
+from instrument.chrome.events import TraceEvent, times_ns
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
@@ -123,7 +123,7 @@ class Foreign:
         self._attributes = GatheredAttributes()
         self._telling: dict[int, bytes] = {}
         self._counts_flops = False
-        self._clock_of_paddle = paddle_traces.Clock()
+        self._clock_of_paddle = paddle_traces.EventClock()
         self._names: dict[tuple[Any, ...], str] = {}
         self._lanes: dict[tuple[Any, Any], _Lane] = {}
         self._thread_ids: dict[tuple[Any, Any], int] = {}
@@ -148,7 +148,7 @@ class Foreign:
         """How many events have said something."""
         return self._count + len(self._allocations) // Allocations.ROW.size
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: list[TraceEvent]) -> None:
         """Read events, which come after those that have been read."""
         # The slice of "Trace" is how long torch.profiler watched, which is no call.
         slices = [one for one in events if one.ph in _SLICES and not (one.cat == "Trace" and one.pid == "Spans")]
@@ -166,7 +166,7 @@ class Foreign:
             elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event)
 
-    def _add_slices(self, slices: list[Event]) -> None:
+    def _add_slices(self, slices: list[TraceEvent]) -> None:
         """Slices that are complete, or begin, as columns."""
         if not slices:
             return
@@ -212,7 +212,7 @@ class Foreign:
         self._line.extend([lane.line for lane in lanes])
         self._site.extend([facts.place for facts in known])
 
-    def _add_marks(self, slices: list[Event]) -> None:
+    def _add_marks(self, slices: list[TraceEvent]) -> None:
         """The begins and ends among slices, of which the begins are rows already, the last that there are."""
         row = len(self._start_ns) - sum(one.ph != "E" and one.ph != "e" for one in slices)
         for event, at_ns in zip(slices, times_ns([one.ts for one in slices], FARTHEST_NS).tolist(), strict=True):
@@ -234,7 +234,7 @@ class Foreign:
             row += phase == "B" or phase == "b"
 
     def _add_attributes(
-        self, at: int, lane: _Lane, facts: _Facts, event: Event, start_ns: int, end_ns: int
+        self, at: int, lane: _Lane, facts: _Facts, event: TraceEvent, start_ns: int, end_ns: int
     ) -> tuple[int, int]:
         """The attributes of a slice of whose arguments there is more to know; returns its times."""
         args = _arguments(event)
@@ -296,7 +296,7 @@ class Foreign:
         elif correlation is not None and facts.launches:
             self._launches[correlation] = row
 
-    def _add_allocation(self, event: Event) -> None:
+    def _add_allocation(self, event: TraceEvent) -> None:
         lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
         args = _arguments(event) if bytes(event.args).startswith(b"{") else {}
         is_torchs = "Bytes" in args
@@ -312,7 +312,7 @@ class Foreign:
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
-    def _lane(self, event: Event) -> _Lane:
+    def _lane(self, event: TraceEvent) -> _Lane:
         for known in (event.pid, event.tid):
             checked(known, int, str, type(None))
         row: tuple[Any, Any] = event.pid, paddle_traces.thread_of(event.tid)
@@ -477,7 +477,7 @@ def are_attributes(args: bytes) -> bool:
     )
 
 
-def _arguments(event: Event) -> dict[str, Any]:
+def _arguments(event: TraceEvent) -> dict[str, Any]:
     """The arguments of an event, numbers of any length among them."""
     found = event.args
     try:
@@ -510,7 +510,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s:
     return np.array(parents, dtype=np.int32)
 
 
-def _allocation(event: Event, args: Mapping[str, Any], thread_id: int) -> Allocation:
+def _allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
     """What an event of torch.profiler says that was taken or given back."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.chrome.lanes import Board, lanes_of
-from instrument.chrome.ordered import Intervals, Spans
+from instrument.chrome.ordered import OrderedIntervals, Spans
 from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight, numbered, ranked
 from instrument.trace.metadata import SiteText
@@ -24,7 +24,7 @@ class IntervalEvents:
     kernels up.
     """
 
-    def __init__(self, spans: Spans, intervals: Intervals, board: Board, of_sites: Sequence[SiteText]) -> None:
+    def __init__(self, spans: Spans, intervals: OrderedIntervals, board: Board, of_sites: Sequence[SiteText]) -> None:
         self._spans, self._intervals = spans, intervals
         its, row = spans.trace.device, intervals.row
         streams = numbered(ranked(its.device[row])[1], ranked(its.stream[row])[1])[0]

@@ -81,7 +81,7 @@ class Spans(NamedTuple):
         return groups
 
 
-class Intervals(NamedTuple):
+class OrderedIntervals(NamedTuple):
     """The device intervals in that order: `owner` is the place of the span that each is of, `number` its number among
     those of that span."""
 
@@ -92,7 +92,7 @@ class Intervals(NamedTuple):
     end_ns: Int64s
 
     @classmethod
-    def of(cls, spans: Spans, base_ns: int) -> Intervals:
+    def of(cls, spans: Spans, base_ns: int) -> OrderedIntervals:
         """Those of these spans."""
         its = spans.trace.device
         row = np.lexsort((-its.end_ns, its.start_ns))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from instrument.chrome.events import NO_ARGUMENTS, Event, Int64, times_ns
+from instrument.chrome.events import NO_ARGUMENTS, Int64, TraceEvent, times_ns
 from instrument.chrome.lanes import DEVICE_PIDS
 from instrument.recording import spans
 from instrument.recording.spans import HOST, RemoteParent, Sample
@@ -72,7 +72,7 @@ class _Async:
         self.open: list[tuple[int, bool, bool]] = []
 
 
-_Slice = tuple[Event, _Arguments, int, int]
+_Slice = tuple[TraceEvent, _Arguments, int, int]
 """An event with what it says of itself, and its begin and length."""
 
 NEAREST_NS = 1 << 62
@@ -105,7 +105,7 @@ class Own:
         """How many events have said something."""
         return len(self._numbers["span_id"]) + len(self._samples) + len(self._intervals["owner"]) + self._marks
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: list[TraceEvent]) -> None:
         """Read events, which come after those that have been read."""
         timed = [event for event in events if event.ph in _TIMED]
         start_ns = times_ns([event.ts for event in timed], NEAREST_NS) + self.metadata.base_ns
@@ -247,7 +247,7 @@ class Own:
         if is_self:
             self._numbers["self_ns"][row] = end_ns - start_ns
 
-    def _add_sample(self, event: Event) -> None:
+    def _add_sample(self, event: TraceEvent) -> None:
         pid = checked(event.pid, int)
         (value,) = json.loads(bytes(event.args)).values()
         self._samples.append(
@@ -305,7 +305,7 @@ _NUMBERS = (
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 
 
-def _local(event: Event) -> str:
+def _local(event: TraceEvent) -> str:
     """What the events of an async lane share."""
     local: str = checked(event.id2["local"], str)
     return local

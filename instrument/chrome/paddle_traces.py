@@ -91,7 +91,7 @@ def thread_name(name: str) -> str:
     return name if found is None else found[1]
 
 
-class Clock:
+class EventClock:
     """Times of events to the nanosecond, from what their arguments tell since the first of them."""
 
     def __init__(self) -> None:

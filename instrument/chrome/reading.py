@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import Event, next_allocations, next_events
+from instrument.chrome.events import TraceEvent, next_allocations, next_events
 from instrument.chrome.foreign import Foreign
 from instrument.chrome.own import Own
 from instrument.errors import TraceError
@@ -200,7 +200,7 @@ def _counted_key(keys: int) -> int:
     return keys + 1
 
 
-def _events(text: Json) -> Iterator[tuple[None, list[Event]]]:
+def _events(text: Json) -> Iterator[tuple[None, list[TraceEvent]]]:
     end = text.take("]") if text.peek() == "]" else ","
     while end == ",":
         yield None, next_events(text)

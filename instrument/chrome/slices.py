@@ -8,7 +8,7 @@ from instrument.chrome.arrows import Arrows
 from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.interval_events import IntervalEvents
 from instrument.chrome.lanes import Board, Row
-from instrument.chrome.ordered import Intervals, Spans, batches
+from instrument.chrome.ordered import OrderedIntervals, Spans, batches
 from instrument.chrome.span_events import SpanEvents
 from instrument.recording.spans import Site
 from instrument.trace.columns import Trace
@@ -26,7 +26,7 @@ class Slices:
         starts = (trace.start_ns, trace.device.start_ns)
         self.base_ns = min(int(its.min(initial=since_ns)) for its in starts)
         self._spans = Spans.of(trace, self.base_ns)
-        self._intervals = Intervals.of(self._spans, self.base_ns)
+        self._intervals = OrderedIntervals.of(self._spans, self.base_ns)
         self._marks = BatchMarks(self._spans)
         self._arrows = Arrows(self._spans, self._intervals, self._marks)
         self._board = Board(pid)

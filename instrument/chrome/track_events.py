@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.chrome.lanes import DEEPEST, lanes_of
-from instrument.chrome.ordered import BATCH, Intervals, Spans
+from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
@@ -78,7 +78,7 @@ class _Packets:
         self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
         self._pid = facts.origin.pid if 0 < facts.origin.pid < LIMIT_PID else 0
         self._spans = Spans.of(trace, self._base_ns)
-        self._intervals = Intervals.of(self._spans, self._base_ns)
+        self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
         self._arrows = _Arrows(self._spans, self._intervals)
         self._uuids = count(PROCESS + 1)
         self._threads: dict[int, int] = {}
@@ -361,7 +361,7 @@ class _Arrows:
     Of a span those that lead out of it follow one another. One that would point into the past is none.
     """
 
-    def __init__(self, spans: Spans, intervals: Intervals) -> None:
+    def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         called = np.flatnonzero(spans.parent != NONE)
         callers = spans.parent[called]
         is_away: Bools = (spans.thread_id[callers] != spans.thread_id[called]) | (

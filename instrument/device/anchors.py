@@ -43,7 +43,7 @@ JUMP = 2e-3
 READINGS = 3
 
 
-class Moment(NamedTuple):
+class AnchoredMoment(NamedTuple):
     """When an event happened on the host's clock, give or take; `near` tells whether an anchor lies near enough."""
 
     at_ns: int
@@ -200,7 +200,7 @@ class Anchors:
         """The event of the newest, None without any."""
         return self._anchors[-1].event if self._anchors else None
 
-    def place(self, event: Any, offset_ns: int) -> tuple[int, Moment | None]:
+    def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """The driver's error, and when an event happened; `offset_ns` is how long after the newest anchor it did."""
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
@@ -226,7 +226,9 @@ class Anchors:
             uncertainty_ns += distance_ns * (rate_error + self._change) + self._bent_ns(index)
         else:
             uncertainty_ns += distance_ns * (rate_error + SLEW)
-        place = Moment(anchor.host_ns + round(offset_ns * rate), round(uncertainty_ns), abs(offset_ns) <= FARTHEST_NS)
+        place = AnchoredMoment(
+            anchor.host_ns + round(offset_ns * rate), round(uncertainty_ns), abs(offset_ns) <= FARTHEST_NS
+        )
         return 0, place
 
     def _bent_ns(self, index: int) -> float:

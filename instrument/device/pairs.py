@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from instrument.device.anchors import Anchors, Moment
+from instrument.device.anchors import AnchoredMoment, Anchors
 from instrument.device.streams import Stream
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Times(Protocol):
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
 
-class Held(NamedTuple):
+class HeldTimes(NamedTuple):
     """What one of several pairs of a span has told."""
 
     context: Context
@@ -97,7 +97,7 @@ class Pair:
     def clear(self) -> None:
         """As it lies in the pool."""
         self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
-        self.place: Moment | None = None
+        self.place: AnchoredMoment | None = None
         self.whole: Pair | None = None
         self.running: Pair | None = None
         self.row: tuple[Any, int, int, int] | None = None
@@ -107,7 +107,7 @@ class Pair:
         self.attributes: Any = None
         self.beside: Sequence[Pair] = ()
         self.is_beside = False
-        self.held: list[Held] | None = None
+        self.held: list[HeldTimes] | None = None
 
     def pause(self) -> None:
         """A generator's body stands still."""

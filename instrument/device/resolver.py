@@ -11,11 +11,11 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from instrument.device import cuda
-from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Moment
-from instrument.device.pairs import Context, Driver, Held, Pair, Times
+from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, AnchoredMoment
+from instrument.device.pairs import Context, Driver, HeldTimes, Pair, Times
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
-from instrument.recording.interval_ring import Intervals
+from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
@@ -81,7 +81,7 @@ class Resolver:
     """
 
     def __init__(
-        self, timer: Times, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]
+        self, timer: Times, driver: Driver, intervals: IntervalRing, recorder: Recorder, now: Callable[[], int]
     ) -> None:
         self._timer = timer
         self._driver = driver
@@ -442,7 +442,7 @@ class Resolver:
         else:
             label = "exclusive"
         self.pairs += 1
-        told = Held(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
+        told = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
         if whole.held is None:
             self._tell(whole, told, label)
         else:
@@ -455,7 +455,7 @@ class Resolver:
             self._give_back(pair)
         self._count_if_done(whole)
 
-    def _tell(self, whole: Pair, told: Held, label: str) -> None:
+    def _tell(self, whole: Pair, told: HeldTimes, label: str) -> None:
         context, stream, start_ns, end_ns, _, uncertainty_ns, _ = told
         whole.add(start_ns, end_ns)
         self._remember(context, stream, start_ns, end_ns)
@@ -511,18 +511,18 @@ class Resolver:
         finally:
             self._give_back(whole)
 
-    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> Moment | None:
+    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> AnchoredMoment | None:
         """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
 
         None where the driver does not tell.
         """
         anchor = context.anchors.newest_event
         if anchor is None:  # the device has been too busy to be read
-            return Moment(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+            return AnchoredMoment(pair.begin_ns, self._now() - pair.begin_ns, near=False)
         error = 0
         if offset_ns is None:
             error, offset_ns = self._driver.elapsed_ns(anchor, pair.begin)
-        place: Moment | None = None
+        place: AnchoredMoment | None = None
         if not error:
             error, place = context.anchors.place(pair.begin, offset_ns)
         if error or place is None:

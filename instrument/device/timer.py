@@ -28,7 +28,7 @@ from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.interval_ring import LABELS, Intervals
+from instrument.recording.interval_ring import LABELS, IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
 from instrument.runtime import imports
@@ -55,7 +55,7 @@ class Timer:
     def __init__(
         self,
         driver: Driver,
-        intervals: Intervals,
+        intervals: IntervalRing,
         recorder: Recorder,
         now: Callable[[], int],
         raw: Callable[[], int] | None = None,
@@ -321,8 +321,8 @@ class Timing:
         self.timer: Timer | None = None
         self.reason = ""
 
-    def _new_intervals(self) -> Intervals:
-        return Intervals(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
+    def _new_intervals(self) -> IntervalRing:
+        return IntervalRing(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
 
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from when there is something to time; returns the way back."""

@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
     asked: str
 
 
-class Reader:
+class ArgumentReader:
     """Reads the wanted arguments of a call. It never raises: what cannot be read is left out, counted and named.
 
     A copy of it goes with a function that is pickled by value.
@@ -105,7 +105,7 @@ def reader(
             missing[parameter] = None
         else:
             found.append(_Wanted(one.name, parameter, tuple(path), _TAKEN[one.record], one.argument))
-    return (Reader(found, place) if found else None), list(missing)
+    return (ArgumentReader(found, place) if found else None), list(missing)
 
 
 def part_of(value: Any, name: str) -> Any:

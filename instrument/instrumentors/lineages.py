@@ -41,11 +41,11 @@ class Lineage:
         """The classes below the first one that define the method themselves."""
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
-    def join(self, owner: type[Any]) -> Member:
+    def join(self, owner: type[Any]) -> LineageMember:
         """What a probe on that class's own function is to ask of each call."""
         self._members.add(owner)
         self._resolved.clear()
-        return Member(self, owner)
+        return LineageMember(self, owner)
 
     def resolved(self, cls: type[Any]) -> type[Any] | None:
         """The class whose probe records calls on objects of a class."""
@@ -82,7 +82,7 @@ class Lineage:
             undo()
 
 
-class Member:
+class LineageMember:
     """Says of each call of one class's function whether another's probe records it."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:

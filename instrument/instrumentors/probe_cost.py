@@ -156,7 +156,7 @@ class _Probes:
             "scope": (scopes, nothing, call, nothing),
             "method": (call, lambda: method(layer), call, lambda: bare_method(layer)),
             "wrapper": (call, wrapped(nothing, "wrapper", "request"), call, nothing),
-            REQUEST: (serve, asgi.App(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
+            REQUEST: (serve, asgi.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
             "step": (steps, wrapped(generator, "step"), steps, generator),
         }
 

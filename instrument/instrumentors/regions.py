@@ -37,7 +37,7 @@ _OWN_FORWARD = "with a forward of the instance's own"
 _UNREGISTERED = "put in place past torch's registration"
 
 
-class Paths(Protocol):
+class ModulePaths(Protocol):
     """Where modules sit in their models."""
 
     def of(self, module: Any) -> str | None:
@@ -97,7 +97,7 @@ class Regions:
         self._undos: list[Undo] = []
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
-    def attach(self, torch: Any, paths: Paths) -> None:
+    def attach(self, torch: Any, paths: ModulePaths) -> None:
         """`torch` has been imported: record the calls of regions."""
         self._torch, self._paths = torch, paths
         self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)

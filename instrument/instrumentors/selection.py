@@ -25,7 +25,7 @@ from instrument.instrumentors.loaders import Loaders
 from instrument.instrumentors.phases import Phases
 from instrument.instrumentors.requests import Requests
 from instrument.instrumentors.rules import Functions
-from instrument.instrumentors.startup import Startup
+from instrument.instrumentors.startup import StartupWatch
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -73,7 +73,7 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
     "phases": Phases,
     "comm": Comm,
     "frameworks": Frameworks,
-    "startup": Startup,
+    "startup": StartupWatch,
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""
 

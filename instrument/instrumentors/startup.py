@@ -58,7 +58,7 @@ RULES = tuple(
 )
 
 
-class Startup:
+class StartupWatch:
     """The profile's `startup: auto` at work."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:

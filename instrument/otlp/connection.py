@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 16
 
 
-class Connection:
+class TcpConnection:
     """A TCP connection that is kept alive. One thread uses it; `abort` may be called from any."""
 
     def __init__(self, host: str, port: int, left_s: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class Connection:
         self._sock.close()
 
 
-class TlsConnection(Connection):
+class TlsConnection(TcpConnection):
     """The same by TLS. `context` is what `ssl` wraps a connection by."""
 
     def __init__(self, host: str, port: int, left_s: Callable[[], float], context: ssl.SSLContext) -> None:
@@ -112,7 +112,7 @@ class TlsConnection(Connection):
 class Timed(io.RawIOBase):
     """Reads a connection within one total time, where a socket's own time-out starts anew with every byte."""
 
-    def __init__(self, connection: Connection, left_s: Callable[[], float]) -> None:
+    def __init__(self, connection: TcpConnection, left_s: Callable[[], float]) -> None:
         self._connection = connection
         self._left_s = left_s
 

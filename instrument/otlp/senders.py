@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import Connection, Timed, TlsConnection, context
+from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context
 from instrument.otlp.metrics import PATIENCE_NS, metrics_url
 from instrument.otlp.points import Point, Series, pack_metric
 from instrument.otlp.response import Response
@@ -45,7 +45,7 @@ _PARTIAL_SUCCESS = re.compile(
 )
 
 
-class Http:
+class HttpSender:
     """OTLP over HTTP/1.1 on one connection that is kept alive.
 
     It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
@@ -84,7 +84,7 @@ class Http:
         metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
         path = metrics.path + (f"?{metrics.query}" if metrics.query else "")
         self._metrics_head = f"POST {path} HTTP/1.1{head}".encode()
-        self._connection: Connection | None = None
+        self._connection: TcpConnection | None = None
         self._resource = b""
 
     def speak_for(self, resource: Mapping[str, object]) -> None:
@@ -161,9 +161,9 @@ class Http:
             self.close()
             raise
 
-    def _connect(self, left_s: Callable[[], float]) -> Connection:
+    def _connect(self, left_s: Callable[[], float]) -> TcpConnection:
         if not self._tls:
-            return Connection(*self._address, left_s)
+            return TcpConnection(*self._address, left_s)
         settings = self._settings
         trusted = context(settings.certificate, settings.client_certificate, settings.client_key)
         return TlsConnection(*self._address, left_s, trusted)
@@ -232,7 +232,7 @@ def require_grpc() -> None:
         )
 
 
-class Grpc:
+class GrpcSender:
     """OTLP over gRPC by the official exporter, with its own retries.
 
     The official exporter does not tell how many spans the collector rejected: here those count as exported.
@@ -310,7 +310,7 @@ class Grpc:
 
         if left_s() <= 0:
             return Response(False)
-        Grpc.said = "the official gRPC exporter reported a failure"
+        GrpcSender.said = "the official gRPC exporter reported a failure"
         exporter = self._exporter = self._exporter or self._open()
         try:
             taken = exporter.export(pieces) is SpanExportResult.SUCCESS
@@ -324,7 +324,7 @@ class Grpc:
 
         if left_s() <= 0:
             return Response(False)
-        Grpc.said = "the official gRPC exporter reported a failure"
+        GrpcSender.said = "the official gRPC exporter reported a failure"
         exporter = self._metric_exporter = self._metric_exporter or self._open_metrics()
         try:
             taken = exporter.export(self._metrics_data(series)) is MetricExportResult.SUCCESS
@@ -412,7 +412,7 @@ def _listen(record: logging.LogRecord) -> bool:
     """
     if current_name() is None:
         return True
-    Grpc.said = record.getMessage()
+    GrpcSender.said = record.getMessage()
     return False
 
 
@@ -455,19 +455,19 @@ def _official(attributes: Mapping[str, object]) -> dict[str, Any]:
     return {str(packing.plain(key)): packing.plain(value) for key, value in attributes.items()}
 
 
-Sender = Http | Grpc
+Sender = HttpSender | GrpcSender
 """Either way; the exporter does not care which."""
 
 
 def sender_for(settings: Otlp) -> Sender:
     """The sender that the profile's protocol asks for; ExportError for settings that cannot work."""
     if settings.protocol == "grpc":
-        return Grpc(settings)
+        return GrpcSender(settings)
     if settings.protocol == "http/protobuf":
-        return Http(settings)
+        return HttpSender(settings)
     raise ExportError(f"asked to export spans by {settings.protocol!r}; there are http/protobuf and grpc")
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:
     """What sending by these settings needs."""
-    return Grpc.modules if settings.protocol == "grpc" else Http.modules
+    return GrpcSender.modules if settings.protocol == "grpc" else HttpSender.modules

@@ -67,7 +67,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """One value of a document, and its place: the path `where`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
@@ -85,8 +85,8 @@ class Node:
     plain: bool = False
     variable: str = ""
     written: str = ""
-    items: tuple[Node, ...] = ()
-    pairs: Mapping[str, tuple[Node, Node]] = field(default_factory=dict)
+    items: tuple[YamlNode, ...] = ()
+    pairs: Mapping[str, tuple[YamlNode, YamlNode]] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
@@ -143,7 +143,7 @@ class Node:
         return None
 
 
-Read = Callable[[Node], Any]
+Read = Callable[[YamlNode], Any]
 """What gives a node's value, or refuses the node."""
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -176,7 +176,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 # ---------------------------------------------------------------- from YAML's nodes to ours
 
 
-def _root(document: Document) -> Node:
+def _root(document: Document) -> YamlNode:
     import yaml
 
     # The pure loader on purpose: it fails on deep nesting where libyaml's would exhaust the C stack.
@@ -198,7 +198,7 @@ def _root(document: Document) -> Node:
         root = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        at = Node(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
+        at = YamlNode(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
         at.refuse("printable text", found=f"the character {text[error.position]!a}")
     except yaml.MarkedYAMLError as error:
         at = _place(document, "YAML", error.problem_mark or error.context_mark)
@@ -208,11 +208,11 @@ def _root(document: Document) -> Node:
         hint = " (a pattern that begins with ! needs quotes)" if _EXCLUDING.search("".join(line)) else hint
         at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({found})")
     node = _Tree(document, loader.resolve).node(root, "") if root else None
-    return Node(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
+    return YamlNode(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
 
 
-def _place(document: Document, where: str, mark: Any) -> Node:
-    return Node(document, where, mark.line + 1, mark.column + 1) if mark else Node(document, where, 1, 1)
+def _place(document: Document, where: str, mark: Any) -> YamlNode:
+    return YamlNode(document, where, mark.line + 1, mark.column + 1) if mark else YamlNode(document, where, 1, 1)
 
 
 def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
@@ -250,7 +250,7 @@ class _Tree:
         self.nodes = 0
         self.open: list[int] = []
 
-    def node(self, source: Any, where: str) -> Node:
+    def node(self, source: Any, where: str) -> YamlNode:
         at = _place(self.document, where, source.start_mark)
         self.nodes += 1
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
@@ -277,9 +277,9 @@ class _Tree:
         name = tag.removeprefix(_TAG)
         return _KINDS.get(name, name)
 
-    def pairs(self, source: Any, mapping: Node) -> Mapping[str, tuple[Node, Node]]:
-        own: dict[str, tuple[Node, Node]] = {}
-        merged: dict[str, tuple[Node, Node]] = {}
+    def pairs(self, source: Any, mapping: YamlNode) -> Mapping[str, tuple[YamlNode, YamlNode]]:
+        own: dict[str, tuple[YamlNode, YamlNode]] = {}
+        merged: dict[str, tuple[YamlNode, YamlNode]] = {}
         for key, value in source.value:
             at = _place(self.document, mapping.where, key.start_mark)
             if key.tag == _TAG + "merge":
@@ -294,14 +294,14 @@ class _Tree:
                 own[key.value] = (at, self.node(value, mapping.path(key.value)))
         return {**merged, **own}
 
-    def merged(self, value: Any, mapping: Node) -> Iterator[tuple[str, tuple[Node, Node]]]:
+    def merged(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
         for part in value.value if value.id == "sequence" else (value,):
             node = self.node(part, mapping.where)
             if node.kind != "mapping":
                 replace(node, where=mapping.path("<<")).note("an alias of a mapping, or a list of them")
             yield from node.pairs.items()
 
-    def scalar(self, source: Any, kind: str, at: Node) -> Node:
+    def scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
         plain = source.style is None
         text, variable = source.value, ""
         written = _REFERENCE.sub(self.shown, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
@@ -366,7 +366,7 @@ def syntax_shape(syntax: str) -> Shape:
 
 
 @shaped({"type": "string", "minLength": 1})
-def string(node: Node) -> str:
+def string(node: YamlNode) -> str:
     """Text that is not empty."""
     if node.kind != "text":
         node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
@@ -376,7 +376,7 @@ def string(node: Node) -> str:
 
 
 @shaped({"type": "boolean"})
-def flag(node: Node) -> bool:
+def flag(node: YamlNode) -> bool:
     """A boolean."""
     if node.kind != "bool":
         node.refuse("true, false", near=nearest(node.text, ("true", "false")))
@@ -387,7 +387,7 @@ def one_of(*words: str) -> Read:
     """Reads one of these words."""
 
     @shaped({"enum": [*words, *([False] if "off" in words else [])]})
-    def read(node: Node) -> str:
+    def read(node: YamlNode) -> str:
         text = "off" if node.is_off else node.text
         if node.kind not in ("text", "bool") or text not in words:
             node.refuse(", ".join(words), near=nearest(node.text, words))
@@ -403,7 +403,7 @@ def whole(least: int) -> Read:
     """Reads a whole number that is at least `least`."""
 
     @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
-    def read(node: Node) -> int:
+    def read(node: YamlNode) -> int:
         # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
         if node.kind != "int" or not _WHOLE.fullmatch(node.text) or int(node.text) < least:
             node.refuse(f"a whole number from {least}, in decimal")
@@ -447,7 +447,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
         near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else bare)
         return near if near != text and max(floor, 1) <= (_amount(near, units) or 0) < 2**63 else ""
 
-    def read(node: Node) -> int:
+    def read(node: YamlNode) -> int:
         bare_zero = node.kind == "int" and node.text == "0"
         value = 0 if bare_zero else _amount(node.text, units) if node.kind == "text" else None
         if value is None or not floor <= value < 2**63:
@@ -461,7 +461,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
     """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
 
     @shaped(syntax_shape(syntax))
-    def read(node: Node) -> str:
+    def read(node: YamlNode) -> str:
         text = string(node)
         if not re.fullmatch(syntax, text):
             near = suggest(text)
@@ -475,7 +475,7 @@ def each(read_item: Read, allowed: str) -> Read:
     """Reads a list, every item of it with `read_item`; `allowed` is what a node that is no list should have been."""
 
     @shaped({"type": "array", "items": SHAPES[read_item]})
-    def read(node: Node) -> tuple[Any, ...]:
+    def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
             node.refuse(allowed)
         with node.document.all_or_nothing():
@@ -490,7 +490,7 @@ def one_or_more(read_item: Read) -> Read:
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 
     @shaped({"anyOf": [SHAPES[read_item], some]})
-    def read(node: Node) -> tuple[Any, ...]:
+    def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
             return (read_item(node),)
         if not node.items:

@@ -23,9 +23,9 @@ from instrument.profile.document import (
     REFERENCE,
     SHAPES,
     Document,
-    Node,
     Read,
     Shape,
+    YamlNode,
     clip,
     each,
     flag,
@@ -159,7 +159,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     document = Document(text, name=name, environ=settings() if environ is None else environ)
     given: dict[str, str] = {}
 
-    def read(root: Node) -> dict[str, Any]:
+    def read(root: YamlNode) -> dict[str, Any]:
         whole, of_preset = refined(root)
         given.update(of_preset)
         return _fields(whole, "")
@@ -184,7 +184,7 @@ def _unreadable(name: str, found: str) -> ProfileError:
     return ProfileError([f"{name}: asked to read a profile, found {found}"])
 
 
-def _fields(node: Node, section: str) -> dict[str, Any]:
+def _fields(node: YamlNode, section: str) -> dict[str, Any]:
     """The fields that one mapping gives to its type, once all its keys are read and none was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
@@ -212,11 +212,11 @@ def _fields(node: Node, section: str) -> dict[str, Any]:
     return values
 
 
-def _variable(node: Node, path: str) -> tuple[str, Read, Node | None]:
+def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
     """The variable that gives a setting which the mapping leaves out, how to read it, and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
-            value = Node(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
+            value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
             return variable, read, value
     return "default", string, None
 
@@ -239,7 +239,7 @@ def _unless_off(read: Read, section: str) -> Read:
     """Reads an export, or the word `off`, which takes away what a preset has."""
 
     @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
-    def read_unless_off(node: Node) -> Any:
+    def read_unless_off(node: YamlNode) -> Any:
         if node.is_off:
             return None
         if node.kind != "mapping":
@@ -251,14 +251,14 @@ def _unless_off(read: Read, section: str) -> Read:
 
 def _part(section: str, build: Callable[..., Any]) -> Read:
     @shaped(section_shape(section))
-    def read(node: Node) -> Any:
+    def read(node: YamlNode) -> Any:
         return build(**_fields(node, section))
 
     return read
 
 
 @shaped(section_shape("functions"))
-def _function_rule(node: Node) -> FunctionRule:
+def _function_rule(node: YamlNode) -> FunctionRule:
     values = _fields(node, "functions")
     written = values.pop("match")
     match, exclude = sides(written)
@@ -272,7 +272,7 @@ def _function_rule(node: Node) -> FunctionRule:
 
 
 @shaped(section_shape("functions.attributes"))
-def _argument(node: Node) -> Argument:
+def _argument(node: YamlNode) -> Argument:
     one = Argument(**_fields(node, "functions.attributes"))
     return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
 
@@ -281,7 +281,7 @@ def _request_keys(section: str) -> Read:
     """A path, or a mapping that has one."""
 
     @shaped({"anyOf": [SHAPES[keys_path], section_shape(section)]})
-    def read(node: Node) -> RequestKeys:
+    def read(node: YamlNode) -> RequestKeys:
         if node.kind == "mapping":
             return RequestKeys(**_fields(node, section))
         return RequestKeys(keys_path(node))
@@ -290,7 +290,7 @@ def _request_keys(section: str) -> Read:
 
 
 @shaped(section_shape("layers"))
-def _layer_rule(node: Node) -> LayerRule:
+def _layer_rule(node: YamlNode) -> LayerRule:
     values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
     match, exclude = sides(written)
@@ -302,7 +302,7 @@ def _layer_rule(node: Node) -> LayerRule:
 
 
 @shaped(section_shape("copies"))
-def _copy_rule(node: Node) -> CopyRule:
+def _copy_rule(node: YamlNode) -> CopyRule:
     rule = CopyRule(**_fields(node, "copies"))
     of = "" if rule.frameworks == COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
@@ -313,7 +313,7 @@ _framework = one_of(*FRAMEWORKS)
 
 
 @shaped(section_shape("frameworks"))
-def _framework_rule(node: Node) -> FrameworkRule:
+def _framework_rule(node: YamlNode) -> FrameworkRule:
     if node.kind != "mapping":
         return FrameworkRule(_framework(node), line=node.line)
     rule = FrameworkRule(**_fields(node, "frameworks"), line=node.line)
@@ -330,7 +330,7 @@ def _framework_rule(node: Node) -> FrameworkRule:
         ]
     }
 )
-def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
+def _frameworks(node: YamlNode) -> tuple[FrameworkRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return tuple(FrameworkRule(name, auto=True, line=node.line) for name in FRAMEWORKS)
     if node.is_off:
@@ -348,7 +348,7 @@ def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
 
 
 @shaped({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
-def _requests(node: Node) -> tuple[RequestsRule, ...]:
+def _requests(node: YamlNode) -> tuple[RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return (RequestsRule(line=node.line),)
     if node.is_off:
@@ -361,7 +361,7 @@ def _requests(node: Node) -> tuple[RequestsRule, ...]:
 
 
 @shaped({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
-def _schedule(node: Node) -> Schedule:
+def _schedule(node: YamlNode) -> Schedule:
     if node.kind != "list":
         return Schedule(**_fields(node, "schedule"))
     steps = each(whole(0), "a list")(node)
@@ -375,7 +375,7 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 @shaped(section_shape("export.otlp"))
-def _otlp(node: Node) -> Otlp | None:
+def _otlp(node: YamlNode) -> Otlp | None:
     values = _fields(node, "export.otlp")
     origin = node.document.origins[node.path("endpoint")]
     http = values.get("protocol") != "grpc"

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from instrument.profile.document import (
-    Node,
     Read,
     Shape,
+    YamlNode,
     clip,
     nearest,
     one_of,
@@ -74,7 +74,7 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)
 
 
 @shaped({"type": "number", "minimum": 0, "maximum": 1})
-def share(node: Node) -> float:
+def share(node: YamlNode) -> float:
     # Plain text too: YAML 1.1 takes 1e-3 for text.
     number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
     if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
@@ -83,7 +83,7 @@ def share(node: Node) -> float:
 
 
 @shaped({"type": "string"})
-def expression(node: Node) -> str:
+def expression(node: YamlNode) -> str:
     text: str = string(node)
     try:
         re.compile(text)
@@ -93,7 +93,7 @@ def expression(node: Node) -> str:
 
 
 @shaped(syntax_shape(PERCENTS))
-def percent(node: Node) -> float:
+def percent(node: YamlNode) -> float:
     # At most 18 digits a side, as for other quantities: more mean a mistake.
     text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
     share = float(text[:-1]) / 100
@@ -118,7 +118,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 
 @shaped(SIZE)
-def ring_size(node: Node) -> int:
+def ring_size(node: YamlNode) -> int:
     """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
@@ -132,7 +132,7 @@ _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 
 @shaped({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
-def interval(node: Node) -> int | None:
+def interval(node: YamlNode) -> int | None:
     """How often gauges are read, in ns."""
     if node.is_off:
         return None
@@ -143,17 +143,17 @@ _read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
 
 
 @shaped({"anyOf": [DURATION, {"enum": ["off", False]}]})
-def duration_or_off(node: Node) -> int | None:
+def duration_or_off(node: YamlNode) -> int | None:
     return None if node.is_off else _read_blocked(node)
 
 
 @shaped({"anyOf": [syntax_shape(SOCKET_SYNTAX), {"enum": [False]}]})
-def folder_or_off(node: Node) -> str | None:
+def folder_or_off(node: YamlNode) -> str | None:
     return None if node.is_off else _socket_folder(node)
 
 
 @shaped({"anyOf": [syntax_shape(RING_FOLDER_SYNTAX), {"enum": [False]}]})
-def ring_folder_or_off(node: Node) -> str | None:
+def ring_folder_or_off(node: YamlNode) -> str | None:
     return None if node.is_off else _ring_folder(node)
 
 
@@ -219,7 +219,7 @@ summary_target = spelled(
 
 
 @shaped({"$ref": "#/$defs/rate"})
-def rate(node: Node) -> Rate:
+def rate(node: YamlNode) -> Rate:
     parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
     if not parts:
         near = f"{node.text}/min" if node.kind == "int" else ""
@@ -232,7 +232,7 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 
 @shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
-def slow_limit(node: Node) -> int | Usual:
+def slow_limit(node: YamlNode) -> int | Usual:
     """A time in ns, or one by what is usual."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
@@ -255,7 +255,7 @@ _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a l
 
 
 @shaped({"anyOf": _COMPARED_SHAPES})
-def _compared(node: Node) -> tuple[str, str | bool | int | float]:
+def _compared(node: YamlNode) -> tuple[str, str | bool | int | float]:
     """How an attribute must be: the operator, and the value that it is compared with."""
     if node.kind == "bool":
         if node.text.lower() not in ("true", "false"):
@@ -289,7 +289,7 @@ _read_compared = one_or_more(_compared)
         },
     }
 )
-def conditions(node: Node) -> tuple[Where, ...]:
+def conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
     found = []
@@ -303,7 +303,7 @@ def conditions(node: Node) -> tuple[Where, ...]:
 
 
 @shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
-def url(node: Node) -> str:
+def url(node: YamlNode) -> str:
     """A collector's URL, or empty text for none, which a quoted reference to an unset variable gives."""
     if node.kind == "text" and not node.text:
         return ""
@@ -320,7 +320,7 @@ def url(node: Node) -> str:
 
 
 @shaped({"type": "string", "minLength": 1})
-def readable_file(node: Node) -> str:
+def readable_file(node: YamlNode) -> str:
     """The path of a file that is there and may be read."""
     path = string(node)
     if not os.access(path, os.R_OK) or not Path(path).is_file():
@@ -328,7 +328,7 @@ def readable_file(node: Node) -> str:
     return path
 
 
-def seconds(node: Node) -> int:
+def seconds(node: YamlNode) -> int:
     """A timeout variable in seconds, as OpenTelemetry's Python SDK takes it, in nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
@@ -342,7 +342,7 @@ def seconds(node: Node) -> int:
         "additionalProperties": {"anyOf": [syntax_shape(HEADER_VALUE_SYNTAX), {"$ref": "#/$defs/left_out"}]},
     }
 )
-def headers(node: Node) -> tuple[tuple[str, str], ...]:
+def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", found="no mapping (not shown)")
     headers = []
@@ -355,7 +355,7 @@ def headers(node: Node) -> tuple[tuple[str, str], ...]:
     return tuple(headers)
 
 
-def _header_value(node: Node) -> str:
+def _header_value(node: YamlNode) -> str:
     # Header values are secrets as a rule: no message shows one.
     if node.kind != "text":
         node.refuse("text; put the value in quotes", found="a value that is no text (not shown)")
@@ -364,7 +364,7 @@ def _header_value(node: Node) -> str:
     return node.text
 
 
-def header_list(node: Node) -> tuple[tuple[str, str], ...]:
+def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
     """A headers variable: `name=value,name=value`, URL-encoded."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
@@ -375,7 +375,7 @@ def header_list(node: Node) -> tuple[tuple[str, str], ...]:
     return tuple(headers)
 
 
-def texts_told(node: Node, key: str) -> list[str]:
+def texts_told(node: YamlNode, key: str) -> list[str]:
     """One text of a rule or several, as messages call the rule by them, each once."""
     _, found = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.told for text in found.items or (found,) if text.kind == "text"))

@@ -25,7 +25,7 @@ _CELLS = Struct("<QqQqqqq")
 INTERVAL_BYTES = _CELLS.size
 
 
-class Intervals:
+class IntervalRing:
     """A ring of intervals by span; written by one thread, read by any.
 
     It lies where `find_room` says, for others to read, and in memory of its own without one.

@@ -131,7 +131,7 @@ def _selector() -> selectors.BaseSelector:
     return Selector()
 
 
-class Control:
+class ControlServer:
     """Serves one process from a thread of its own, between `start` and `stop`.
 
     `reload(request)` does what a caller or a changed file asks for and tells what became of it, with `error` where it

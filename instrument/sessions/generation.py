@@ -15,7 +15,7 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
-from instrument.sessions.control import Control, Request, folder_of
+from instrument.sessions.control import ControlServer, Request, folder_of
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 
@@ -171,7 +171,7 @@ class Generations:
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
         """Held while one profile takes the place of another."""
-        self.control: Control | None = None
+        self.control: ControlServer | None = None
 
     def after_fork_in_child(self) -> None:
         """No reload is under way here, whatever the parent was about."""
@@ -213,8 +213,8 @@ class Generations:
         self.control = self._new_control(None if wanted.socket is None else folder_of(wanted.socket, self._folder))
         self._listen(self.control)
 
-    def _new_control(self, folder: Path | None) -> Control:
-        return Control(
+    def _new_control(self, folder: Path | None) -> ControlServer:
+        return ControlServer(
             folder,
             lambda: self._file if self._session.profile.control.watch else None,
             self._answer,
@@ -233,7 +233,7 @@ class Generations:
             self.control = self._new_control(None)
         self._listen(self.control)
 
-    def _listen(self, control: Control) -> None:
+    def _listen(self, control: ControlServer) -> None:
         problem = control.start()
         if problem:
             self._session.account.complain(problem)

@@ -33,7 +33,7 @@ from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files
 from instrument.sessions.session import Session
 from instrument.sessions.step_spans import Step
-from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
+from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.sessions.torch_profiler import Seen
 
 WINDOWS_LIMIT = 16
@@ -59,7 +59,7 @@ class Window:
     def __init__(
         self,
         session: Session,
-        recorded: Stretch,
+        recorded: TakenStretch,
         steps: Sequence[Step],
         first_step: int,
         last_step: int,
@@ -418,7 +418,7 @@ class Backlog:
                 self._fail(f"on_trace_ready failed for {window}", error)
 
 
-def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
+def _trace_of(session: Session, stretch: TakenStretch, steps: Sequence[Step]) -> Trace:
     from instrument.sessions.step_columns import with_steps
     from instrument.trace.of_spans import columns_of_spans
 

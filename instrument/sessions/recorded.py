@@ -58,7 +58,7 @@ from instrument.sessions.meter import Books, Meter
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
-from instrument.sessions.stretch import Stretch, held_now
+from instrument.sessions.stretch import TakenStretch, held_now
 
 
 class Recorded:
@@ -285,11 +285,11 @@ class Recorded:
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
 
-    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
+    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> TakenStretch:
         """What the rings hold of that time, at 10 ns a span; `trace_of` makes a trace of it later."""
-        return Stretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
+        return TakenStretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
 
-    def trace_of(self, stretch: Stretch) -> Trace:
+    def trace_of(self, stretch: TakenStretch) -> Trace:
         """The trace of what was taken, with the device times that have come by now, and the cost of these spans.
 
         0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
@@ -317,7 +317,7 @@ class Recorded:
             startup=self._startup_in(stretch),
         )
 
-    def _startup_in(self, stretch: Stretch) -> Startup | None:
+    def _startup_in(self, stretch: TakenStretch) -> Startup | None:
         """How the process came to serve, None where that began before the stretch: its calls do not tell of it."""
         found = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found

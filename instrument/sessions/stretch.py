@@ -21,7 +21,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TakenStretch:
     """What a recorder's rings held of the time from `start_ns` to `end_ns` when it was taken: 64 bytes and 10 ns a row.
 
     `threads` names the threads of the time. `wrapped` and `given_up` are those of which rows are missing that had ended
@@ -39,7 +39,7 @@ class Stretch:
     origin: Origin
 
     @classmethod
-    def of(cls, recorder: Recorder, start_ns: int, end_ns: int, window: int, origin: Origin) -> Stretch:
+    def of(cls, recorder: Recorder, start_ns: int, end_ns: int, window: int, origin: Origin) -> TakenStretch:
         """Take it now. What the threads that write windows have recorded is left out."""
         taken = recorder.take(start_ns)
         rings = recorder.rings()

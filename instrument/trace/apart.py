@@ -69,7 +69,7 @@ def _joined(same: Sequence[Site]) -> Site:
     return replace(first, attributes=tuple(shared), suspends=suspends, device=device)
 
 
-class Part:
+class ApartFile:
     """One file among those that are merged: what becomes of its numbers."""
 
     def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
@@ -98,7 +98,7 @@ class Part:
 class Numbers:
     """What the numbers of all files become."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ApartFile]) -> None:
         self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
         self._sites = JoinedSites()
         for part in parts:
@@ -114,37 +114,37 @@ class Numbers:
         """What a site is now."""
         return self.sites[self._sites.place(site)]
 
-    def sites_of(self, part: Part) -> Int64s:
+    def sites_of(self, part: ApartFile) -> Int64s:
         """The place of the site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
-    def thread(self, own: int, part: Part) -> int:
+    def thread(self, own: int, part: ApartFile) -> int:
         """What a thread is called now; 0 stays what it is, the threads that have ended."""
         return own and self._threads.number(own, part.process)
 
-    def threads_of(self, part: Part) -> Int64s:
+    def threads_of(self, part: ApartFile) -> Int64s:
         """The thread of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
-    def threads(self, its: NDArray[Any], part: Part) -> Int64s:
+    def threads(self, its: NDArray[Any], part: ApartFile) -> Int64s:
         """What threads are called now; 0 stays what it is, that of which none is known."""
         found = np.zeros(len(its), dtype=np.int64)
         of_some = its != 0
         found[of_some] = self._threads.column(its[of_some], part.process)
         return found
 
-    def streams(self, its: NDArray[Any], part: Part) -> Int64s:
+    def streams(self, its: NDArray[Any], part: ApartFile) -> Int64s:
         """What streams are called now."""
         return self._streams.column(its, part.process)
 
-    def devices(self, its: NDArray[Any], part: Part) -> Int64s:
+    def devices(self, its: NDArray[Any], part: ApartFile) -> Int64s:
         """What devices are called now."""
         known, places = np.unique(its, return_inverse=True)
         numbers = np.array([self.device(int(own), part) for own in known.tolist()], dtype=np.int64)
         return numbers[places] if len(its) else np.zeros(0, dtype=np.int64)
 
-    def device(self, own: int, part: Part) -> int:
+    def device(self, own: int, part: ApartFile) -> int:
         """The number of a device: one GPU has one, whichever processes use it, where its UUID is known."""
         if own == HOST:
             return own

@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument.recording import spans
 from instrument.recording.spans import LINK, LinkedRequest, Span
-from instrument.trace.apart import Part
+from instrument.trace.apart import ApartFile
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
@@ -60,7 +60,7 @@ def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[Lin
 
 
 def _trees(
-    parts: Sequence[Part],
+    parts: Sequence[ApartFile],
     columns: Trace,
     linked: Mapping[int, Sequence[LinkedRequest]],
     below: Mapping[int, Sequence[Span]],
@@ -92,7 +92,7 @@ def _trees(
 
 
 def _spans_of(
-    part: Part,
+    part: ApartFile,
     own: Int64s,
     rows: Int64s,
     columns: Trace,

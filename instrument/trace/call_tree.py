@@ -22,7 +22,7 @@ from instrument.trace.intervals import lie_in, union_by_group
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class NodeTimes:
     """Sums and extremes over the calls of each node, which `calls` counts."""
 
     calls: Int64s
@@ -31,7 +31,7 @@ class Times:
     least_ns: Int64s
 
     @classmethod
-    def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> Times:
+    def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
         """Of one length for each call; a group is a node."""
         return cls(
             groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
@@ -51,7 +51,7 @@ class StreamTimes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CallTree:
+class CallPaths:
     """Call paths, a node each, in the order in which they are first seen, parents before what is below them.
 
     `parent` is the node around one, `NONE` for a topmost one. `thread_id` is that of the node's line, on which it
@@ -63,15 +63,15 @@ class CallTree:
     thread_id: Int64s
     is_elsewhere: Bools
     first_ns: Int64s
-    host: Times
-    device: Times
+    host: NodeTimes
+    device: NodeTimes
     streams: list[StreamTimes]
 
     def __len__(self) -> int:
         return len(self.parent)
 
 
-def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> CallTree:
+def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> CallPaths:
     """The nodes of all spans. Device time is counted for calls of `kinds` and for those right below.
 
     With a `window` only what lies in it counts, and nodes without calls are around some that have them.
@@ -92,8 +92,8 @@ def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = No
     device, streams = _device_times(trace, counted, node_of, is_of | below, inside, (first, last), count)
     order, new_of = _by_first_sight(parent, groups.least(calls, len(trace)).tolist())
     old = np.array(order, dtype=np.int64)
-    host = Times.of(groups, ends - starts)
-    return CallTree(
+    host = NodeTimes.of(groups, ends - starts)
+    return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
         site=trace.site[some_row[old]].astype(np.int64),
         thread_id=trace.thread_id[some_row[old]],
@@ -105,8 +105,8 @@ def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = No
     )
 
 
-def _taken(times: Times, order: Int64s) -> Times:
-    return Times(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
+def _taken(times: NodeTimes, order: Int64s) -> NodeTimes:
+    return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
 
 
 def _and_those_above(trace: Trace, wanted: Bools) -> Bools:
@@ -157,12 +157,12 @@ def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], In
 
 def _device_times(
     trace: Trace, counted: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval, count: int
-) -> tuple[Times, list[StreamTimes]]:
+) -> tuple[NodeTimes, list[StreamTimes]]:
     """Device times of the calls of wanted nodes, and what streams did for these and for what is inside of them."""
     its, (first, last) = trace.device, window
     if not len(its) or not count:
         nothing = np.zeros(0, dtype=np.int64)
-        return Times.of(Groups(nothing, count), nothing), []
+        return NodeTimes.of(Groups(nothing, count), nothing), []
     is_timed = np.array([label not in UNTIMED for label in its.labels])[its.label]
     nodes = node_of[its.row]
     kept = is_timed & counted[its.row] & (wanted | inside)[nodes] & lie_in(its.start_ns, its.end_ns, window)
@@ -172,14 +172,14 @@ def _device_times(
     is_call = (node_of != NONE) & wanted[node_of]
     calls, lengths_ns = lengths_below(trace.around, is_call, rows, starts, ends)
     told = counted[calls]
-    return Times.of(Groups(node_of[calls[told]], count), lengths_ns[told]), streams
+    return NodeTimes.of(Groups(node_of[calls[told]], count), lengths_ns[told]), streams
 
 
 def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
     if not len(nodes):
         return []
     keys, firsts = numbered(nodes, devices, streams)
-    found = Times.of(Groups(keys, len(firsts)), lengths_ns)
+    found = NodeTimes.of(Groups(keys, len(firsts)), lengths_ns)
     columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(found, name) for name in found.__slots__))
     return [StreamTimes(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.spans import LINK, AttributeValue
-from instrument.trace.apart import Numbers, Part
+from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
@@ -37,7 +37,7 @@ class Merged:
     clock: str
     apart_ns: int | None
     """How far the clocks of two processes are apart at most, None where nobody knows."""
-    parts: Sequence[Part] = field(repr=False)
+    parts: Sequence[ApartFile] = field(repr=False)
     """What has become of each file's rows; those of one process follow each other."""
 
     @property
@@ -113,7 +113,7 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
 class JoinedAttributes:
     """The attributes of spans of several files by their row, decoded when they are asked for."""
 
-    def __init__(self, parts: Sequence[Part], count: int) -> None:
+    def __init__(self, parts: Sequence[ApartFile], count: int) -> None:
         self._parts = parts
         self._part, self._own = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
         for number, part in enumerate(parts):
@@ -150,7 +150,7 @@ class JoinedAttributes:
         return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 
 
-def moved_link(link: Any, part: Part) -> dict[str, AttributeValue]:
+def moved_link(link: Any, part: ApartFile) -> dict[str, AttributeValue]:
     """The link of a root to a span, by that one's new id; to none where that was not kept."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return {}
@@ -166,14 +166,14 @@ class _Merge:
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
         base_ns = groups[0][0].facts.origin.realtime_of(0)
-        self._parts: list[Part] = []
+        self._parts: list[ApartFile] = []
         first = 0
         for process, group in enumerate(groups):
             for saved in group:
                 moved_ns = 0 if clock == MONOTONIC else saved.facts.origin.realtime_of(0) - base_ns
-                self._parts.append(Part(saved, process, first, moved_ns))
+                self._parts.append(ApartFile(saved, process, first, moved_ns))
                 first += len(saved.columns)
-        self.parts: Sequence[Part] = self._parts
+        self.parts: Sequence[ApartFile] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merged_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
@@ -302,7 +302,7 @@ def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[
     return tuple(known), _joined_columns(columns)
 
 
-def _ids_in(part: Part, ids: NDArray[np.int64]) -> Int64s:
+def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
     """What ids of a process are now, as far as the file knows them, else `NONE`."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):

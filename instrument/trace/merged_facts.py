@@ -14,7 +14,7 @@ from instrument.recording import spans
 from instrument.recording.spans import HOST, Allocations, Cost, FirstCall, Sample, Startup
 from instrument.recording.tally import Tally
 from instrument.trace.allocation_rows import ROW
-from instrument.trace.apart import Numbers, Part
+from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import Trace
 from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
@@ -31,12 +31,12 @@ def called(saved: Saved) -> str:
     return f"{origin.service or 'process'} {origin.pid}"
 
 
-def _processes(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
     for _, its in groupby(parts, attrgetter("process")):
         yield list(its)
 
 
-def _counting(parts: Sequence[Part]) -> list[Part]:
+def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
     """Those of a process's files whose totals together count every call once; none where they overlap in part."""
     within = sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns))
     first = within[0]
@@ -47,7 +47,7 @@ def _counting(parts: Sequence[Part]) -> list[Part]:
     return within if is_apart else []
 
 
-def merged_tally(parts: Sequence[Part], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
+def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
     """What all calls came to: by the totals that were saved; where there are none, or they overlap, by the spans."""
     merged = Tally(threads)
     for its in _processes(parts):
@@ -67,7 +67,7 @@ def merged_tally(parts: Sequence[Part], numbers: Numbers, columns: Trace, thread
     return merged
 
 
-def merged_facts(parts: Sequence[Part], numbers: Numbers) -> spans.Trace:
+def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
     """A trace without spans that knows what all of them know.
 
     Gauges of processes, and what torch.profiler saw in more than one, are left out; a note says so.
@@ -108,7 +108,7 @@ def merged_facts(parts: Sequence[Part], numbers: Numbers) -> spans.Trace:
     )
 
 
-def _threads(processes: Sequence[Sequence[Part]], numbers: Numbers) -> dict[int, str]:
+def _threads(processes: Sequence[Sequence[ApartFile]], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
     for its in processes:
         before = f"{called(its[0].saved)} " if len(processes) > 1 else ""
@@ -119,7 +119,7 @@ def _threads(processes: Sequence[Sequence[Part]], numbers: Numbers) -> dict[int,
     return names
 
 
-def _notes(processes: Sequence[Sequence[Part]]) -> list[str]:
+def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
     """All notes, each once; with the process before it where not all say so."""
     of_each = [dict.fromkeys(note for part in its for note in part.saved.facts.notes) for its in processes]
     found: dict[str, None] = {}
@@ -130,7 +130,7 @@ def _notes(processes: Sequence[Sequence[Part]]) -> list[str]:
     return list(found)
 
 
-def _cost(processes: Sequence[Sequence[Part]], window_ns: int) -> Cost | None:
+def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
     """What all of it cost, of the time on the clock: the mean cost of a call, by how many there were."""
     costs: list[Cost] = []
     for its in processes:
@@ -148,7 +148,7 @@ def _cost(processes: Sequence[Sequence[Part]], window_ns: int) -> Cost | None:
     )
 
 
-def _samples(parts: Sequence[Part], numbers: Numbers, *, is_one: bool) -> tuple[list[Sample], bool]:
+def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> tuple[list[Sample], bool]:
     """Readings by time, each once, and whether some were left out."""
     found: dict[tuple[str, int, int], Sample] = {}
     left_out = False
@@ -163,7 +163,7 @@ def _samples(parts: Sequence[Part], numbers: Numbers, *, is_one: bool) -> tuple[
     return sorted(found.values(), key=lambda one: (one.at_ns, one.device, one.name)), left_out
 
 
-def _seen(part: Part, numbers: Numbers) -> dict[str, Any]:
+def _seen(part: ApartFile, numbers: Numbers) -> dict[str, Any]:
     """What torch.profiler saw in one of the files, with devices and threads as they are called now."""
     facts, moved_ns = part.saved.facts, part.moved_ns
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
@@ -185,7 +185,7 @@ def _seen(part: Part, numbers: Numbers) -> dict[str, Any]:
     }
 
 
-def _startup(part: Part, numbers: Numbers) -> Startup | None:
+def _startup(part: ApartFile, numbers: Numbers) -> Startup | None:
     found = part.saved.facts.startup
     if found is None:
         return None

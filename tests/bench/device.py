@@ -140,7 +140,7 @@ def compare(current: Any) -> None:
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.interval_ring import Intervals
+    from instrument.recording.interval_ring import IntervalRing
     from instrument.recording.spans import Site
 
     def nothing() -> None: ...
@@ -153,7 +153,7 @@ def compare(current: Any) -> None:
     for name, holds_gil in (("device span, lock let go", False), ("device span, lock kept", True)):
         recorder = Recorder(1 << 22)
         recorder.on = True
-        timer = Timer(CudaDriver(holds_gil=holds_gil), Intervals(1 << 22), recorder, recorder.now_ns)
+        timer = Timer(CudaDriver(holds_gil=holds_gil), IntervalRing(1 << 22), recorder, recorder.now_ns)
         timer.sources.append(current)
         recorder.begin_device = timer.begin
         runs[name] = recorder.wrap(nothing, Site(name, device=True))
@@ -189,12 +189,12 @@ def soak(current: Any, spans: int) -> None:
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.interval_ring import Intervals
+    from instrument.recording.interval_ring import IntervalRing
     from instrument.recording.spans import Site
 
     recorder = Recorder(1 << 22)
     recorder.on = True
-    timer = Timer(CudaDriver(), Intervals(1 << 22), recorder, recorder.now_ns)
+    timer = Timer(CudaDriver(), IntervalRing(1 << 22), recorder, recorder.now_ns)
     timer.sources.append(current)
     recorder.begin_device = timer.begin
 

@@ -131,9 +131,9 @@ def measure(rounds: int) -> dict[str, float]:
     exchanges = Exchanges(RequestsRule())
     apps: dict[str, tuple[str, Any]] = {
         "bare, ASGI": ("ASGI", asgi_app),
-        "ours, ASGI": ("ASGI", asgi.App(asgi_app, exchanges)),
+        "ours, ASGI": ("ASGI", asgi.AsgiApp(asgi_app, exchanges)),
         "bare, WSGI": ("WSGI", wsgi_app),
-        "ours, WSGI": ("WSGI", wsgi.App(wsgi_app, exchanges)),
+        "ours, WSGI": ("WSGI", wsgi.WsgiApp(wsgi_app, exchanges)),
         **others(),
     }
     best = dict.fromkeys(apps, float("inf"))

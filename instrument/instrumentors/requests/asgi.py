@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, Served
+from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, ServedApp
 from instrument.instrumentors.requests.traceparent import Caller, with_state
 from instrument.recorder.recorder import header_values
 
@@ -28,7 +28,7 @@ NOWHERE = (None, None)
 CONTENT_TYPE = (b"content-type",)
 
 
-class App(Served):
+class AsgiApp(ServedApp):
     """An ASGI application. Passes the rest through: lifespan, and all of it while off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:

@@ -313,7 +313,7 @@ class Arrivals:
         return method
 
 
-class Served:
+class ServedApp:
     """An application whose requests record; it stands in for the app in all else."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:

@@ -20,7 +20,7 @@ Attach = Callable[[Any, Exchanges], list[Undo]]
 def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     """The app as it is served: once around it for each rule."""
     inner = app
-    while type(inner) in (asgi.App, wsgi.App):
+    while type(inner) in (asgi.AsgiApp, wsgi.WsgiApp):
         if inner.serves(exchanges):
             return app
         inner = inner.app
@@ -44,7 +44,7 @@ def _server_of(kind: Any, exchanges: Exchanges) -> Callable[[Any], Any]:
 
 def _uvicorn_http(module: Any, exchanges: Exchanges) -> list[Undo]:
     cycle = module.RequestResponseCycle
-    run, served = cycle.run_asgi, _server_of(asgi.App, exchanges)
+    run, served = cycle.run_asgi, _server_of(asgi.AsgiApp, exchanges)
 
     @functools.wraps(run)
     def run_asgi(self: Any, app: Any) -> Any:
@@ -60,7 +60,7 @@ def _uvicorn_websocket(class_name: str) -> Attach:
 
         @functools.wraps(run)
         def run_asgi(self: Any) -> Any:
-            self.app = _served(self.app, asgi.App, exchanges)
+            self.app = _served(self.app, asgi.AsgiApp, exchanges)
             return run(self)
 
         return [replace(protocol, "run_asgi", run_asgi)]
@@ -79,7 +79,7 @@ def _hypercorn(module: Any, exchanges: Exchanges) -> list[Undo]:
 
         return replace(owner, "__call__", __call__)
 
-    return [attach(module.ASGIWrapper, asgi.App), attach(module.WSGIWrapper, wsgi.App)]
+    return [attach(module.ASGIWrapper, asgi.AsgiApp), attach(module.WSGIWrapper, wsgi.WsgiApp)]
 
 
 def _granian(kind: Any) -> Attach:
@@ -104,7 +104,7 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     def load_wsgi(self: Any) -> None:
         load(self)
         if hasattr(type(self), "handle_request"):
-            self.wsgi = _served(self.wsgi, wsgi.App, exchanges)
+            self.wsgi = _served(self.wsgi, wsgi.WsgiApp, exchanges)
 
     return [replace(worker, "load_wsgi", load_wsgi)]
 
@@ -116,7 +116,7 @@ def _waitress(module: Any, exchanges: Exchanges) -> list[Undo]:
     @functools.wraps(execute)
     def served(self: Any) -> Any:
         server = self.channel.server
-        server.application = _served(server.application, wsgi.App, exchanges)
+        server.application = _served(server.application, wsgi.WsgiApp, exchanges)
         return execute(self)
 
     return [replace(task, "execute", served)]
@@ -124,7 +124,7 @@ def _waitress(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 def _wsgiref(module: Any, exchanges: Exchanges) -> list[Undo]:
     handler = module.BaseHandler
-    run, served = handler.run, _server_of(wsgi.App, exchanges)
+    run, served = handler.run, _server_of(wsgi.WsgiApp, exchanges)
 
     @functools.wraps(run)
     def run_served(self: Any, application: Any) -> Any:
@@ -139,7 +139,7 @@ def _werkzeug(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(run)
     def run_wsgi(self: Any) -> Any:
-        self.server.app = _served(self.server.app, wsgi.App, exchanges)
+        self.server.app = _served(self.server.app, wsgi.WsgiApp, exchanges)
         return run(self)
 
     return [replace(handler, "run_wsgi", run_wsgi)]
@@ -152,12 +152,12 @@ ASGI: Mapping[str, Attach] = {
     "uvicorn.protocols.websockets.websockets_sansio_impl": _uvicorn_websocket("WebSocketsSansIOProtocol"),
     "uvicorn.protocols.websockets.wsproto_impl": _uvicorn_websocket("WSProtocol"),
     "hypercorn.app_wrappers": _hypercorn,
-    "granian.asgi": _granian(asgi.App),
+    "granian.asgi": _granian(asgi.AsgiApp),
 }
 WSGI: Mapping[str, Attach] = {
     "gunicorn.workers.base": _gunicorn,
     "waitress.task": _waitress,
     "wsgiref.handlers": _wsgiref,
     "werkzeug.serving": _werkzeug,
-    "granian.wsgi": _granian(wsgi.App),
+    "granian.wsgi": _granian(wsgi.WsgiApp),
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges, Served
+from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges, ServedApp
 from instrument.instrumentors.requests.traceparent import Caller, with_state
 
 StartResponse = Callable[..., Any]
@@ -27,7 +27,7 @@ _lines: dict[Any, int] = {}
 """Statuses by whole status lines, of which a service has a few; so many are known."""
 
 
-class App(Served):
+class WsgiApp(ServedApp):
     """A WSGI application; passes its requests through while off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:

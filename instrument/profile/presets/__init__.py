@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from instrument.profile.document import Document, Node
+from instrument.profile.document import Document, YamlNode
 
 PRESETS: tuple[str, ...] = ("serving", "training")
 
@@ -32,7 +32,7 @@ def named_by(path: str | os.PathLike[str]) -> str | None:
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
-def refined(profile: Node) -> tuple[Node, dict[str, str]]:
+def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
     """The root of a profile with what the preset that it names gives besides, and what that is: texts by path."""
     key, named = profile.pairs.get("preset", (profile, profile))
     if named.kind != "text" or named.text not in PRESETS:
@@ -42,18 +42,18 @@ def refined(profile: Node) -> tuple[Node, dict[str, str]]:
     return _merged(profile, _placed(preset.read(_itself), key), given), given
 
 
-def _itself(node: Node) -> Node:
+def _itself(node: YamlNode) -> YamlNode:
     return node
 
 
-def _placed(node: Node, at: Node) -> Node:
+def _placed(node: YamlNode, at: YamlNode) -> YamlNode:
     """A node of a preset as one of the profile's own, where that names the preset: messages tell that place."""
     items = tuple(_placed(item, at) for item in node.items)
     pairs = {name: (_placed(key, at), _placed(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 
-def _merged(own: Node, preset: Node, given: dict[str, str]) -> Node:
+def _merged(own: YamlNode, preset: YamlNode, given: dict[str, str]) -> YamlNode:
     pairs = dict(own.pairs)
     for name, (key, value) in preset.pairs.items():
         place, mine = own.pairs.get(name, (key, None))
@@ -65,14 +65,14 @@ def _merged(own: Node, preset: Node, given: dict[str, str]) -> Node:
     return replace(own, pairs=pairs)
 
 
-def _note(value: Node, given: dict[str, str]) -> None:
+def _note(value: YamlNode, given: dict[str, str]) -> None:
     if value.kind != "mapping":
         given[value.where] = _written(value)
     for _, inner in value.pairs.values():
         _note(inner, given)
 
 
-def _written(value: Node) -> str:
+def _written(value: YamlNode) -> str:
     if value.kind == "list":
         return f"[{', '.join(map(_written, value.items))}]"
     if value.kind == "mapping":
