@@ -24,7 +24,8 @@ from instrument.recording.tally import Tally, Totals
 from instrument.report.calls import CallTimes
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution
-from instrument.report.events_view import EventRow, Events, events
+from instrument.report.event_rows import EventRow
+from instrument.report.events_view import Events, events
 from instrument.report.kernels_view import kernels
 from instrument.report.operators_view import operators
 from instrument.report.overview_view import overview

@@ -20,7 +20,8 @@ from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span, Trace
 from instrument.recording.tally import Tally, Totals
-from instrument.report.events_view import EventRow, Events, events
+from instrument.report.event_rows import EventRow
+from instrument.report.events_view import Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table
 from instrument.report.view import THREADS, Options, Recording, document

@@ -26,10 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from instrument.recording.histogram import percentiles
-from instrument.recording.lines import DEVICE, Lines, Sum
-from instrument.recording.spans import Site
-from instrument.report.line_sums import LineSums, Rows, together
+from instrument.recording.lines import DEVICE, Lines
+from instrument.report.event_rows import CopySum, EventRow, EventsBlock, blocks_of, copy_sums
+from instrument.report.line_sums import LineSums
 from instrument.report.overhead import Overhead
 from instrument.report.overhead import overhead as split_of
 from instrument.report.table import (
@@ -42,12 +41,10 @@ from instrument.report.table import (
     percent,
     safe,
     section_title,
-    share,
     shorten,
     table,
     title,
 )
-from instrument.report.tree import ROOT, TIMES, NameTree, ShownEntries
 from instrument.report.view import UNITS, Options, Recording
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
@@ -92,81 +89,6 @@ SAMPLE = 100
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """Decimals of a time that is shown to the nanosecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """One row of the view. Times are in ns and sums over the row's calls.
-
-    `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
-    threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
-    share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
-    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail`
-    apart: a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
-    leaves its own to the row around it, and the row of a type has that of its instances. A row with `remaining`
-    stands for so many rows of its level that were left out.
-    """
-
-    name: str
-    depth: int
-    thread: int | None
-    kind: str
-    instance: str
-    calls: int
-    errors: int
-    total_ns: int
-    host_ns: int
-    device_ns: int
-    elapsed_ns: int
-    self_ns: int
-    min_ns: int | None
-    max_ns: int | None
-    p50_ns: int | None
-    p99_ns: int | None
-    ratio: float | None
-    remaining: int = 0
-
-    @property
-    def ave_ns(self) -> float | None:
-        """The Total by the calls."""
-        return share(self.total_ns, self.calls)
-
-    @property
-    def host_ratio(self) -> float | None:
-        """Host time as a share of what has elapsed."""
-        return share(self.host_ns, self.elapsed_ns)
-
-    @property
-    def device_ratio(self) -> float | None:
-        """Device time as a share of what has elapsed."""
-        return share(self.device_ns, self.elapsed_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class EventsBlock:
-    """The rows of one thread, or of all threads merged where `thread` is None.
-
-    `total_ns` is the Total time that their ratios are of. `number` counts threads by their first call, from 0.
-    """
-
-    thread: int | None
-    number: int | None
-    name: str
-    total_ns: int
-    rows: tuple[EventRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopySum:
-    """Every copy between devices and host, at any depth, or those that are known to be asynchronous or synchronous.
-
-    `ratio` is of the Total time of all threads.
-    """
-
-    label: str
-    calls: int
-    total_ns: int
-    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,99 +145,17 @@ def events(recording: Recording, options: Options) -> Events:
         lines, probes_ns = LineSums(Lines.of_tally(tally)), sum(row.totals.probe_ns for row in tally.rows())
     else:
         lines = recording.once(LineSums.merged if options.threads == "merged" else LineSums.apart)
-    blocks = _blocks(lines, options)
+    blocks = blocks_of(lines, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
         overhead=split_of(lines, total_ns, options.state) if of_all else None,
-        copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
+        copies=copy_sums(lines, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
         has_device_time=lines.has(DEVICE),
         _options=options,
-    )
-
-
-# Blocks of rows.
-
-
-def _blocks(lines: LineSums, options: Options) -> tuple[EventsBlock, ...]:
-    """The merged block, if asked for, then a block per thread, the newest thread first."""
-    apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
-    shown: list[int | None] = []
-    if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
-        shown = [None] if apart else []
-    if options.threads != "merged":
-        shown += apart
-    if not shown:
-        return ()
-    tree = NameTree(lines, options.tracer_option)
-    full = tree if options.tracer_option == "OpDetail" else None
-    numbers = {thread: number for number, thread in enumerate(lines.threads)}
-    blocks = []
-    for thread in shown:
-        total_ns = tree.total_ns(thread, options.state)
-        if total_ns is None:
-            full = full or NameTree(lines, "OpDetail")
-            total_ns = full.total_below_ns(thread, options.state)
-            full.forget(thread)
-        number, name = (None, "") if thread is None else (numbers[thread], lines.threads[thread])
-        blocks.append(EventsBlock(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
-        tree.forget(thread)
-    return tuple(blocks)
-
-
-def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
-    selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
-    rows: list[EventRow] = []
-    # Entries with their depth, and those that are left out of a level.
-    pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
-    while pending:
-        depth, item = pending.pop()
-        if item != ROOT:
-            rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
-        if isinstance(item, int):
-            kept, left_out = selection.below(item)
-            if left_out:
-                pending.append((depth + 1, left_out))
-            pending += [(depth + 1, child) for child in reversed(kept)]
-    return tuple(rows)
-
-
-def _event_row(
-    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Rows, base_ns: int, state: str
-) -> EventRow:
-    """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
-    totals = Sum(*sums[item].tolist()) if isinstance(item, int) else together(sums[item])
-    called, total_ns = totals.calls > 0, totals[TIMES[state]]
-    # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
-    known = called and total_ns == totals.elapsed_ns
-    known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
-    p50_ns = p99_ns = None
-    # Of many functions thrown together they would say nothing, and take a third of the time of a summary of thousands.
-    if known and isinstance(item, int):
-        histogram = tree.histogram([item], thread)
-        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
-    return EventRow(
-        name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
-        depth=depth,
-        thread=thread,
-        kind=tree.site(item).kind if isinstance(item, int) else "",
-        instance=tree.detail(item) if isinstance(item, int) else "",
-        calls=totals.calls,
-        errors=totals.errors,
-        total_ns=total_ns,
-        host_ns=totals.total_ns,
-        device_ns=totals.device_ns,
-        elapsed_ns=totals.elapsed_ns,
-        self_ns=totals.self_ns,
-        min_ns=totals.min_ns if known else None,
-        max_ns=totals.max_ns if known else None,
-        p50_ns=p50_ns,
-        p99_ns=p99_ns,
-        ratio=share(total_ns, base_ns) if called else None,
-        remaining=0 if isinstance(item, int) else len(item),
     )
 
 
@@ -343,31 +183,6 @@ def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
             "Self: host time outside of the row's children" + (f", {known}" if view.probes_ns else f"; {unknown}")
         )
     return [*lines, ""]
-
-
-def _copy_sums(lines: LineSums, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
-    copies: list[tuple[object, Sum]] = []
-    if "copy" in lines.tree.facts().kinds:
-        ways, by_site = lines.tree.by_site(_way), lines.by_site()
-        told = zip(ways, map(Sum._make, by_site.tolist()), strict=False)
-        copies = [(way[0], its) for way, its in told if way is not None]
-    sums = []
-    for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
-        chosen = [its for way, its in copies if sync is None or way is sync]
-        calls = sum(its.calls for its in chosen)
-        if calls or sync is None:
-            copied_ns = sum(its[TIMES[state]] for its in chosen)
-            sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
-    return tuple(sums)
-
-
-def _way(site: Site) -> tuple[object] | None:
-    """Whether a copy is synchronous, as far as its site says; None for what is no copy between devices and host."""
-    if site.kind != "copy":
-        return None
-    attributes = dict(site.attributes)
-    return (attributes.get("sync"),) if attributes.get("direction") != "h2h" else None
 
 
 def _sections(view: Events) -> list[str]:
