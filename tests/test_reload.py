@@ -28,8 +28,9 @@ from instrument import ProfileError, StateError, chrome
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.sessions import control
-from instrument.sessions.control import CALLERS, REQUEST_BYTES, ControlServer, Request
+from instrument.sessions import control, control_client
+from instrument.sessions.control import CALLERS, REQUEST_BYTES, ControlServer
+from instrument.sessions.control_client import Request
 from instrument.sessions.generation import AT_START, NAMES_TOLD, Reload, refusals, taken_on
 from instrument.sessions.session import Session
 
@@ -517,7 +518,7 @@ def own_socket() -> Path:
 
 def generation_told() -> Any:
     """What the process answers to a caller who asks for nothing new."""
-    (answer,) = control.tell([own_socket()], Request(), 10).values()
+    (answer,) = control_client.tell([own_socket()], Request(), 10).values()
     assert answer is not None
     return answer["generation"]
 
@@ -539,7 +540,7 @@ def test_a_caller_is_answered_with_what_was_attached_undone_and_refused() -> Non
     begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
     work()
     new = write("new.yaml", 'limits: {ring: 1MiB}\nfunctions: [{match: "reloaded:second"}]')
-    (answer,) = control.tell([own_socket()], Request(str(new.absolute()), switch=True), 10).values()
+    (answer,) = control_client.tell([own_socket()], Request(str(new.absolute()), switch=True), 10).values()
     assert answer is not None
     assert (answer["pid"], answer["attached"], answer["undone"]) == (
         os.getpid(),
@@ -548,7 +549,7 @@ def test_a_caller_is_answered_with_what_was_attached_undone_and_refused() -> Non
     )
     assert [text.partition(" keeps")[0] for text in answer["refused"]] == ["limits.ring", "control"]
     write("new.yaml", "servce: x")
-    (answer,) = control.tell([own_socket()], Request(str(new.absolute()), switch=True), 10).values()
+    (answer,) = control_client.tell([own_socket()], Request(str(new.absolute()), switch=True), 10).values()
     assert answer is not None
     assert "did you mean 'service'" in answer["error"]
     assert answer["generation"] == 2
@@ -581,7 +582,7 @@ def test_sockets_of_dead_processes_are_removed_by_a_start_and_by_a_caller() -> N
     wait_for(lambda: not stale.exists())
     assert other.exists()
     stale = leave("4194302.sock")
-    assert set(control.tell(control.sockets(Path("control")), Request(), 10)) == {own_socket()}
+    assert set(control_client.tell(control_client.sockets(Path("control")), Request(), 10)) == {own_socket()}
     assert not stale.exists()
 
 
@@ -632,7 +633,7 @@ def test_hostile_requests_are_answered_with_an_error_and_change_nothing(sent: by
 def test_a_named_pipe_in_place_of_a_profile_does_not_hold_the_thread_up() -> None:
     begin(LISTENING)
     os.mkfifo("pipe")
-    (answer,) = control.tell([own_socket()], Request(str(Path("pipe").absolute())), 10).values()
+    (answer,) = control_client.tell([own_socket()], Request(str(Path("pipe").absolute())), 10).values()
     assert answer is not None
     assert "found no regular file" in answer["error"]
 
@@ -845,7 +846,7 @@ def served(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def listening() -> set[int]:
-    return {int(path.stem) for path in control.sockets(Path("control"))}
+    return {int(path.stem) for path in control_client.sockets(Path("control"))}
 
 
 def tell(*arguments: str) -> tuple[int, dict[int, str], str]:
@@ -992,7 +993,7 @@ def test_one_that_hangs_up_or_is_slow_is_asked_again_and_named_meanwhile(capsys:
         listener.listen()
         server = threading.Thread(target=serve, args=(listener,))
         server.start()
-        found = control.tell([path], Request(), 60, lambda slow: told.append(list(slow)))
+        found = control_client.tell([path], Request(), 60, lambda slow: told.append(list(slow)))
         server.join()
     assert told == [[path]]
     assert answered == [b'{"reload": null}\n']
@@ -1019,7 +1020,7 @@ def test_every_worker_of_gunicorn_follows_its_file() -> None:
         wait_for(
             lambda: all(
                 answer is not None and answer["generation"] == 2
-                for answer in control.tell(control.sockets(Path("control")), Request(), 20).values()
+                for answer in control_client.tell(control_client.sockets(Path("control")), Request(), 20).values()
             )
         )
         for _ in range(30):

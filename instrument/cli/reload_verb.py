@@ -14,7 +14,7 @@ from instrument.cli.option_values import Verbs, seconds
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
-from instrument.sessions.control import WAIT_S, Answer, Request, folder_of, sockets, tell
+from instrument.sessions.control_client import WAIT_S, Answer, Request, folder_of, sockets, tell
 
 
 def add(verbs: Verbs) -> None:

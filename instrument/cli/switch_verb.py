@@ -11,7 +11,7 @@ from typing import Any
 from instrument.agent import client
 from instrument.cli.option_values import Verbs, seconds
 from instrument.cli.ps_verb import RUN
-from instrument.sessions.control import WAIT_S, Request
+from instrument.sessions.control_client import WAIT_S, Request
 
 
 def add(verbs: Verbs) -> None:

@@ -15,7 +15,8 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
-from instrument.sessions.control import ControlServer, Request, folder_of
+from instrument.sessions.control import ControlServer
+from instrument.sessions.control_client import Request, folder_of
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 

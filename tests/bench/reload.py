@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import instrument
-from instrument.sessions import control
+from instrument.sessions import control_client
 
 ROUNDS = 30
 IDLE_S = 2.0
@@ -68,7 +68,7 @@ def followed_ms(ways: str, workers: int) -> list[float]:
         new.rename(file)
         start_ns = time.monotonic_ns()
         if "socket" in ways:
-            control.tell(control.sockets(Path("sockets")), control.Request(), 10)
+            control_client.tell(control_client.sockets(Path("sockets")), control_client.Request(), 10)
         while any(struct.unpack_from("q", told, slot * 16)[0] <= number for slot in range(workers)):
             time.sleep(0.001)
             if time.monotonic_ns() - start_ns > 20 * 10**9:

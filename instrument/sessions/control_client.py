@@ -1,0 +1,190 @@
+"""How processes are asked for something by their control sockets: what may be asked, and who is to be asked.
+
+The same as `control` serves: a line of JSON there and one back for each connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instrument.runtime.unpatched import Socket, poll
+
+ANSWER_S = 0.2
+"""How long a process has to answer before it is named as one that has not done so yet."""
+
+WAIT_S = 5.0
+"""How long a caller waits for those."""
+
+AGAIN_S = 0.05
+"""How long after a process hung up, or had no room for another caller, it is asked again."""
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for: to read the profile at `path`, or the process's own file again (None).
+
+    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own. Where
+    `records` is given, it asks for that instead: to record, or to stop recording until it is asked again.
+    """
+
+    path: str | None = None
+    service: str | None = None
+    switch: bool = False
+    records: bool | None = None
+
+    def line(self) -> bytes:
+        """As it goes over the socket."""
+        return json.dumps(self.asked()).encode() + b"\n"
+
+    def asked(self) -> dict[str, Any]:
+        """The same as JSON takes it."""
+        if self.records is not None:
+            return {"record": self.records}
+        more = {name: value for name, value in (("service", self.service), ("switch", self.switch)) if value}
+        return {"reload": self.path, **more}
+
+    @classmethod
+    def parsed(cls, line: bytes) -> Request | None:
+        """The request of a line, None where it is none."""
+        try:
+            asked = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if isinstance(asked, dict) and isinstance(asked.get("record"), bool) and len(asked) == 1:
+            return cls(records=asked["record"])
+        if not isinstance(asked, dict) or "reload" not in asked or asked.keys() - {"reload", "service", "switch"}:
+            return None
+        path, service, switch = asked["reload"], asked.get("service"), asked.get("switch", False)
+        if not isinstance(path, str | None) or not isinstance(service, str | None) or not isinstance(switch, bool):
+            return None
+        return cls(path, service, switch)
+
+
+_SOCKET_NAME = re.compile(r"[0-9]+\.sock")
+
+
+def folder_of(setting: str, base: Path) -> Path:
+    """The folder that `control.socket` means: `auto` is the user's own, other paths start at `base`."""
+    return Path(f"/tmp/instrument-{os.geteuid()}") if setting == "auto" else base / setting  # noqa: S108 - 0700, checked
+
+
+def poll_selector() -> selectors.BaseSelector:
+    """By poll(2) itself. Not epoll, whose registrations a forked child would share with its parent."""
+
+    class Selector(selectors.PollSelector):
+        _selector_cls = staticmethod(poll)
+
+    return Selector()
+
+
+def sockets(folder: Path) -> list[Path]:
+    """The sockets in a folder, of processes that run or have gone, by process id; nothing where there is no folder."""
+    try:
+        found = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def remove_stale(paths: Iterable[Path]) -> list[Path]:
+    """Remove the sockets that nobody listens on any more; returns the others."""
+    alive = []
+    for path in paths:
+        with Socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(os.fspath(path))
+            except BlockingIOError:
+                pass  # its queue is full
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                continue
+            except OSError:
+                continue
+        alive.append(path)
+    return alive
+
+
+def tell(
+    paths: Iterable[Path],
+    request: Request,
+    timeout_s: float = WAIT_S,
+    slow: Callable[[Sequence[Path]], object] = lambda paths: None,
+) -> dict[Path, Answer | None]:
+    """Ask every process behind these sockets, all at once; None stands for one that did not answer in time.
+
+    One that hangs up without an answer is asked again within the time. `slow(paths)` is told once, after `ANSWER_S`, of
+    those that have not answered yet. A socket that nobody listens on any more is removed and not in the answer.
+    """
+    line = request.line()
+    answers: dict[Path, Answer | None] = dict.fromkeys(paths)
+    start = time.monotonic()
+    to_ask = dict.fromkeys(answers, start)
+    waiting: dict[Path, tuple[Socket, bytearray]] = {}
+    told = False
+    with poll_selector() as selector:
+        while (to_ask or waiting) and (now := time.monotonic()) < start + timeout_s:
+            if not told and now >= start + ANSWER_S:
+                told = True
+                slow([*to_ask, *waiting])
+            for path in [path for path, at in to_ask.items() if at <= now]:
+                del to_ask[path]
+                try:
+                    connection = _call(path, line)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)
+                    del answers[path]
+                except OSError:  # such as a queue that is full
+                    to_ask[path] = now + AGAIN_S
+                else:
+                    waiting[path] = connection, bytearray()
+                    selector.register(connection, selectors.EVENT_READ, path)
+            until = min([start + timeout_s, *to_ask.values(), *([] if told else [start + ANSWER_S])])
+            for key, _ in selector.select(max(until - time.monotonic(), 0.0)):
+                path, (connection, received) = key.data, waiting[key.data]
+                try:
+                    data = connection.recv(65_536)
+                except OSError:
+                    data = b""
+                received += data
+                if not data:
+                    answers[path] = _parsed(received)
+                    selector.unregister(connection)
+                    connection.close()
+                    del waiting[path]
+                    if answers[path] is None:
+                        to_ask[path] = time.monotonic() + AGAIN_S
+        for connection, _ in waiting.values():
+            connection.close()
+    return answers
+
+
+def _call(path: Path, request: bytes) -> Socket:
+    connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.connect(os.fspath(path))
+        connection.send(request)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _parsed(text: bytes | bytearray) -> Answer | None:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
