@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -24,7 +24,7 @@ from typing import Any
 
 from instrument.device.host import Host
 from instrument.errors import ProfileError, StateError, TargetError
-from instrument.instrumentors.loaders import Waiting, listen, loader
+from instrument.instrumentors.loaders import listen, loader
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import HOST, Sample
@@ -35,6 +35,7 @@ from instrument.report.view import Options
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.unpatched import Lock, RLock
 from instrument.sessions import process
+from instrument.sessions.batches import Batches, SizedBatches
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.sessions.session import EXIT_LIMIT_NS, Session
 from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
@@ -496,44 +497,3 @@ class Profiler:
         if window is None:
             raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
         return window.export(path)
-
-
-class Batches(Iterator[Any]):
-    """What `Profiler.loader` returns: as often to be iterated as its source is."""
-
-    def __init__(self, source: Any, profiler: Profiler) -> None:
-        self._source = source
-        self._profiler = profiler
-        self._begun: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        begun, self._begun = self._begun, None
-        return self._read() if begun is None else begun
-
-    def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = self._read()
-        return next(self._begun)
-
-    def _read(self) -> Iterator[Any]:
-        waiting = Waiting(self._profiler)
-        try:
-            items = iter(self._source)
-        finally:
-            waiting.end()
-        while True:
-            waiting = Waiting(self._profiler)
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                waiting.end()
-            yield item
-
-
-class SizedBatches(Batches):
-    """The same of a source that has a length."""
-
-    def __len__(self) -> int:
-        return len(self._source)
