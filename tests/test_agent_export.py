@@ -228,6 +228,14 @@ with scope("failing", kind="request") as own:
     except KeyError:
         own.set_status("ERROR", "it is gone", error_type="gone")
 asyncio.run(answer(3))
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+
+trace.set_tracer_provider(TracerProvider(resource=Resource({{"service.name": "shop", "deployment": "blue"}})))
+with trace.get_tracer("own").start_as_current_span("outer"):
+    serve(1)
 thread = threading.Thread(target=serve, args=(1,), name="Wörker")
 thread.start()
 thread.join()
@@ -245,8 +253,9 @@ thread.join()
     assert by_agent == by_itself
     for spans in found:
         own = {span.span_id: span for span in spans}
-        below = [span for span in spans if span.parent_span_id]
-        assert len(below) == len(spans) - 23
+        below = [span for span in spans if span.parent_span_id in own]
+        assert len(below) == len(spans) - 24
+        assert len({span.parent_span_id for span in spans} - {b"", *own}) == 1  # the service's own span
         assert all(own[span.parent_span_id].trace_id == span.trace_id for span in below)
         assert all(abs(span.end_time_unix_nano / 1e9 - time.time()) < 600 for span in spans)
 

@@ -22,7 +22,7 @@ class CoreMethods:
         ended_rows: int
         ended_too_short: int
         irregular: Any
-        remote_parent: Callable[[], RemoteParent | None] | None
+        remote_parent: Callable[[], RemoteParent | tuple[str, ...] | None] | None
         begin_device: Callable[[Site | None, Any, int], Any] | None
         watches_all: bool
         passes: dict[Site, Any]

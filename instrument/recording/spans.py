@@ -149,10 +149,10 @@ def state_of(header: bytes | str) -> str:
 def remote_of(told: object) -> RemoteParent | None:
     """The span that a recorder noted of another tracer: itself, or the headers that told of it.
 
-    They are the `traceparent`, or that and the `tracestate`, as bytes or text. A `traceparent` that is not sound (W3C
-    Trace Context, 3.2) counts as none.
+    They are the `traceparent`, or that and the `tracestate`, as bytes or text; or what `noted` makes. A `traceparent`
+    that is not sound (W3C Trace Context, 3.2) counts as none.
     """
-    parent, state = told if isinstance(told, tuple) else (told, b"")
+    parent, state, *where = told if isinstance(told, tuple) and len(told) > 1 else (told, b"")
     if isinstance(parent, str):
         parent = parent.encode("latin-1", "replace")
     if not isinstance(parent, bytes):
@@ -164,7 +164,28 @@ def remote_of(told: object) -> RemoteParent | None:
     trace_id, span_id = int(trace, 16), int(span, 16)
     if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
         return None
-    return RemoteParent(trace_id, span_id, int(flags, 16), state=state_of(state) if state else "")
+    is_local, in_server_span = bool(where), where == [IN_SERVER_SPAN]
+    return RemoteParent(
+        trace_id,
+        span_id,
+        int(flags, 16),
+        is_local,
+        in_server_span,
+        state_of(state) if isinstance(state, str | bytes) else "",
+    )
+
+
+LOCAL, IN_SERVER_SPAN = "local", "in server span"
+
+
+def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
+    """What rows hold of another tracer's span: text, which others can read in a recording; `remote_of` reads it."""
+    if remote is None:
+        return None
+    parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
+    if not remote.is_local:
+        return parent, remote.state
+    return parent, remote.state, IN_SERVER_SPAN if remote.in_server_span else LOCAL
 
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"

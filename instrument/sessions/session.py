@@ -24,9 +24,7 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board, export_place
 from instrument.recording.distributions import Snapshot
-from instrument.recording.spans import (
-    Span,
-)
+from instrument.recording.spans import Span, noted
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
@@ -80,6 +78,7 @@ class Session(Recorded):
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._is_scraped = False
         self._observed_for = os.environ.get(FOLDER_VARIABLE, "")
+        self._resource_told: dict[str, object] = {}
         self._threads = SessionThreads(
             self.account,
             self._budget,
@@ -124,7 +123,7 @@ class Session(Recorded):
             if self._exporter is not None:
                 self._exporter.prepare()
                 self._leave_export_to_agent()
-                RECORDER.remote_parent = otlp.current_parent
+                RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
             if self._timing is not None:
@@ -207,6 +206,7 @@ class Session(Recorded):
             # What a device did is not in the recording, and known here alone.
             self._membership.tell({"exports": True})
             self.handover.insist()
+        self._tell_resource()
         self.handover.look(is_joined=is_joined)
 
     def _follow_threads(self) -> None:
@@ -214,6 +214,15 @@ class Session(Recorded):
         self._generations.hear_agent()
         if self._forked:  # most children that are forked never record
             FAULTS.attempt("process context", self._publish_context)
+
+    def _tell_resource(self) -> None:
+        """Tell the agent of a tracer provider that the service has configured by now: both are the same service."""
+        if self._exporter is None or not self.handover.has_agent:
+            return
+        resource = dict(self._exporter.resource())
+        if resource != self._resource_told:
+            self._resource_told = resource
+            RECORDER.tell(self._facts())
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -431,6 +440,7 @@ class Session(Recorded):
                 return
             self._stopped = True
             self._undo()
+            FAULTS.attempt("resource of the service", self._tell_resource)
             if self.handover.has_agent and not self._membership.tell({"records": True}) and self._membership.join():
                 FAULTS.attempt("export in place of the agent", self.handover.take_over)
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))

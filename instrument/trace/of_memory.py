@@ -123,7 +123,7 @@ class _Columns:
                 error[row] = errors.setdefault(detail.error, len(errors))
             told = {**detail.attributes, **(self._open[row - count].attributes if row >= count else {})}
             noted = told.pop(REMOTE, None)
-            caller = remote_of(tuple(noted) if isinstance(noted, list) and len(noted) == 2 else noted)
+            caller = remote_of(tuple(noted) if isinstance(noted, list) else noted)
             if caller is not None:
                 remote[row] = caller
             if row >= count:
