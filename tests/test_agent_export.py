@@ -88,9 +88,11 @@ def recordings() -> Iterator[tuple[ExportPlace, Mapped]]:
             for descriptor in descriptors:
                 place, mapped = ExportPlace(descriptor), Mapped(descriptor)
                 os.close(descriptor)
-                yield place, mapped
-                place.close()
-                mapped.close()
+                try:
+                    yield place, mapped
+                finally:
+                    place.close()
+                    mapped.close()
 
 
 def test_the_agent_exports_for_all_processes_over_one_connection_and_they_have_no_thread_for_it(
