@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_collectors import Collector, collecting, swallow, take
+from otlp_collectors import Collector, collecting, refuse_with, swallow, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
@@ -425,6 +425,18 @@ def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end
             assert subprocess.run(command, stderr=errors, timeout=60).returncode == 0
         until(lambda: not run_folder.found(), 15)
         assert f"{spans_of(10)} spans failed by the OTLP export" in Path("errors").read_text()
+
+
+def test_a_collector_that_is_gone_is_said_where_the_service_writes_its_errors() -> None:
+    with collecting(refuse_with(404)) as server:
+        profile(server)
+        Path("main.py").write_text(WAITS)
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        with Path("errors").open("w") as errors, subprocess.Popen(command, stderr=errors) as service:
+            said = "spans do not reach the OpenTelemetry collector (HTTP 404 Not Found)"
+            until(lambda: said in Path("errors").read_text())
+            Path("over").touch()
+            assert service.wait(60) == 0
 
 
 def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Collector) -> None:

@@ -6,11 +6,12 @@ says so, within a time, and at once where the agent has gone: the next agent's g
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.agent.exported import Exported
@@ -21,6 +22,7 @@ from instrument.profile.model import Otlp
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.spans import Origin
 from instrument.runtime import packets
+from instrument.runtime.faults import logger
 
 LOOK_S = 0.2
 """How often recordings are looked at; the ring of a thread must hold what it records in that time."""
@@ -28,8 +30,22 @@ LOOK_S = 0.2
 BEHIND_S = 0.02
 """The same while spans wait in a recording for others to be sent."""
 
+SAID = 1000
+"""Characters that the agent says of what goes wrong here."""
+
 END_S = 4.0
 """The longest that spans are still sent for when the agent ends."""
+
+
+class _Teller(logging.Handler):
+    """Has the agent say, where the services write their errors, what would be in the log of a service."""
+
+    def __init__(self, tell: Callable[[packets.Message], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell({"said": record.getMessage()[:SAID]})
 
 
 class ExportLoop:
@@ -42,6 +58,8 @@ class ExportLoop:
         self._recordings: dict[int, Exported] = {}
         self._decisions = Decisions()
         self._ends_at = 0.0
+        logger.addHandler(_Teller(self._tell))
+        logger.propagate = False
         self._is_behind = False
         self.faults = 0
 

@@ -27,12 +27,15 @@ BEGINNINGS = 5
 class Exports:
     """The recordings that are exported, and the child that does so. `selector` is the agent's own.
 
-    `changed` is called when a recording needs no export any more.
+    `changed` is called when a recording needs no export any more, `says` is told what is to be said of the export.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, changed: Callable[[], object]) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, changed: Callable[[], object], says: Callable[[str], object]
+    ) -> None:
         self._selector = selector
         self._changed = changed
+        self._says = says
         self._connection: Connection | None = None
         self._child = 0
         self._begun = 0
@@ -143,6 +146,8 @@ class Exports:
         if message is None:
             self._forget_child()
             self._go_on()
+        elif "said" in message:
+            self._says(f"instrument: {message['said']!s}")
         else:
             self._done(message)
         self._changed()

@@ -88,7 +88,7 @@ class Agent:
         self.runs: dict[str, Run] = {} if run is None else {run.name: run}
         self._selector = selectors.DefaultSelector()
         self._jobs = Jobs(self._selector)
-        self._exports = Exports(self._selector, self._exports_changed)
+        self._exports = Exports(self._selector, self._exports_changed, self._say_everywhere)
         self._connections: dict[Connection, Process | None] = {}  # None for somebody who asks
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self._questions: dict[int, Question] = {}
@@ -183,8 +183,8 @@ class Agent:
             return
         if not self._is_over:
             lost = export_place.told(self._exports.fates)
-            for run in self.runs.values() if lost else ():
-                self._say(run, departure.line_of_export(lost))
+            if lost:
+                self._say_everywhere(departure.line_of_export(lost))
         self._is_over = True
 
     def _close_exports(self) -> None:
@@ -519,6 +519,10 @@ class Agent:
             self._says(text)
         elif process is not None and process.saved:
             telling.leave_beside(process.saved, text)
+
+    def _say_everywhere(self, text: str) -> None:
+        for run in self.runs.values():
+            self._say(run, text)
 
     def _first_exited(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)

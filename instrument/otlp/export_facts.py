@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from instrument.otlp.packing import Ids, plain
@@ -64,8 +65,12 @@ def _capture_from(found: Mapping[str, Any]) -> Capture:
 
 
 def settings_told(settings: Otlp) -> dict[str, Any]:
-    """The settings of a collector as JSON has them."""
-    return asdict(settings)
+    """The settings of a collector as JSON has them, for a process that works in another folder."""
+    found = asdict(settings)
+    for name in ("certificate", "client_certificate", "client_key"):
+        if found[name] is not None:
+            found[name] = str(Path(found[name]).absolute())
+    return found
 
 
 def settings_from(found: Mapping[str, Any]) -> Otlp:
