@@ -353,6 +353,22 @@ def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: 
 
 
 @pytest.mark.slow
+def test_an_exporter_that_is_killed_has_another_one_in_its_place(collector: Collector) -> None:
+    service = begin(LOAD)
+    (agent,) = until(agents)
+    until(lambda: len(collector.spans) == 2)
+    children = Path(f"/proc/{agent}/task/{agent}/children")
+    (exporter,) = map(int, children.read_text().split())
+    os.kill(exporter, signal.SIGKILL)
+    until(lambda: collector.connections == 2)
+    found = conserved(service, collector)
+    assert found["exported"] > 0.5 * found["seen"]
+    Path("over").touch()
+    out, errors = service.communicate(timeout=60)
+    assert (service.returncode, out) == (0, ""), errors
+
+
+@pytest.mark.slow
 def test_a_process_whose_agent_has_gone_exports_itself_until_there_is_another_one(collector: Collector) -> None:
     service = begin(LOAD)
     (agent,) = until(agents)
