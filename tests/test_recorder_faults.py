@@ -412,7 +412,7 @@ def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
     ring = recorder.rings()[0]
     readers = {
         "newest": lambda: ring.newest(0), "usage": ring.usage, "totals": ring.copied_totals,
-        "open": recorder.open_rows, "nodes": lambda: recorder.nodes_from(0, []), "rings": recorder.rings,
+        "open": recorder.open_rows, "nodes": lambda: recorder.nodes_from(0), "rings": recorder.rings,
         "counts": recorder.counts,
     }
     if sys.version_info < (3, 12):  # later ones crash of themselves where an object's attributes find no memory

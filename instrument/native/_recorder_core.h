@@ -254,7 +254,7 @@ static PyMethodDef Core_methods[] = {
     {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
-    {"nodes_from", (PyCFunction)Core_nodes_from, METH_VARARGS, "Sites and parents of the nodes from a number on."},
+    {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
     {"current_trace", (PyCFunction)Core_current_trace, METH_NOARGS,

@@ -303,56 +303,29 @@ Core_ended_firsts(Core *self, PyObject *Py_UNUSED(none))
     return firsts;
 }
 
-/* Where an object stands in a table, or would. */
-static uint32_t *
-place_in(uint32_t *table, uint32_t slots, PyObject *sites, PyObject *site)
-{
-    uint32_t at = slot_of(site, slots);
-    while (table[at] != 0 && PyList_GET_ITEM(sites, table[at] - 1) != site)
-        at = (at + 1) & (slots - 1);
-    return &table[at];
-}
-
-/* Of the nodes from a number on, where their sites are in a list, to which new ones are added, and the numbers of their
- * parents, -1 for none. */
+/* Of the nodes from a number on their sites, and the numbers of their parents, -1 for none. */
 static PyObject *
-Core_nodes_from(Core *self, PyObject *args)
+Core_nodes_from(Core *self, PyObject *argument)
 {
-    unsigned int first;
-    PyObject *sites, *of_sites = NULL, *of_parents = NULL, *both = NULL;
-    if (!PyArg_ParseTuple(args, "IO!:nodes_from", &first, &PyList_Type, &sites))
+    unsigned long first = PyLong_AsUnsignedLong(argument);
+    if (first == (unsigned long)-1 && PyErr_Occurred())
         return NULL;
-    size_t count = self->node_count > first ? self->node_count - first : 0;
-    uint32_t slots = 8;
-    while (slots < 2 * (count + (size_t)PyList_GET_SIZE(sites)))
-        slots *= 2;
-    /* Of what is in the list, by its address: 1 more than where, 0 for none. */
-    uint32_t *table = count == 0 ? NULL : PyMem_RawCalloc(slots, sizeof *table);
-    if ((count != 0 && table == NULL) ||
-        (of_sites = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)))) == NULL ||
-        (of_parents = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)))) == NULL) {
-        PyErr_NoMemory();
-        goto end;
+    Py_ssize_t count = self->node_count > first ? (Py_ssize_t)(self->node_count - first) : 0;
+    int was_enabled = PyGC_Disable(); /* a collection in between could run code that resets */
+    PyObject *parents = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int32_t)), *sites = PyList_New(count);
+    if (was_enabled)
+        PyGC_Enable();
+    if (parents == NULL || sites == NULL) {
+        Py_XDECREF(parents);
+        Py_XDECREF(sites);
+        return NULL;
     }
-    for (Py_ssize_t known = 0; count != 0 && known < PyList_GET_SIZE(sites); known++)
-        *place_in(table, slots, sites, PyList_GET_ITEM(sites, known)) = (uint32_t)known + 1;
-    for (size_t i = 0; i < count; i++) {
-        const node_t *node = self->nodes[first + i];
-        uint32_t *place = place_in(table, slots, sites, node->site);
-        if (*place == 0) {
-            if (PyList_Append(sites, node->site) < 0)
-                goto end;
-            *place = (uint32_t)PyList_GET_SIZE(sites);
-        }
-        ((uint32_t *)PyBytes_AS_STRING(of_sites))[i] = *place - 1;
-        ((int32_t *)PyBytes_AS_STRING(of_parents))[i] = node->parent == &self->root ? -1 : (int32_t)node->parent->index;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const node_t *node = self->nodes[first + (size_t)i];
+        PyList_SET_ITEM(sites, i, Py_NewRef(node->site));
+        ((int32_t *)PyBytes_AS_STRING(parents))[i] = node->parent == &self->root ? -1 : (int32_t)node->parent->index;
     }
-    both = PyTuple_Pack(2, of_sites, of_parents);
-end:
-    Py_XDECREF(of_sites);
-    Py_XDECREF(of_parents);
-    PyMem_RawFree(table);
-    return both;
+    return Py_BuildValue("(NN)", sites, parents);
 }
 
 static int

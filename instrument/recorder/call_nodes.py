@@ -129,19 +129,11 @@ class Counted:
         """Call paths known."""
         return len(self._nodes)
 
-    def nodes_from(self, first: int, sites: list[Site]) -> tuple[bytes, bytes]:
-        """Of the nodes from a number on, where their sites are in a list, and their parents, -1 for none: 32 bits each.
-
-        Sites that the list has not are added to it.
-        """
+    def nodes_from(self, first: int) -> tuple[list[Site], bytes]:
+        """Of the nodes from a number on their sites, and the numbers of their parents in 32 bits, -1 for none."""
         nodes = self._nodes[first:]
-        number_of = {site: number for number, site in enumerate(sites)} if nodes else {}
-        for node in nodes:
-            if node.site not in number_of:
-                sites.append(node.site)
-                number_of[node.site] = len(number_of)
         parents = array("i", [node.parent.index if node.parent else -1 for node in nodes])
-        return array("i", [number_of[node.site] for node in nodes]).tobytes(), parents.tobytes()
+        return [node.site for node in nodes], parents.tobytes()
 
     def rings(self) -> list[Ring]:
         """The rings in the order in which their threads first recorded."""

@@ -61,7 +61,12 @@ class Readback(CoreMethods):
         with self._reading:
             paths = self._paths
             first = len(paths)
-            paths.extend(first, *self.nodes_from(first, paths.sites))
+            sites, parents = self.nodes_from(first)
+            if sites:
+                number_of = {site: number for number, site in enumerate(paths.sites)}
+                numbers = array("i", [number_of.setdefault(site, len(number_of)) for site in sites])
+                paths.sites += list(number_of)[len(paths.sites) :]
+                paths.extend(first, numbers.tobytes(), parents)
             return paths
 
     def learn_paths(self) -> None:
