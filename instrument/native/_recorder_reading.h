@@ -210,46 +210,12 @@ end:
     return found;
 }
 
-/* Histograms added up. */
-typedef struct {
-    uint64_t used; /* chunks with calls, bit by bit; the counts of others are not set */
-    uint64_t times[CHUNKS * 64];
-} histogram_t;
-
-static inline void
-use_chunk(histogram_t *histogram, uint32_t c)
-{
-    if (!(histogram->used >> c & 1))
-        memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
-    histogram->used |= (uint64_t)1 << c;
-}
-
-/* Nothing is changed that the thread whose calls they are may be about to change: its caches keep it. */
-static void
-add_histogram(histogram_t *histogram, const totals_t *totals)
-{
-    for (uint32_t c = 0; c < CHUNKS; c++) {
-        const chunk_t *chunk = totals->chunks[c];
-        if (chunk == NULL)
-            continue;
-        use_chunk(histogram, c);
-        for (uint32_t at = 0; at < 64; at++)
-            histogram->times[c * 64 + at] += chunk->low[at];
-        for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
-            histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
-    }
-    for (int i = 0; i < totals->waiting_count; i++) {
-        use_chunk(histogram, totals->waiting[i] >> 6);
-        histogram->times[totals->waiting[i]]++;
-    }
-}
-
 /* The histogram of nodes on a thread (0: those that were given up), or on all, packed. */
 static PyObject *
 Core_histogram_of(Core *self, PyObject *args)
 {
     PyObject *nodes, *thread, *found = NULL;
-    Py_ssize_t count, buckets = 0;
+    Py_ssize_t count;
     if (!PyArg_ParseTuple(args, "OO:histogram_of", &nodes, &thread))
         return NULL;
     long thread_id = thread == Py_None ? -1 : PyLong_AsLong(thread);
@@ -278,15 +244,7 @@ Core_histogram_of(Core *self, PyObject *args)
                 add_histogram(sum, t);
         }
     }
-    for (uint64_t left = sum->used; left != 0; left &= left - 1)
-        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
-            buckets += sum->times[bucket] != 0;
-    found = PyBytes_FromStringAndSize(NULL, buckets * (Py_ssize_t)PACKED_BYTES);
-    char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-    for (uint64_t left = sum->used; to != NULL && left != 0; left &= left - 1)
-        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
-            if (sum->times[bucket] != 0)
-                to = pack_bucket(to, bucket, sum->times[bucket]);
+    found = packed(sum);
 end:
     PyMem_RawFree(sum);
     PyMem_RawFree(rings);

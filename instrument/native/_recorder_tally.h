@@ -212,35 +212,59 @@ elapsed_of(const totals_t *totals)
 /* A bucket of a packed histogram, and the calls in it: `tally.PACKED`. */
 #define PACKED_BYTES (sizeof(uint32_t) + sizeof(uint64_t))
 
-static size_t
-packed_size(const totals_t *totals)
+/* Histograms added up. */
+typedef struct {
+    uint64_t used; /* chunks with calls, bit by bit; the counts of others are not set */
+    uint64_t times[CHUNKS * 64];
+} histogram_t;
+
+static inline void
+use_chunk(histogram_t *histogram, uint32_t c)
 {
-    size_t used = 0;
-    for (uint32_t c = 0; c < CHUNKS; c++)
-        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++)
-            used += times_of(totals, i) != 0;
-    return used * PACKED_BYTES;
+    if (!(histogram->used >> c & 1))
+        memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
+    histogram->used |= (uint64_t)1 << c;
 }
 
-static char *
-pack_bucket(char *at, uint32_t bucket, uint64_t times)
+/* Nothing is changed that the thread whose calls they are may be about to change: its caches keep it. */
+static void
+add_histogram(histogram_t *histogram, const totals_t *totals)
 {
-    memcpy(at, &bucket, sizeof bucket);
-    memcpy(at + sizeof bucket, &times, sizeof times);
-    return at + PACKED_BYTES;
+    for (uint32_t c = 0; c < CHUNKS; c++) {
+        const chunk_t *chunk = totals->chunks[c];
+        if (chunk == NULL)
+            continue;
+        use_chunk(histogram, c);
+        for (uint32_t at = 0; at < 64; at++)
+            histogram->times[c * 64 + at] += chunk->low[at];
+        for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
+            histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
+    }
+    for (int i = 0; i < totals->waiting_count; i++) {
+        use_chunk(histogram, totals->waiting[i] >> 6);
+        histogram->times[totals->waiting[i]]++;
+    }
 }
 
-/* Where the packed histogram ends. */
-static char *
-pack(char *at, const totals_t *totals)
+/* A new object; NULL with an exception. */
+static PyObject *
+packed(const histogram_t *histogram)
 {
-    for (uint32_t c = 0; c < CHUNKS; c++)
-        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++) {
-            uint64_t times = times_of(totals, i);
-            if (times != 0)
-                at = pack_bucket(at, i, times);
+    Py_ssize_t used = 0;
+    for (uint64_t left = histogram->used; left != 0; left &= left - 1)
+        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
+            used += histogram->times[bucket] != 0;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, used * (Py_ssize_t)PACKED_BYTES);
+    char *to = bytes == NULL ? NULL : PyBytes_AS_STRING(bytes);
+    for (uint64_t left = histogram->used; to != NULL && left != 0; left &= left - 1)
+        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++) {
+            if (histogram->times[bucket] == 0)
+                continue;
+            memcpy(to, &bucket, sizeof bucket);
+            memcpy(to + sizeof bucket, &histogram->times[bucket], sizeof(uint64_t));
+            to += PACKED_BYTES;
         }
-    return at;
+    return bytes;
 }
 
 /* The fields of `Totals` up to `first_ns`, in their order, and the histogram, packed. It is handed over. */
@@ -261,12 +285,11 @@ book_as_dict(const book_t *book)
         totals_t *t = known_totals(book, n);
         if (t == NULL || t->calls == 0)
             continue;
-        count_waiting(NULL, t);
-        PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)packed_size(t));
-        if (packed != NULL)
-            pack(PyBytes_AS_STRING(packed), t);
+        histogram_t histogram;
+        histogram.used = 0;
+        add_histogram(&histogram, t);
         PyObject *key = PyLong_FromUnsignedLong(n);
-        PyObject *value = totals_as_tuple(t, packed);
+        PyObject *value = totals_as_tuple(t, packed(&histogram));
         if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
             Py_CLEAR(all);
         Py_XDECREF(key);
