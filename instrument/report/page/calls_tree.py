@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.report.events_view import EventRow, events
+from instrument.report.event_rows import EventRow
+from instrument.report.events_view import events
 from instrument.report.page.varints import column_text
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
