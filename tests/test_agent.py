@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from instrument import chrome
+from instrument.agent import departure
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -339,6 +340,23 @@ sys.stdin.readline()
     _, errors = service.communicate("\n", timeout=60)
     assert errors.count("Summary of shop") == 1
     assert f"{gone} (without a goodbye" in errors
+
+
+def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_stays() -> None:
+    folder = Path("traces")
+    folder.mkdir()
+    for number in range(4):
+        path = folder / f"shop-{number}-died.npz"
+        path.write_bytes(bytes(1000))
+        os.utime(path, (number, number))
+    (folder / "shop-0-died.txt").write_text("process 0 ended")
+    (folder / "shop-9.npz").write_bytes(bytes(5000))  # no capture
+    newest = folder / "shop-3-died.npz"
+    assert departure.make_room(newest, 4000) == 0
+    assert departure.make_room(newest, 2500) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["shop-2-died.npz", "shop-3-died.npz", "shop-9.npz"]
+    assert departure.make_room(newest, 0) == 1
+    assert newest.exists()
 
 
 def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:

@@ -9,11 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import crash_capture, exit_status, run_report
+from instrument.agent import crash_capture, exit_status, run_report, telling
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
 
 Answer = Mapping[str, Any]
+
+CAPTURE = "-died.npz"
+"""How the name of a capture ends."""
 
 
 def facts_of(process: Process) -> dict[str, Any]:
@@ -67,7 +70,27 @@ def place_of_capture(process: Process, folder: Path | None) -> str:
     path = Path(str(process.facts["captures"]))
     path = path if folder is None else folder / path.name
     number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
-    return str(path.with_name(f"{path.stem}{number}-died.npz"))
+    return str(path.with_name(f"{path.stem}{number}{CAPTURE}"))
+
+
+def make_room(saved: Path, disk_bytes: int) -> int:
+    """Remove the oldest captures beside one that was saved, until all keep within `disk_bytes`: how many. It stays."""
+    found = []
+    for path in saved.parent.glob(f"*{CAPTURE}"):
+        with suppress(OSError):  # another agent has just removed it
+            facts = path.stat()
+            found.append((path == saved, facts.st_mtime_ns, facts.st_size, path))
+    left = disk_bytes - sum(size for _, _, size, _ in found)
+    removed = 0
+    for is_saved, _, size, path in sorted(found):
+        if left >= 0 or is_saved:
+            break
+        with suppress(OSError):  # it is another user's
+            path.unlink()
+            path.with_suffix(telling.BESIDE).unlink(missing_ok=True)
+            left += size
+            removed += 1
+    return removed
 
 
 def line_of(process: Process, answer: Answer) -> str:

@@ -45,6 +45,9 @@ STATUS_S = 0.3
 CAPTURES = 20
 """Of so many processes of a run that vanished captures are saved."""
 
+DISK_BYTES = 1 << 30
+"""What captures of processes may take that do not tell their `limits.disk`."""
+
 MOST_ROWS = 10_000
 """So many spans a process saves itself as it leaves, with all that it knows of them."""
 
@@ -508,6 +511,8 @@ class Agent:
 
     def _captured(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
+        if process.saved:
+            departure.make_room(Path(process.saved), int(process.facts.get("disk_bytes") or DISK_BYTES))
         self._say(process.run, departure.line_of(process, answer), process)
         self._saved(process)
 

@@ -23,6 +23,9 @@ SYSTEM_LOG = Path("/dev/log")
 WAIT_MS = 50
 """How long a pipe that is full may take to have room again."""
 
+BESIDE = ".txt"
+"""How the name of a text file beside a capture ends."""
+
 _PIDFD_GETFD = 438
 """The number of the system call (man 2 pidfd_getfd), the same on all machines; Python has no function for it."""
 
@@ -92,7 +95,7 @@ def _opened(path: str) -> int:
 
 def leave_beside(saved: str, text: str) -> None:
     """Leave a line beside a file, for who finds that. Raises nothing."""
-    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(".txt")) as file:
+    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(BESIDE)) as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
