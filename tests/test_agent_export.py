@@ -511,3 +511,22 @@ def test_the_workers_of_gunicorn_have_one_exporter_and_every_request_is_sent_onc
     until(lambda: not run_folder.found())
     assert Counter(collector.taken) == {"serve": 200, "step": 1800}
     assert collector.connections == 1
+
+
+def test_a_session_that_must_know_what_is_kept_takes_the_export_from_the_agent(collector: Collector) -> None:
+    done = run(f"""{SERVICE}
+from instrument.sessions import process
+
+for x in range(100):
+    serve(x)
+time.sleep(0.5)
+assert "instrument-otlp" not in threads()
+assert process.session().unsent([]) == []
+assert "instrument-otlp" in threads()
+for x in range(100):
+    serve(x)
+""")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert Counter(collector.taken) == {"serve": 200, "step": 1800, "fail": 20}
+    assert collector.connections == 2
