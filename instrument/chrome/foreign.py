@@ -30,7 +30,7 @@ from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.kernel_columns import KernelColumns
-from instrument.trace.text import LIMIT_SPANS, LIMIT_US, checked, end_of, nanoseconds
+from instrument.trace.text import LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, end_of, nanoseconds
 
 OPERATOR = "cpu_op"
 """Category of torch's operators."""
@@ -60,9 +60,6 @@ NAMELESS = "(no name)"
 FARTHEST_NS = LIMIT_US * 1000
 AT_ONCE = 10_000
 """Rows of which the numbers are objects at a time."""
-
-LONGEST_PLAIN = 4_000
-"""Bytes of arguments that are looked at before they are kept: a number of more digits would be none."""
 
 
 class _Facts(NamedTuple):

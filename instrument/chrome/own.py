@@ -20,7 +20,7 @@ from instrument.trace.columns import DeviceIntervals, Int32s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.metadata import Metadata, attribute
-from instrument.trace.text import LIMIT_SPANS, checked, end_of, index, nanoseconds
+from instrument.trace.text import LIMIT_SPANS, LONGEST_PLAIN, checked, end_of, index, nanoseconds
 
 
 class _Remote(msgspec.Struct):
@@ -311,7 +311,14 @@ def _local(event: TraceEvent) -> str:
     return local
 
 
+_PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
+"""What may stand in JSON that is an object of texts and numbers alone, but for the brace that it begins with."""
+
+
 def _refuse_attributes(text: bytes) -> None:
+    # It has been read as JSON once: of what is plain and has no number too long for Python nothing is to be refused.
+    if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
+        return
     for value in checked(json.loads(text), dict).values():
         attribute(value)
 

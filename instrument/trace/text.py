@@ -18,6 +18,9 @@ MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 # 1970 still are in int64).
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
+LONGEST_PLAIN = 4_000
+"""Bytes of JSON that may stay as they are without a look: a number of more digits would be none."""
+
 LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
 
