@@ -1,4 +1,4 @@
-/* Hot: spans of generators and coroutines, which are current only while the body runs. A part of `_recorder.c`. */
+/* Hot: spans of generators, and of what is awaited as one: they are current only while the body runs. A part of `_recorder.c`. */
 
 static PyObject *
 Stretch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -32,7 +32,7 @@ from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
-from instrument.recording.slot_ring import Room
+from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import REMOTE, AttributeValue, Site, link_of
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.faults import FAULTS
@@ -331,10 +331,10 @@ class _Recording(Muting, Readback):
 
             memory.say_whose(self._memory_head, RUNNING, facts)
 
-    def room_for(self, name: str) -> Room | None:
+    def room_for(self, name: str) -> SlotRoom | None:
         """Where a part of the recording lies that Python writes; None where nobody else can read what is recorded."""
         head, part = self._memory_head, self._memory_part(PARTS.index(name))
-        return None if head is None or part is None else Room(head, name, part)
+        return None if head is None or part is None else SlotRoom(head, name, part)
 
     def say_goodbye(self) -> None:
         """Say in the memory that the session has ended in order; a file goes, for all was told that was to be."""

@@ -38,7 +38,7 @@ TOLD = {
 """The metrics, and what each is."""
 
 
-class Generations:
+class GenerationTimes:
     """Distributions by the names of `TOLD` and their labels, with exemplars."""
 
     def __init__(self) -> None:

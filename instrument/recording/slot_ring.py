@@ -12,7 +12,7 @@ from instrument.runtime.unpatched import Lock
 _U64 = Struct("<Q")
 
 
-class Room(NamedTuple):
+class SlotRoom(NamedTuple):
     """Where a part of a recording lies, to be written: the recording's header, the part's name, and the part."""
 
     head: memoryview
@@ -29,7 +29,7 @@ class Room(NamedTuple):
         _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
 
 
-FindRoom = Callable[[], "Room | None"]
+FindRoom = Callable[[], "SlotRoom | None"]
 """Finds where slots are to lie; None where nobody else can read what is recorded."""
 
 
@@ -45,7 +45,7 @@ class SlotRing:
         self.capacity = slots
         self._find_room = find_room
         self._told_by = told_by
-        self._room: Room | None = None
+        self._room: SlotRoom | None = None
         self._memory: memoryview | bytearray | None = None
         self._lock = Lock()
         self.count = 0

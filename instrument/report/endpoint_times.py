@@ -29,7 +29,7 @@ IN_ORDER = (
 class PhaseTime:
     """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
 
-    The mean and the percentiles, exact by nearest rank, are over the requests that had it. One with `remaining` stands
+    The mean and the percentiles, by `percentiles_of`, are over the requests that had it. One with `remaining` stands
     for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
     """
 

@@ -37,7 +37,7 @@ from instrument.recording.generations import (
     ONE,
     OUTPUT_TOKEN,
     REQUEST_DURATION,
-    Generations,
+    GenerationTimes,
     generation_labels,
     token_times,
 )
@@ -80,7 +80,7 @@ class Meter:
         """Begin anew, at the start of a session and in a forked child."""
         self._start_ns = start_ns
         self._requests: dict[Labels, Distribution] = {}
-        self._generated = Generations()
+        self._generated = GenerationTimes()
         self._met: dict[Labels, Counter[int]] = {}
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}

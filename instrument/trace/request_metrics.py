@@ -20,7 +20,7 @@ from instrument.recording.generations import (
     QUEUE_DURATION,
     REQUEST_DURATION,
     TOLD,
-    Generations,
+    GenerationTimes,
     generation_labels,
     token_times,
 )
@@ -37,7 +37,7 @@ class RequestMetrics:
     """Counts requests and batches as they are handed in."""
 
     def __init__(self) -> None:
-        self._generations = Generations()
+        self._generations = GenerationTimes()
 
     def count(self, trace: Trace, joined: Joined, ids_of: IdsOf = lambda row: None) -> None:
         """Count what the trace has of requests from their begin to their end, and its batches: each one time."""
