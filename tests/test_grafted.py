@@ -318,7 +318,8 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     below = stage_spans(columns, joined)
     found = [
         span
-        for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
+        for _, trees in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
+        for its in trees
         for span in its
     ]  # fmt: skip
     assert len({span.span_id for span in found}) == len(found) == len(spans) + sum(map(len, below.values()))

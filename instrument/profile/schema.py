@@ -311,7 +311,7 @@ ABOUT: Mapping[str, Mapping[str, str]] = {
     "requests": {
         "servers": (
             "Whose requests: what is served over ASGI, over WSGI, over gRPC, by replicas of Ray Serve, batches of "
-            "mosec's workers, by models of Triton's Python backend."
+            "LitServe's and of mosec's workers, by models of Triton's Python backend."
         ),
         "ignore": "Paths whose requests are not recorded, such as /health, or /internal/* for all that begin so.",
         "name": "What a request's span is called, {method} and {route} filled in; without a route the method alone.",

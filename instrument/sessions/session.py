@@ -9,6 +9,7 @@ another profile, `saving` leaves its files.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -43,8 +44,12 @@ from instrument.sessions.session_threads import SessionThreads
 HAND_BACK_NS = 10 * 10**9
 """The longest that the session still sends what it has read for, as an agent takes over."""
 
-SETTLE_S = 1.0
-"""How long a process that is to print a summary waits for its agent to send what it recorded, to say what was lost."""
+LAST_SETTLE_S, SETTLE_S = 4.0, 1.0
+"""How long the first process of a run waits at its end for the agent to send what it recorded: where it is in a
+container, that may go with it. And any other one that is to print a summary, to say what was lost."""
+
+UNSEEN_S = 0.5
+"""How long it then waits for an agent that takes no notice: one that is stopped."""
 
 FLUSH_S = 0.01
 """How often it is looked whether the agent has sent everything."""
@@ -145,7 +150,7 @@ class Session(Recorded):
             self._generations.stop(0)
             self._undo()
             raise
-        if self._is_of_run and files.is_main():
+        if self._is_first():
             self.make_board()
         FAULTS.attempt("process context", self._publish_context)
         self._last_undos.append(process_context.withdraw)
@@ -337,19 +342,28 @@ class Session(Recorded):
             return self._flush_by_agent(end)
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
-    def _flush_by_agent(self, end: float) -> otlp.Delivery:
-        """Have the agent send all that has finished, and wait until that is settled, or the time is up."""
+    def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> otlp.Delivery:
+        """Have the agent send all that has finished, and wait until that is settled, or the time is up.
+
+        Of an agent that for `patience_s` takes no notice of what it has not seen nothing more is awaited.
+        """
         recorded = self._recorded()
         self._membership.tell({"flush": True})
+        seen, seen_at = -1, 0.0
         while True:
             progress = self.handover.progress()
             fates = progress.fates
             sent = {fate: fates[fate] for fate in export_place.SENT}
             pending = fates["kept"] - sum(sent.values())
-            settled = fates["seen"] + fates["missed"] >= recorded and not pending
-            if settled or time.monotonic() >= end:
+            now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
+            seen_at = now if seen != before else seen_at
+            settled = seen >= recorded and not pending
+            if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
                 return otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
             time.sleep(FLUSH_S)
+
+    def _is_first(self) -> bool:
+        return self._is_of_run and files.is_main()
 
     def _recorded(self) -> int:
         recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
@@ -491,9 +505,10 @@ class Session(Recorded):
         if self._exporter is not None:
             if self.handover.is_own:
                 self._exporter.start()
-            elif self.profile.export.summary is not None:
+            elif self._is_first() or self.profile.export.summary is not None:
                 recorded = self._recorded()
-                found = self._flush_by_agent(time.monotonic() + SETTLE_S)
+                limit_s = LAST_SETTLE_S if self._is_first() else SETTLE_S
+                found = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
                 if not found.settled:
                     self.handover.undelivered = max(recorded - found.offered + found.pending, 0)
             self._exporter.stop(EXIT_LIMIT_NS)
