@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from driver import FakeDriver, value
 from fake_torch_cuda import fake_torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from instrument.device.anchors import ANCHORS_KEPT
@@ -907,6 +907,7 @@ def timelines(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("kind", [HOLDING, LETTING_GO, TORCH])
+@example(steps=[("launch", 0, 600_000), *[("open", 0, 0)] * 26, ("close", 0, 0), ("launch", 0, 5_000)])
 @given(steps=timelines())
 @settings(max_examples=2 * settings.default.max_examples)
 def test_any_timeline_equals_a_sweep(
