@@ -336,7 +336,6 @@ class Resolver:
             try:
                 for pair in done:
                     self._lose(context, stream, pair, pair.error)
-                waiting.reverse()  # of those that end at one reading of the clock the inner one first
                 waiting.sort(key=_by_end)
                 del waiting[MEASURED_AT_ONCE:]
                 asked_ns = self._now()
