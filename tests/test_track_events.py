@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from oracle.recordings import ALL
+from test_ledger import engine
 
 from instrument import chrome
+from instrument.chrome.track_events import write_track_events
 from instrument.cli import main
 from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.trace import file
-from instrument.trace.of_spans import columns_of_spans
+from instrument.trace.of_spans import columns_of_spans, trace_of
 
 CHAT, STEP = Site("POST /chat", "request"), Site("engine.step", "step", "chat.engine", "Engine.step", "engine.py", 30)
 LAYER = Site("Linear", "layer", instance="model.layers.0", device=True, attributes=(("region", "mlp"),))
@@ -178,3 +180,24 @@ def test_where_the_messages_are_missing_the_extra_is_named(
     assert main(["convert", str(tmp_path / "t.npz"), "--to", "perfetto"]) == 2
     assert "pip install 'instrument-sdk[perfetto]'" in capsys.readouterr().err
     assert not (tmp_path / "t.pftrace").exists()
+
+
+def test_arrows_lead_from_each_request_to_all_batches_that_serve_it(tmp_path: Path) -> None:
+    pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    trace = trace_of(engine())
+    facts = Trace(Origin(1, "shop", 0, 10**18), 0, 1000, [])
+    path = write_track_events(tmp_path / "t.pftrace", trace, facts)
+    ids: dict[int, int] = {}
+    sources: dict[int, int] = {}
+    targets: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for packet in pb.Trace.FromString(path.read_bytes()).packet:
+        names.update((one.iid, one.name) for one in packet.interned_data.debug_annotation_names)
+        event = packet.track_event
+        told = {names[one.name_iid]: one.int_value for one in event.debug_annotations}
+        if "id" in told:
+            ids[told["id"]] = event.track_uuid
+            sources.update(dict.fromkeys(event.flow_ids, told["id"]))
+            targets.update(dict.fromkeys(event.terminating_flow_ids, told["id"]))
+    arrows = sorted((source, targets[number]) for number, source in sources.items())
+    assert arrows == [(1, 11), (1, 12), (1, 14), (1, 15), (5, 12), (5, 13), (5, 14)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.lanes import DEEPEST, lanes_of
 from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans
 from instrument.errors import InstrumentError
@@ -79,7 +80,7 @@ class _Packets:
         self._pid = facts.origin.pid if 0 < facts.origin.pid < LIMIT_PID else 0
         self._spans = Spans.of(trace, self._base_ns)
         self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
-        self._arrows = _Arrows(self._spans, self._intervals)
+        self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))
         self._uuids = count(PROCESS + 1)
         self._threads: dict[int, int] = {}
         self._devices: dict[int, int] = {}
@@ -253,6 +254,7 @@ class _Packets:
             event.flow_ids.extend(self._arrows.out_of(place))
             if is_target[place]:
                 event.terminating_flow_ids.append(is_target[place])
+            event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
             yield
 
     def _tracks_of_spans(self, groups: Int64s, number: Int64s) -> Any:
@@ -356,12 +358,13 @@ def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, b
 
 
 class _Arrows:
-    """What leads from a span to what it started on another thread or task, and on the device, numbered from 1.
+    """What leads from a span to what it started on another thread or task, and on the device, and from a request to the
+    batches that serve it, numbered from 1.
 
     Of a span those that lead out of it follow one another. One that would point into the past is none.
     """
 
-    def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
+    def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         called = np.flatnonzero(spans.parent != NONE)
         callers = spans.parent[called]
         is_away: Bools = (spans.thread_id[callers] != spans.thread_id[called]) | (
@@ -370,14 +373,19 @@ class _Arrows:
         is_away &= spans.start_ns[callers] < spans.start_ns[called]
         called, callers = called[is_away], callers[is_away]
         launched = np.flatnonzero(spans.start_ns[intervals.owner] <= intervals.start_ns)
-        sources = np.concatenate([callers, intervals.owner[launched]])
+        serves = spans.start_ns[marks.request] < spans.start_ns[marks.batch]
+        sources = np.concatenate([callers, intervals.owner[launched], marks.request[serves]])
         order = np.argsort(sources, kind="stable")
         numbers = rank_of(order).astype(np.int64) + 1
         self._firsts = np.searchsorted(sources[order], np.arange(len(spans.row) + 1)) + 1
         self.into_spans = np.zeros(len(spans.row), dtype=np.int64)
         self.into_spans[called] = numbers[: len(called)]
         self.into_intervals = np.zeros(len(intervals.row), dtype=np.int64)
-        self.into_intervals[launched] = numbers[len(called) :]
+        of_batches = len(called) + len(launched)
+        self.into_intervals[launched] = numbers[len(called) : of_batches]
+        self.into_batches: dict[int, list[int]] = {}
+        for place, number in zip(marks.batch[serves].tolist(), numbers[of_batches:].tolist(), strict=True):
+            self.into_batches.setdefault(place, []).append(number)
 
     def out_of(self, place: int) -> range:
         """Those that lead out of a span."""
