@@ -530,3 +530,114 @@ for x in range(100):
     until(lambda: not run_folder.found())
     assert Counter(collector.taken) == {"serve": 200, "step": 1800, "fail": 20}
     assert collector.connections == 2
+
+
+KEYED = """
+service: shop
+functions:
+  - {match: "front:serve", kind: request}
+  - {match: "front:submit", key: request_id}
+  - {match: "core:add", key: request_id}
+  - {match: "core:step", batch: ids}
+  - {match: "core:emit", key: request_id}
+  - match: ["core:work", "core:loop"]
+capture: {sample: %s, slow: 100ms}
+export:
+  otlp: {endpoint: "http://127.0.0.1:%d"}
+"""
+
+CORE = """
+import time
+
+def work(x):
+    time.sleep(0.0002)
+
+def add(request_id):
+    work(request_id)
+
+def step(ids):
+    for x in ids:
+        work(x)
+
+def emit(request_id, slow):
+    if slow:
+        time.sleep(0.15)
+    work(request_id)
+    return request_id
+
+def loop(asked, done):
+    done.put("ready")
+    while (request_id := asked.get()) is not None:
+        add(request_id)
+        step([request_id, "nobody's"])
+        done.put(emit(request_id, request_id in ("r7", "r23")))
+"""
+
+FRONT = """
+def submit(request_id, asked, done):
+    asked.put(request_id)
+    assert done.get() == request_id
+
+def serve(request_id, asked, done):
+    submit(request_id, asked, done)
+"""
+
+SERVED_BY_TWO = """
+import multiprocessing
+
+import core
+import front
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    asked, done = context.SimpleQueue(), context.SimpleQueue()
+    engine = context.Process(target=core.loop, args=(asked, done))
+    engine.start()
+    done.get()
+    for x in range(50):
+        front.serve(f"r{x}", asked, done)
+    asked.put(None)
+    engine.join()
+"""
+
+
+def served_by_two(collector: Collector, sample: float) -> list[Any]:
+    """The spans of fifty requests, each of which two processes serve, as they came."""
+    Path("core.py").write_text(CORE)
+    Path("front.py").write_text(FRONT)
+    Path("profile.yaml").write_text(KEYED % (sample, collector.server_port))
+    done = run(SERVED_BY_TWO)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert len(collector.spans) == 2
+    return [span for spans in collector.spans.values() for span in spans]
+
+
+def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Collector) -> None:
+    spans = served_by_two(collector, 1.0)
+    assert Counter(span.name for span in spans) == {
+        "serve": 50, "submit": 50, "add": 50, "step": 50, "emit": 50, "work": 200, "loop": 1,
+    }  # fmt: skip
+    own = {span.span_id: span for span in spans}
+    assert len(own) == len(spans)
+    of_requests: dict[bytes, list[str]] = {}
+    for span in spans:
+        of_requests.setdefault(span.trace_id, []).append(span.name)
+        if span.parent_span_id:
+            assert own[span.parent_span_id].trace_id == span.trace_id
+        if span.name in ("add", "emit"):
+            assert own[span.parent_span_id].name == "submit"
+    parts = ["add", "emit", "serve", "submit", "work", "work"]
+    assert Counter(tuple(sorted(names)) for names in of_requests.values())[tuple(parts)] == 50
+    assert len(of_requests) == 51  # and the engine's loop, with its steps
+    requests = {span.trace_id: span.span_id for span in spans if span.name == "serve"}
+    linked = [(link.trace_id, link.span_id) for span in spans if span.name == "step" for link in span.links]
+    assert sorted(linked) == sorted(requests.items())
+
+
+def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector) -> None:
+    spans = served_by_two(collector, 0.0)
+    own = {span.span_id: span for span in spans}
+    assert Counter(span.name for span in spans) == {"serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4}
+    assert len({span.trace_id for span in spans}) == 2
+    assert all(span.parent_span_id in own for span in spans if span.name != "serve")

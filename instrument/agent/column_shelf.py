@@ -17,24 +17,27 @@ from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
 from instrument.recording.ring import REQUEST_BIT, Row
-from instrument.recording.spans import REMOTE
+from instrument.recording.spans import KEY, REMOTE
 
 Details = Mapping[int, tuple[int, bytes]]
 """What few spans have beside their numbers, by their ids, as it was written."""
 
 _ROW = struct.Struct("<QQQqqqQII")
+_KEY = KEY.encode()
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ColumnShelf:
     """Used by one thread at a time. What belongs to a request is told by the id of its root.
 
-    `details` are those of the rows that are sorted next.
+    `details` are those of the rows that are sorted next, `open_below_keys` the spans outside of requests that are open
+    and bear a key, or lie below what does.
     """
 
     def __init__(self, sample: float, spans_per_request: int) -> None:
         self.change(sample, spans_per_request)
         self.details: Details = {}
+        self.open_below_keys: set[int] = set()
         self._open: OrderedDict[int, list[tuple[int, bytes, Details]]] = OrderedDict()
         self._sizes: dict[int, int] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
@@ -59,7 +62,26 @@ class ColumnShelf:
             with np.errstate(over="ignore"):
                 scrambled = roots * _MULTIPLIER
             is_found |= ~is_request & (scrambled <= np.uint64(min(int(self._sample * 2.0**64), (1 << 64) - 1)))
+        if self._sample < 1:
+            is_found |= self._below_keys(rows, ~is_request & ~is_found)
         return rows_of(rows[is_found], self.details), ring.head, ring.first - since
+
+    def _below_keys(self, rows: Records, is_asked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which of these rows bear a key, or lie below what does: their requests decide about them."""
+        bears = {span_id for span_id, (_, text) in self.details.items() if _KEY in text}
+        found = is_asked & np.isin(rows["span_id"], np.fromiter(bears, np.uint64, len(bears)))
+        above = np.fromiter(bears | self.open_below_keys, np.uint64)
+        while len(above):
+            is_new = is_asked & ~found & np.isin(rows["parent_id"], above)
+            found |= is_new
+            above = rows["span_id"][is_new]
+        return found
+
+    def held_keys(self) -> set[str]:
+        """The keys that rows bear which are put aside."""
+        texts = (text for parts in self._open.values() for _, _, its in parts for _, text in its.values())
+        told = (_detail_of(-1, text)[2] for text in texts if _KEY in text)
+        return {key for one in told if one and isinstance(key := one.get(KEY), str)}
 
     def _have_details(self, rows: Records) -> NDArray[np.bool_]:
         if not self.details:

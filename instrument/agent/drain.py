@@ -14,10 +14,10 @@ from instrument.agent.column_shelf import ColumnShelf, roots_ended
 from instrument.recording.export_place import Progress
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import RingRows
+from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.ring import REQUEST_BIT, Row
 from instrument.recording.rows import span_of
-from instrument.recording.spans import Site, Span
+from instrument.recording.spans import KEY, Site, Span
 
 ROWS_AT_ONCE = 10_000
 """The most rows that are looked at in one go: what is held at a time is bounded by it."""
@@ -35,6 +35,8 @@ class Drain:
         self.details_at = progress.details
         self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
         self.has_more = False
+        self.opened: Mapping[int, OpenSpan] = {}
+        """The spans that were open as rows were read the last time, by their ids."""
         self._recent: Mapping[int, tuple[int, bytes]] = {}
         self._shelves: list[ColumnShelf] = []
 
@@ -70,6 +72,10 @@ class Drain:
     def read(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> list[tuple[int, list[Row]]]:
         """The rows since the last time that `read_on` finds, with the native id of their thread."""
         ended = self._mapped.ended_rows
+        self.opened = {span.span_id: span for span in self._mapped.open_spans()}
+        below_keys = self._below_keys()
+        for shelf in self._shelves:
+            shelf.open_below_keys = below_keys
         rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
         self._take_details()
         found, written = [], ended
@@ -84,6 +90,22 @@ class Drain:
         self.places = {ring.ring: ring.head for ring in rings}
         self.missed = max(self.missed, written - self.seen)
         return found
+
+    def _below_keys(self) -> set[int]:
+        found: set[int] = set()
+        for span in self.opened.values():  # in the order in which they began
+            if not span.root_id & REQUEST_BIT and (KEY in span.attributes or span.parent_id in found):
+                found.add(span.span_id)
+        return found
+
+    def open_keys(self) -> set[str]:
+        """The keys of requests that have not ended."""
+        found = {
+            key
+            for span in self._mapped.open_spans()
+            if span.root_id & REQUEST_BIT and isinstance(key := span.attributes.get(KEY), str)
+        }
+        return found.union(*(shelf.held_keys() for shelf in self._shelves))
 
     def _take_details(self) -> None:
         """What rows have is written before them, perhaps since the last time, when they were not there yet."""

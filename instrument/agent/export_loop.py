@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.agent.exported import Exported
+from instrument.agent.keyed_trees import KeyedRequests
 from instrument.errors import InstrumentError
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter, Source
@@ -57,6 +58,7 @@ class ExportLoop:
         self._exporters: dict[Otlp, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
         self._decisions = Decisions()
+        self._requests = KeyedRequests()
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._tell))
         logger.propagate = False
@@ -76,7 +78,8 @@ class ExportLoop:
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
                 time.sleep(BEHIND_S)
-        self._look()  # what one process keeps others may have been asked about before
+        for _ in range(2):  # what one process keeps others may have been asked about before
+            self._look(is_last=True)
         for exporter in self._exporters.values():
             exporter.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
@@ -107,7 +110,9 @@ class ExportLoop:
                     found.look()
                     found.is_settled()
             elif "release" in message:
-                if int(message["release"]) in self._recordings:
+                found = self._recordings.get(int(message["release"]))
+                if found is not None:
+                    found.send_waiting()
                     self._let_go(int(message["release"]))
             elif "end" in message:
                 self._ends_at = time.monotonic() + END_S
@@ -121,7 +126,8 @@ class ExportLoop:
     def _begin(self, number: int, settings: Mapping[str, Any], fd: int) -> None:
         try:
             exporter = self._exporter(settings_from(settings))
-            self._recordings[number] = Exported(fd, exporter, self._decisions)
+            self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests)
+            self._requests.members[number] = self._recordings[number]
             self._decisions.members = len(self._recordings)
         except (InstrumentError, OSError, TypeError, ValueError, RuntimeError) as problem:
             self._tell({"done": number, "problem": f"{type(problem).__name__}: {problem!s:.500}"})
@@ -141,12 +147,12 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- recordings
 
-    def _look(self) -> bool:
+    def _look(self, *, is_last: bool = False) -> bool:
         """Look at all of them once; returns whether any has more by now."""
         has_more = self._is_behind = False
         for number, found in list(self._recordings.items()):
             try:
-                more = found.look()
+                more = found.look(is_last=is_last)
                 self._is_behind = self._is_behind or found.is_behind
                 if found.has_ended and not (more or found.is_behind) and found.is_settled():
                     self._let_go(number)
@@ -159,6 +165,7 @@ class ExportLoop:
 
     def _let_go(self, number: int, problem: str = "") -> None:
         found = self._recordings.pop(number)
+        self._requests.members.pop(number, None)
         self._decisions.members = len(self._recordings)
         fates = found.finish() if found.has_ended else {}
         found.close()

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from instrument import clock
 from instrument.agent.drain import Drain
+from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.recorder.shared_decisions import Decisions
@@ -22,6 +23,7 @@ from instrument.recorder.tail_sampler import Trees
 from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
+from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.of_memory import origin_of
@@ -46,9 +48,10 @@ class Exported:
     `look` and `finish` are for one thread; `note_settled` may be called by another one.
     """
 
-    def __init__(self, fd: int, exporter: Exporter, decisions: Decisions) -> None:
+    def __init__(self, fd: int, exporter: Exporter, decisions: Decisions, requests: KeyedRequests) -> None:
         self._exporter = exporter
         self._decisions = decisions
+        self._requests = requests
         self._lock = RLock()
         try:
             self._place = ExportPlace(fd)
@@ -66,6 +69,8 @@ class Exported:
         """Whether it was not read on for want of room in the exporter, while there is room in the recording."""
         self.has_ended = False
         """Whether its process has."""
+        self.is_over = False
+        """Whether it has, and all that it recorded has been read."""
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
@@ -77,8 +82,17 @@ class Exported:
 
     # ---------------------------------------------------------------- looking
 
-    def look(self) -> bool:
-        """Read what has been recorded since the last time, and offer what is kept. Returns whether there is more."""
+    def look(self, *, is_last: bool = False) -> bool:
+        """Read what has been recorded since the last time, and offer what is kept; the last time, also what waits.
+
+        Returns whether there is more.
+        """
+        ended = self.has_ended
+        has_more = self._look(is_last=is_last)
+        self.is_over = ended and not (has_more or self.is_behind)
+        return has_more
+
+    def _look(self, *, is_last: bool) -> bool:
         if not self.is_ours:
             self.is_ours = self._place.take()
             if not self.is_ours:
@@ -95,7 +109,7 @@ class Exported:
         self.is_behind = False
         if reading is None or self._mapped.generation != self._progress.generation:
             reading = self._begin(facts)
-        kept = reading.take()
+        kept = reading.take(is_last=is_last)
         if self._mapped.generation != self._progress.generation:
             return True  # another session has begun meanwhile
         self._note_read(reading, sum(map(len, kept)))
@@ -138,11 +152,12 @@ class Exported:
         if found.generation == INSIDE:  # what the process had read itself is its own
             found = Progress(header.generation, self._mapped.heads(), dict(found.fates))
         elif found.generation != header.generation:
-            self.note_settled()
+            self.send_waiting()
             self._before.update(found.fates)
             found = Progress(header.generation)
         unsettled = found.unsettled
-        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions)
+        keyed = KeyedTrees(self._requests, self, facts.ids)
+        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, keyed)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
@@ -161,7 +176,7 @@ class Exported:
             fates.update(seen=drain.seen, missed=drain.missed, kept=base["kept"], abandoned=base["abandoned"])
             fates["beyond"] = base["beyond"] + drain.beyond
             known = fates["kept"] + fates["beyond"] + fates["abandoned"]
-            fates["passed"] = max(fates["seen"] - known - drain.held, 0)
+            fates["passed"] = max(fates["seen"] - known - drain.held - reading.keyed.waiting, 0)
             self._progress.places, self._progress.details = drain.places, drain.details_at
             self.note_settled()
 
@@ -174,6 +189,24 @@ class Exported:
             for fate in SENT:
                 self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
             self._place.write(self._progress)
+
+    def send_waiting(self) -> None:
+        """Offer what waits for requests, without them."""
+        reading = self._reading
+        if reading is not None:
+            kept = reading.keyed.take([], {}, 1.0, is_last=True)
+            self._note_read(reading, sum(map(len, kept)))
+            for spans in kept:
+                self._exporter.offer(spans, reading.source)
+
+    @property
+    def undecided(self) -> int:
+        """Kept requests that wait, for they may be parts of others."""
+        return 0 if self._reading is None else self._reading.keyed.undecided
+
+    def open_keys(self) -> set[str]:
+        """The keys of requests that have not ended."""
+        return set() if self._reading is None else self._reading.drain.open_keys()
 
     @property
     def source(self) -> Source | None:
@@ -194,7 +227,7 @@ class Exported:
         with self._lock:
             reading = self._reading
             if reading is not None:
-                reading.base["abandoned"] += reading.drain.held
+                reading.base["abandoned"] += reading.drain.held + reading.keyed.waiting
                 self._progress.fates["abandoned"] = reading.base["abandoned"]
             self.note_settled()
             found = Counter(self._progress.fates)
@@ -206,7 +239,13 @@ class _Reading:
     """How one generation of a recording is read: from where it stood, with the fates that were known by then."""
 
     def __init__(
-        self, mapped: Mapped, progress: Progress, facts: ExportFacts, origin: Origin, decisions: Decisions
+        self,
+        mapped: Mapped,
+        progress: Progress,
+        facts: ExportFacts,
+        origin: Origin,
+        decisions: Decisions,
+        keyed: KeyedTrees,
     ) -> None:
         self._mapped = mapped
         self._facts = facts
@@ -214,6 +253,7 @@ class _Reading:
         self._kept: list[list[Span]] = []
         self.base = Counter(progress.fates)
         self.drain = Drain(mapped, progress)
+        self.keyed = keyed
         self._trees = Trees(
             self.drain,
             facts.capture,
@@ -232,14 +272,17 @@ class _Reading:
 
     @property
     def lingers(self) -> bool:
-        """Whether there are requests that other processes may still keep."""
-        return self._trees.lingers
+        """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
+        return self._trees.lingers or self.keyed.waiting > 0
 
-    def take(self) -> list[list[Span]]:
-        """Read on; returns the trees that are kept, or parts of such."""
+    def take(self, *, is_last: bool = False) -> list[list[Span]]:
+        """Read on; returns the trees that can be sent, or parts of such."""
         self._trees.take()
         self._threads = self._mapped.threads()
-        kept = self._kept.copy()
+        opened = self.drain.opened
+        if any(not spans[0].root_id & REQUEST_BIT for spans in self._kept):  # which may lie below what began meanwhile
+            opened = {**opened, **{span.span_id: span for span in self._mapped.open_spans()}}
+        kept = self.keyed.take(self._kept, opened, self._facts.capture.sample, is_last=is_last)
         self._kept.clear()
         return kept
 

@@ -154,6 +154,9 @@ def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
     cause = _cause_of(span, ids) if span.attributes else None
     found = [] if cause is None else [cause]
     for one in span.links:
+        if not one.root_id and one.remote is not None:
+            found.append(LinkedSpan(one.remote.trace_id, one.remote.span_id, one.remote.state))
+            continue
         trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
         found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
     return found

@@ -229,7 +229,10 @@ def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
 
 
 class LinkedRequest(NamedTuple):
-    """A request that a batch serves: its span and the root of its tree, by their numbers, and its caller's span."""
+    """A request that a batch serves: its span and the root of its tree, by their numbers, and its caller's span.
+
+    Of another process's request both numbers are 0, and `remote` is its own span.
+    """
 
     span_id: int
     root_id: int

@@ -1,0 +1,391 @@
+"""Requests by their keys, over all processes of a run: what bears a request's key elsewhere goes into its trace.
+
+A span outside of a request's own tree that bears its key goes, with all below it, below the span that handed the
+request over: of the spans that bear the key and had begun, the newest that was open, else of the request's own tree the
+one that ended last, else the request. A request that lies within another one of its key is a part of that one. Batches
+stay where they lie, and are linked to their requests. It is the rule of `instrument.trace.grafted`, here for rows as
+they come: a tree waits until its request is kept, for as long as that is open, and is let go where that is not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from instrument.otlp.packing import Ids
+from instrument.recorder.shared_decisions import LINGER_NS
+from instrument.recorder.shelf import is_sampled
+from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, LinkedRequest, RemoteParent, Span
+
+KEYS_KNOWN = 20_000
+"""Keys of requests that are remembered; the oldest go first."""
+
+UNDER_ONE_KEY = 4
+"""Requests that are known by one key, for keys come again."""
+
+GIVERS = 64
+"""Spans of a request that may have handed it over: the newest."""
+
+MOST_WAITING = 50_000
+"""Spans of a process that wait for their requests; of more the oldest go on without."""
+
+LOOKED_NS = 10**9
+"""So long after a tree came all recordings have been read to that time."""
+
+PATIENCE_NS = LINGER_NS + LOOKED_NS
+"""How long a tree waits for a request that is not open: it may have ended, and be kept by then."""
+
+OPEN_KNOWN_NS = 10**8
+"""How long it counts as known which keys are of open requests."""
+
+_Top = tuple[int, str, int]
+"""A span that goes below its request: its id, its key and when it began."""
+
+
+class _OpenSpan(Protocol):
+    """A span that is open."""
+
+    @property
+    def parent_id(self) -> int: ...
+    @property
+    def root_id(self) -> int: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def attributes(self) -> Mapping[str, AttributeValue]: ...
+
+
+class _Process(Protocol):
+    """A process whose requests others may serve."""
+
+    is_over: bool
+    """Whether it has ended, and all that it recorded has been read."""
+
+    @property
+    def undecided(self) -> int:
+        """Its kept requests that wait, for they may be parts of others."""
+
+    def open_keys(self) -> set[str]:
+        """The keys of its requests that have not ended."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A kept request. `givers` are begin, end and id of its spans with keys, and whether each is of its own tree."""
+
+    instance: str
+    start_ns: int
+    end_ns: int
+    caller: RemoteParent
+    givers: list[tuple[int, int, int, bool]]
+
+    def below(self, start_ns: int, instance: str) -> RemoteParent:
+        """What a span that began then lies below."""
+        before = [one for one in self.givers if one[0] < start_ns]
+        still_open = [one for one in before if one[1] > start_ns]
+        ended = [one for one in before if one[3]]
+        span_id = self.caller.span_id
+        if still_open:
+            span_id = max(still_open, key=lambda one: (one[0], -one[1]))[2]
+        elif ended:
+            span_id = max(ended, key=lambda one: one[1])[2]
+        is_local, caller = instance == self.instance, self.caller
+        return RemoteParent(caller.trace_id, span_id, caller.flags, is_local, is_local, caller.state)
+
+
+class KeyedRequests:
+    """The requests of all processes that are kept, by their keys. Used by one thread."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, _Process] = {}
+        self._kept: OrderedDict[str, list[_Request]] = OrderedDict()
+        self._open: dict[int, set[str]] = {}
+        self._open_until_ns = 0
+
+    def note(self, spans: Sequence[Span], ids: Ids) -> None:
+        """A request is kept: its own span comes first."""
+        first = spans[0]
+        caller = RemoteParent(*ids.of(first))
+        if first.remote is not None:
+            caller = replace(caller, flags=first.remote.flags, state=first.remote.state)
+        request = _Request(ids.instance, first.start_ns, first.end_ns, caller, [])
+        for key in _handed_over(request, spans, ids, is_own=True):
+            self._bind(key, request)
+
+    def add(self, request: _Request, spans: Sequence[Span], ids: Ids) -> None:
+        """Spans have come below a request: their keys are the request's, too."""
+        for key in _handed_over(request, spans, ids, is_own=False):
+            if all(one.caller.trace_id != request.caller.trace_id for one in self._kept.get(key, ())):
+                self._bind(key, request)
+
+    def _bind(self, key: str, request: _Request) -> None:
+        found = self._kept.setdefault(key, [])
+        found.append(request)
+        del found[:-UNDER_ONE_KEY]
+        self._kept.move_to_end(key)
+        if len(self._kept) > KEYS_KNOWN:
+            self._kept.popitem(last=False)
+
+    def of(self, key: str, at_ns: int) -> _Request | None:
+        """Of the kept requests that a key names the one that began last before a time."""
+        before = [one for one in self._kept.get(key, ()) if one.start_ns <= at_ns]
+        return max(before, key=lambda one: one.start_ns, default=None)
+
+    def around(self, key: str, start_ns: int, end_ns: int, instance: str) -> _Request | None:
+        """The kept request of another process, that a key names, within which such a one lies."""
+        for one in self._kept.get(key, ()):
+            if one.instance != instance and one.start_ns <= start_ns and end_ns <= one.end_ns:
+                return one
+        return None
+
+    def is_open(self, key: str, besides: _Process | None = None) -> bool:
+        """Whether a key is that of a request that has not ended, of another process than this one."""
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._open_until_ns:
+            self._open = {id(one): one.open_keys() for one in self.members.values() if not one.is_over}
+            self._open_until_ns = now_ns + OPEN_KNOWN_NS
+        return any(key in keys for whose, keys in self._open.items() if whose != id(besides))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no process goes on."""
+        return all(one.is_over for one in self.members.values())
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there are kept requests that are not noted yet."""
+        return any(one.undecided for one in self.members.values())
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Spans that wait for requests: the one that they serve, or those of the batches among them."""
+
+    spans: list[Span]
+    keys: set[str]
+    top: _Top | None = None
+    is_request: bool = False
+    is_kept: bool = True
+    since_ns: int = field(default_factory=time.monotonic_ns)
+    was_open: bool = False
+
+
+class KeyedTrees:
+    """The kept trees of one process on their way to the exporter. Used by one thread."""
+
+    def __init__(self, requests: KeyedRequests, member: _Process, ids: Ids) -> None:
+        self._requests = requests
+        self._member = member
+        self._ids = ids
+        self._unplaced: list[Span] = []
+        self._has_keys = False
+        self._moved: OrderedDict[int, _Top] = OrderedDict()
+        self._callers: OrderedDict[int, RemoteParent] = OrderedDict()
+        """Of requests that are parts of others what they lie below: of them there may be more to come."""
+        self._waiting: list[_Waiting] = []
+        self.waiting = 0
+        """Spans that wait."""
+
+    @property
+    def undecided(self) -> int:
+        """Requests that wait, for they may be parts of others."""
+        return sum(one.is_request for one in self._waiting)
+
+    def take(
+        self, trees: Sequence[list[Span]], opened: Mapping[int, _OpenSpan], sample: float, *, is_last: bool = False
+    ) -> list[list[Span]]:
+        """Take in what is kept, and of other trees what is below spans with keys; returns what can be sent."""
+        unplaced, self._unplaced = self._unplaced, []
+        ready: list[list[Span]] = []
+        loose: dict[int, list[Span]] = {}
+        undecided = {one.spans[0].root_id: one for one in self._waiting if one.is_request}
+        for spans in trees:
+            first = spans[0]
+            if not first.root_id & REQUEST_BIT:
+                loose.setdefault(first.root_id, []).extend(spans)
+            elif first.root_id in undecided:
+                undecided[first.root_id].spans.extend(spans)
+            elif first.span_id == first.root_id and (keys := set(_keys_of(spans))):
+                top = (first.span_id, min(keys), first.start_ns)
+                self._waiting.append(_Waiting(spans, keys, top, is_request=True))
+            else:
+                for span in spans:
+                    span.remote = self._callers.get(span.root_id, span.remote)
+                self._link(spans)
+                ready.append(spans)
+        again = {span.span_id for span in unplaced}
+        for span in unplaced:
+            loose.setdefault(span.root_id, []).append(span)
+        for root_id, spans in loose.items():
+            self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
+        ready.extend(self._due(is_last=is_last))
+        self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
+        return ready
+
+    # ---------------------------------------------------------------- what is below spans with keys
+
+    def _place(
+        self, spans: list[Span], opened: Mapping[int, _OpenSpan], again: set[int], *, is_kept: bool,
+        ready: list[list[Span]],
+    ) -> None:  # fmt: skip
+        """Take what is below spans with keys from the tree that it lies in."""
+        self._has_keys = self._has_keys or any(
+            KEY in one.attributes or BATCH_KEYS in one.attributes for one in (*opened.values(), *spans)
+        )
+        if not self._has_keys:
+            if is_kept:
+                ready.append(spans)
+            return
+        by_id: dict[int, _OpenSpan] = {**opened, **{span.span_id: span for span in spans}}
+        tops: dict[int, _Top | None] = {}
+        lost: set[int] = set()
+        for span in spans:
+            self._find_top(span.span_id, by_id, tops, lost)
+        stay: list[Span] = []
+        pieces: dict[_Top, list[Span]] = {}
+        for span in spans:
+            top = tops[span.span_id]
+            if top is not None:
+                self._moved[span.span_id] = top
+                pieces.setdefault(top, []).append(span)
+            elif span.span_id in lost and span.span_id not in again:
+                self._unplaced.append(span)  # what lies above it ended as this was read, and comes next
+            elif is_kept:
+                stay.append(span)
+        while len(self._moved) > KEYS_KNOWN:
+            self._moved.popitem(last=False)
+        for top, piece in pieces.items():
+            self._waiting.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept))
+        if keys := {key for span in stay for key in _batch_of(span)}:
+            self._waiting.append(_Waiting(stay, keys))
+        elif stay:
+            ready.append(stay)
+
+    def _find_top(
+        self, span_id: int, by_id: Mapping[int, _OpenSpan], tops: dict[int, _Top | None], lost: set[int]
+    ) -> None:
+        """Find the topmost span with a key at or above one, and whether what is above it is not at hand."""
+        path: list[tuple[int, _OpenSpan]] = []
+        at, found, is_lost = span_id, None, False
+        while at and at not in tops:
+            one = by_id.get(at)
+            if one is None:
+                found = self._moved.get(at)
+                is_lost = found is None
+                break
+            tops[at] = None  # so that parents in a circle have an end
+            path.append((at, one))
+            at = 0 if at == one.root_id else one.parent_id
+        else:
+            found, is_lost = tops.get(at), at in lost
+        for at, one in reversed(path):
+            if found is None and isinstance(key := one.attributes.get(KEY), str) and key:
+                found = at, key, one.start_ns
+            tops[at] = found
+            if is_lost and found is None:
+                lost.add(at)
+
+    # ---------------------------------------------------------------- waiting
+
+    def _due(self, *, is_last: bool) -> Iterator[list[Span]]:
+        waiting, self._waiting = self._waiting, []
+        size, now_ns = sum(len(one.spans) for one in waiting), time.monotonic_ns()
+        is_last = is_last or self._requests.are_over
+        # Requests first: what they hand over may wait here, too.
+        for one in sorted(waiting, key=lambda one: not one.is_request):
+            is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
+            if self._is_awaited(one, now_ns, is_over=is_over):
+                self._waiting.append(one)
+                continue
+            size -= len(one.spans)
+            yield from self._sent(one, is_over=is_over)
+
+    def _is_awaited(self, one: _Waiting, now_ns: int, *, is_over: bool) -> bool:
+        """Whether the request of this may yet come."""
+        if is_over:
+            return False
+        requests, age_ns = self._requests, now_ns - one.since_ns
+        if one.top is None:
+            if all(requests.of(key, one.spans[0].start_ns) for key in one.keys):
+                return False
+            return age_ns < PATIENCE_NS or (age_ns < 2 * PATIENCE_NS and any(map(requests.is_open, one.keys)))
+        if one.is_request:
+            if self._around(one) is not None:
+                return False
+            is_alone = len(requests.members) == 1
+            return not is_alone and (age_ns < LOOKED_NS or any(requests.is_open(key, self._member) for key in one.keys))
+        known = requests.of(one.top[1], one.top[2])
+        if known is not None and (one.top[2] <= known.end_ns or age_ns > LOOKED_NS):
+            return False
+        if requests.is_open(one.top[1]):
+            one.was_open = True
+            one.since_ns = now_ns
+            return True
+        return age_ns < PATIENCE_NS
+
+    def _around(self, one: _Waiting) -> _Request | None:
+        """The request that this one is a part of."""
+        first = one.spans[0]
+        if first.remote is not None:
+            return None  # its caller has said so
+        found = (
+            self._requests.around(key, first.start_ns, first.end_ns, self._ids.instance) for key in sorted(one.keys)
+        )
+        return next(filter(None, found), None)
+
+    def _sent(self, one: _Waiting, *, is_over: bool) -> list[list[Span]]:
+        """The spans as they go to the exporter, none where their request was let go."""
+        requests, spans = self._requests, one.spans
+        if one.top is None:
+            self._link(spans)
+            return [spans]
+        top_id, key, start_ns = one.top
+        request = self._around(one) if one.is_request else requests.of(key, start_ns)
+        if request is None:
+            if one.is_request:
+                requests.note(spans, self._ids)
+            elif (one.was_open and not is_over) or not one.is_kept:
+                return []
+        else:
+            caller = request.below(start_ns, self._ids.instance)
+            for span in spans:
+                span.root_id, span.remote = top_id, caller
+            if one.is_request:
+                self._callers[top_id] = caller
+                if len(self._callers) > KEYS_KNOWN:
+                    self._callers.popitem(last=False)
+            requests.add(request, spans, self._ids)
+        self._link(spans)
+        return [spans]
+
+    def _link(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            found = (self._requests.of(key, span.start_ns) for key in _batch_of(span))
+            links = dict.fromkeys(LinkedRequest(0, 0, one.caller) for one in found if one is not None)
+            if links:
+                span.links = tuple(links)
+
+
+def _handed_over(request: _Request, spans: Sequence[Span], ids: Ids, *, is_own: bool) -> dict[str, None]:
+    """Note the spans with keys among what a request may have been handed over by; returns these keys."""
+    found: dict[str, None] = {}
+    for span in spans:
+        if isinstance(key := span.attributes.get(KEY), str) and key:
+            found[key] = None
+            if span is not spans[0] or not is_own:
+                request.givers.append((span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own))
+    del request.givers[:-GIVERS]
+    return found
+
+
+def _keys_of(spans: Sequence[Span]) -> Iterator[str]:
+    return (key for span in spans if isinstance(key := span.attributes.get(KEY), str) and key)
+
+
+def _batch_of(span: Span) -> Sequence[str]:
+    found = span.attributes.get(BATCH_KEYS) if span.attributes else None
+    return [key for key in found if isinstance(key, str)] if isinstance(found, list | tuple) else ()

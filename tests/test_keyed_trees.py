@@ -1,0 +1,124 @@
+"""Requests by their keys over several processes, as rows of these come: who waits for whom, and who is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
+
+from instrument.agent import keyed_trees
+from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
+from instrument.otlp.packing import Ids, identify, links_of
+from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.spans import Span
+
+REQUEST = 1000 | REQUEST_BIT
+
+
+class Serving:
+    """A process, with the keys of its open requests."""
+
+    is_over = False
+
+    def __init__(self, requests: KeyedRequests, number: int) -> None:
+        self.ids = Ids([number, number, number], str(number))
+        self.keys: set[str] = set()
+        requests.members[number] = self
+        self.trees = KeyedTrees(requests, self, self.ids)
+
+    @property
+    def undecided(self) -> int:
+        return self.trees.undecided
+
+    def open_keys(self) -> set[str]:
+        return self.keys
+
+    def take(self, *trees: list[Span], sample: float = 1.0, is_last: bool = False) -> list[list[int]]:
+        """The spans that can be sent, by their ids."""
+        self.sent = self.trees.take(trees, {}, sample, is_last=is_last)
+        return [[span.span_id for span in tree] for tree in self.sent]
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Serving, Serving]:
+    """A front and an engine, of which nobody waits for what is not open."""
+    for name in ("LOOKED_NS", "PATIENCE_NS", "OPEN_KNOWN_NS"):
+        monkeypatch.setattr(keyed_trees, name, 0)
+    requests = KeyedRequests()
+    return Serving(requests, 1), Serving(requests, 2)
+
+
+def request(key: str, start_ns: int = 0, end_ns: int = 100) -> list[Span]:
+    return [
+        made(REQUEST, CHAT, start_ns, end_ns),
+        made(2, TOKENISE, start_ns + 5, end_ns - 5, REQUEST, key=key),
+    ]
+
+
+def parents(sent: Sequence[Sequence[Span]], ids: Ids) -> dict[int, tuple[int, int]]:
+    return {one[5].span_id: (one[0], one[2]) for tree in sent for one in identify(tree, ids)}
+
+
+def test_a_span_with_a_key_waits_while_its_request_is_open_and_goes_below_it(both: tuple[Serving, Serving]) -> None:
+    front, engine = both
+    front.keys = {"a"}
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a"), made(20, TOKENISE, 21, 22, 10)]) == []
+    assert engine.take() == []
+    assert engine.trees.waiting == 2
+    front.keys = set()
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    assert engine.take() == [[10, 20]]
+    assert engine.trees.waiting == 0
+    trace = front.ids.trace_id(REQUEST)
+    assert parents(engine.sent, engine.ids) == {
+        10: (trace, front.ids.span_id(2)),
+        20: (trace, engine.ids.span_id(10)),
+    }
+
+
+def test_what_was_done_for_a_request_that_is_not_kept_is_let_go(both: tuple[Serving, Serving]) -> None:
+    front, engine = both
+    front.keys = {"a"}
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a")]) == []
+    front.keys = set()
+    assert engine.take() == []
+    assert engine.trees.waiting == 0
+
+
+def test_a_key_that_nobody_knows_leaves_a_span_where_it_lies(both: tuple[Serving, Serving]) -> None:
+    _, engine = both
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a")]) == [[10]]
+    assert parents(engine.sent, engine.ids) == {10: (engine.ids.trace_id(10), 0)}
+    assert engine.take([made(20, STEP, 20, 30, thread=ENGINE, key="a")], sample=0.0) == []
+
+
+def test_a_batch_is_linked_to_requests_of_another_process(both: tuple[Serving, Serving]) -> None:
+    front, engine = both
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, batch=["a", "nobody"])]) == [[10]]
+    [link] = links_of(engine.sent[0][0], engine.ids)
+    assert (link.trace_id, link.span_id) == (front.ids.trace_id(REQUEST), front.ids.span_id(REQUEST))
+
+
+def test_a_request_of_an_engine_is_a_part_of_that_around_it(both: tuple[Serving, Serving]) -> None:
+    front, engine = both
+    front.keys = {"a"}
+    assert engine.take(request("a", 20, 40)) == []
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    assert engine.take() == [[REQUEST, 2]]
+    trace = front.ids.trace_id(REQUEST)
+    assert parents(engine.sent, engine.ids)[REQUEST] == (trace, front.ids.span_id(2))
+    late = made(3, TOKENISE, 30, 60, REQUEST)
+    assert engine.take([late]) == [[3]]
+    assert parents(engine.sent, engine.ids)[3] == (trace, engine.ids.span_id(REQUEST))
+
+
+def test_of_spans_that_wait_the_oldest_go_on_without_their_requests(
+    both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_trees, "MOST_WAITING", 2)
+    front, engine = both
+    front.keys = {"a"}
+    assert engine.take(*([made(number, STEP, 20, 30, thread=ENGINE, key="a")] for number in (10, 20, 30))) == [[10]]
+    assert engine.take(is_last=True) == [[20], [30]]
