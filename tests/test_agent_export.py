@@ -539,7 +539,7 @@ functions:
   - {match: "front:submit", key: request_id}
   - {match: "core:add", key: request_id}
   - {match: "core:step", batch: ids}
-  - {match: "core:emit", key: request_id}
+  - {match: "core:emit", key: request_id%s}
   - match: ["core:work", "core:loop"]
 capture: {sample: %s, slow: 100ms}
 export:
@@ -559,9 +559,7 @@ def step(ids):
     for x in ids:
         work(x)
 
-def emit(request_id, slow):
-    if slow:
-        time.sleep(0.15)
+def emit(request_id):
     work(request_id)
     return request_id
 
@@ -570,13 +568,17 @@ def loop(asked, done):
     while (request_id := asked.get()) is not None:
         add(request_id)
         step([request_id, "nobody's"])
-        done.put(emit(request_id, request_id in ("r7", "r23")))
+        done.put(emit(request_id))
 """
 
 FRONT = """
+import time
+
 def submit(request_id, asked, done):
     asked.put(request_id)
     assert done.get() == request_id
+    if request_id in ("r7", "r23"):
+        time.sleep(0.15)
 
 def serve(request_id, asked, done):
     submit(request_id, asked, done)
@@ -601,11 +603,11 @@ if __name__ == "__main__":
 """
 
 
-def served_by_two(collector: Collector, sample: float) -> list[Any]:
+def served_by_two(collector: Collector, sample: float, emit: str = "") -> list[Any]:
     """The spans of fifty requests, each of which two processes serve, as they came."""
     Path("core.py").write_text(CORE)
     Path("front.py").write_text(FRONT)
-    Path("profile.yaml").write_text(KEYED % (sample, collector.server_port))
+    Path("profile.yaml").write_text(KEYED % (emit, sample, collector.server_port))
     done = run(SERVED_BY_TWO)
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
@@ -635,8 +637,9 @@ def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Co
     assert sorted(linked) == sorted(requests.items())
 
 
-def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector) -> None:
-    spans = served_by_two(collector, 0.0)
+@pytest.mark.parametrize("emit", ["", ", kind: request"])
+def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
+    spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}
     assert Counter(span.name for span in spans) == {"serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4}
     assert len({span.trace_id for span in spans}) == 2

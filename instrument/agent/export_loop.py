@@ -57,8 +57,8 @@ class ExportLoop:
         connection.setblocking(False)
         self._exporters: dict[Otlp, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
-        self._decisions = Decisions()
         self._requests = KeyedRequests()
+        self._decisions = Decisions(self._requests.decided)
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._tell))
         logger.propagate = False

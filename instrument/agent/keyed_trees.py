@@ -135,6 +135,13 @@ class KeyedRequests:
         before = [one for one in self._kept.get(key, ()) if one.start_ns <= at_ns]
         return max(before, key=lambda one: one.start_ns, default=None)
 
+    def decided(self, key: str, at_ns: int) -> bool | None:
+        """Whether a request is kept that has this key and was open then, None where one that is open has it."""
+        found = self.of(key, at_ns)
+        if found is not None and at_ns <= found.end_ns:
+            return True
+        return None if self.is_open(key) else False
+
     def around(self, key: str, start_ns: int, end_ns: int, instance: str) -> _Request | None:
         """The kept request of another process, that a key names, within which such a one lies."""
         for one in self._kept.get(key, ()):

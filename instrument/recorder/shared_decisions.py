@@ -7,6 +7,7 @@ what it keeps; what it would let go it holds for a while, for another part may b
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 TRACES_KNOWN = 50_000
 """Traces that were kept and are remembered; the oldest go first."""
@@ -18,10 +19,12 @@ LINGER_NS = 2 * 10**9
 class Decisions:
     """The traces that are kept, for the tail samplers of several processes. Used by one thread.
 
-    `members` is how many there are: where it is one, nobody else decides.
+    `members` is how many there are: where it is one, nobody else decides. `by_key(key, at_ns)` tells whether a request
+    is kept that has this key and was open then, None where one has it that is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_key: Callable[[str, int], bool | None] = lambda key, at_ns: False) -> None:
+        self.by_key = by_key
         self._kept: OrderedDict[int, None] = OrderedDict()
         self.members = 1
 

@@ -19,7 +19,7 @@ from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.ring import Row, is_request_root
-from instrument.recording.spans import REMOTE, RemoteParent, Site, Span, remote_of
+from instrument.recording.spans import KEY, REMOTE, RemoteParent, Site, Span, remote_of
 
 if TYPE_CHECKING:
     from instrument.recorder.recorder import Recorder
@@ -82,8 +82,8 @@ class Trees:
         self._note_ended = note_ended
         self._decisions = decisions
         self._trace_id = trace_id
-        self._lingering: deque[tuple[int, int, list[Held]]] = deque()
-        """Requests that others may keep: until when, of which trace, and their rows."""
+        self._lingering: deque[tuple[int, int, set[str], list[Held]]] = deque()
+        """Requests that others may keep: until when, of which trace, by which keys, and their rows."""
         self._lingering_rows = 0
         self._spans_per_request = spans_per_request
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
@@ -224,7 +224,8 @@ class Trees:
             if is_early:
                 self._wait(root, held)
             if lingers:
-                self._lingering.append((time.monotonic_ns() + LINGER_NS, self._trace_of(row, remote), [root, *held]))
+                both, until_ns = [root, *held], time.monotonic_ns() + LINGER_NS
+                self._lingering.append((until_ns, self._trace_of(row, remote), _keys_of(both), both))
                 self._lingering_rows += len(held) + 1
             self._pass(root, held)
 
@@ -260,6 +261,10 @@ class Trees:
     def _is_kept_by_others(self, trace_id: int) -> bool:
         return self._decisions is not None and self._decisions.is_kept(trace_id)
 
+    def _by_keys(self, keys: Iterable[str], at_ns: int) -> set[bool | None]:
+        """What others have decided about the requests of these keys; None of what is open."""
+        return set() if self._decisions is None else {self._decisions.by_key(key, at_ns) for key in keys}
+
     @property
     def lingers(self) -> bool:
         """Whether there are requests that others may still keep."""
@@ -269,20 +274,21 @@ class Trees:
         """Keep what others keep by now; what nobody has kept in time is let go."""
         now_ns, waiting = time.monotonic_ns(), self._lingering
         self._lingering = deque()
-        for until_ns, trace_id, (root, *held) in waiting:
+        for until_ns, trace_id, keys, (root, *held) in waiting:
             row = root[0]
+            decided = self._by_keys(keys, row[5])
             if row[3] in self._remotes:
                 is_over = True
-            elif self._is_kept_by_others(trace_id):
+            elif self._is_kept_by_others(trace_id) or True in decided:
                 is_over = True
                 self._decide(row, keep=True)
                 self._hand_over(root, held, remote_of((row[10] or {}).get(REMOTE)))
             else:
-                is_over = now_ns >= until_ns or self._lingering_rows > HELD_ROWS
+                is_over = (now_ns >= until_ns and None not in decided) or self._lingering_rows > HELD_ROWS
             if is_over:
                 self._lingering_rows -= len(held) + 1
             else:
-                self._lingering.append((until_ns, trace_id, [root, *held]))
+                self._lingering.append((until_ns, trace_id, keys, [root, *held]))
 
     def _asked_for(self, row: Row, remote: RemoteParent | None) -> bool:
         """A caller that traces has decided already; otherwise the sample does."""
@@ -423,6 +429,11 @@ class _UsualTimes:
 def _endpoint(site: Site) -> object:
     """What requests of a site are compared with each other by; None for what is no request."""
     return site.key if site.kind == "request" else None
+
+
+def _keys_of(rows: Iterable[Held]) -> set[str]:
+    told = (row[10] for row, _ in rows)
+    return {key for one in told if one and isinstance(key := one.get(KEY), str)}
 
 
 class _Allowance:
