@@ -472,6 +472,22 @@ print(found.complete, found.exported, found.pending)
     assert done.stdout == f"True {spans_of(10)} 0\n", done.stderr
 
 
+def test_flush_does_not_leave_out_what_waits_for_its_requests(collector: Collector) -> None:
+    Path("core.py").write_text(CORE)
+    Path("profile.yaml").write_text(KEYED % ("", 1.0, collector.server_port))
+    done = run("""
+import core
+import instrument
+
+for x in range(10):
+    core.step(["nobody's"])
+    core.emit("nobody's")
+found = instrument.flush(30)
+print(found.complete, found.exported, found.pending)
+""")
+    assert done.stdout == "True 40 0\n", done.stderr
+
+
 SHOP = """
 import engine
 

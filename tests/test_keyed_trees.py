@@ -34,9 +34,11 @@ class Serving:
     def open_keys(self) -> set[str]:
         return self.keys
 
-    def take(self, *trees: list[Span], sample: float = 1.0, is_last: bool = False) -> list[list[int]]:
+    def take(
+        self, *trees: list[Span], sample: float = 1.0, is_last: bool = False, at_once: bool = False
+    ) -> list[list[int]]:
         """The spans that can be sent, by their ids."""
-        self.sent = self.trees.take(trees, {}, sample, is_last=is_last)
+        self.sent = self.trees.take(trees, {}, sample, is_last=is_last, at_once=at_once)
         return [[span.span_id for span in tree] for tree in self.sent]
 
 
@@ -112,6 +114,22 @@ def test_a_request_of_an_engine_is_a_part_of_that_around_it(both: tuple[Serving,
     late = made(3, TOKENISE, 30, 60, REQUEST)
     assert engine.take([late]) == [[3]]
     assert parents(engine.sent, engine.ids)[3] == (trace, engine.ids.span_id(REQUEST))
+
+
+def test_what_is_asked_for_at_once_waits_for_open_requests_alone(
+    both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOOKED_NS", "PATIENCE_NS"):
+        monkeypatch.setattr(keyed_trees, name, 10**12)
+    front, engine = both
+    front.keys = {"b"}
+    waiting = [[made(10, STEP, 20, 30, thread=ENGINE, key="a")], [made(12, STEP, 20, 30, thread=ENGINE, key="b")]]
+    assert engine.take(*waiting, [made(14, STEP, 20, 30, thread=ENGINE, batch=["a"])]) == []
+    assert front.take(request("a")) == []
+    assert engine.take(at_once=True) == []
+    assert front.take(at_once=True) == [[REQUEST, 2]]
+    assert engine.take(at_once=True) == [[10], [14]]
+    assert engine.trees.waiting == 1
 
 
 def test_of_spans_that_wait_the_oldest_go_on_without_their_requests(

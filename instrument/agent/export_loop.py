@@ -107,7 +107,8 @@ class ExportLoop:
             elif "flush" in message:
                 found = self._recordings.get(int(message["flush"]))
                 if found is not None:
-                    found.look()
+                    for _ in range(2):  # once what all have recorded is read nothing waits for that
+                        self._look(at_once=True)
                     found.is_settled()
             elif "release" in message:
                 found = self._recordings.get(int(message["release"]))
@@ -147,12 +148,12 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- recordings
 
-    def _look(self, *, is_last: bool = False) -> bool:
+    def _look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
         """Look at all of them once; returns whether any has more by now."""
         has_more = self._is_behind = False
         for number, found in list(self._recordings.items()):
             try:
-                more = found.look(is_last=is_last)
+                more = found.look(is_last=is_last, at_once=at_once)
                 self._is_behind = self._is_behind or found.is_behind
                 if found.has_ended and not (more or found.is_behind) and found.is_settled():
                     self._let_go(number)

@@ -82,17 +82,17 @@ class Exported:
 
     # ---------------------------------------------------------------- looking
 
-    def look(self, *, is_last: bool = False) -> bool:
+    def look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
         """Read what has been recorded since the last time, and offer what is kept; the last time, also what waits.
 
-        Returns whether there is more.
+        What is to be sent `at_once` waits for open requests alone. Returns whether there is more.
         """
         ended = self.has_ended
-        has_more = self._look(is_last=is_last)
+        has_more = self._look(is_last=is_last, at_once=at_once)
         self.is_over = ended and not (has_more or self.is_behind)
         return has_more
 
-    def _look(self, *, is_last: bool) -> bool:
+    def _look(self, *, is_last: bool, at_once: bool) -> bool:
         if not self.is_ours:
             self.is_ours = self._place.take()
             if not self.is_ours:
@@ -109,7 +109,7 @@ class Exported:
         self.is_behind = False
         if reading is None or self._mapped.generation != self._progress.generation:
             reading = self._begin(facts)
-        kept = reading.take(is_last=is_last)
+        kept = reading.take(is_last=is_last, at_once=at_once)
         if self._mapped.generation != self._progress.generation:
             return True  # another session has begun meanwhile
         self._note_read(reading, sum(map(len, kept)))
@@ -275,14 +275,15 @@ class _Reading:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
         return self._trees.lingers or self.keyed.waiting > 0
 
-    def take(self, *, is_last: bool = False) -> list[list[Span]]:
+    def take(self, *, is_last: bool = False, at_once: bool = False) -> list[list[Span]]:
         """Read on; returns the trees that can be sent, or parts of such."""
         self._trees.take()
         self._threads = self._mapped.threads()
         opened = self.drain.opened
         if any(not spans[0].root_id & REQUEST_BIT for spans in self._kept):  # which may lie below what began meanwhile
             opened = {**opened, **{span.span_id: span for span in self._mapped.open_spans()}}
-        kept = self.keyed.take(self._kept, opened, self._facts.capture.sample, is_last=is_last)
+        sample = self._facts.capture.sample
+        kept = self.keyed.take(self._kept, opened, sample, is_last=is_last, at_once=at_once)
         self._kept.clear()
         return kept
 

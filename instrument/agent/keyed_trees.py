@@ -203,9 +203,13 @@ class KeyedTrees:
         return sum(one.is_request for one in self._waiting)
 
     def take(
-        self, trees: Sequence[list[Span]], opened: Mapping[int, _OpenSpan], sample: float, *, is_last: bool = False
-    ) -> list[list[Span]]:
-        """Take in what is kept, and of other trees what is below spans with keys; returns what can be sent."""
+        self, trees: Sequence[list[Span]], opened: Mapping[int, _OpenSpan], sample: float, *,
+        is_last: bool = False, at_once: bool = False,
+    ) -> list[list[Span]]:  # fmt: skip
+        """Take in what is kept, and of other trees what is below spans with keys; returns what can be sent.
+
+        What is to be sent `at_once` waits for open requests alone, the last time for nothing.
+        """
         unplaced, self._unplaced = self._unplaced, []
         ready: list[list[Span]] = []
         loose: dict[int, list[Span]] = {}
@@ -229,7 +233,7 @@ class KeyedTrees:
             loose.setdefault(span.root_id, []).append(span)
         for root_id, spans in loose.items():
             self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
-        ready.extend(self._due(is_last=is_last))
+        ready.extend(self._due(is_last=is_last, at_once=at_once))
         self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
         return ready
 
@@ -298,28 +302,33 @@ class KeyedTrees:
 
     # ---------------------------------------------------------------- waiting
 
-    def _due(self, *, is_last: bool) -> Iterator[list[Span]]:
+    def _due(self, *, is_last: bool, at_once: bool) -> Iterator[list[Span]]:
         waiting, self._waiting = self._waiting, []
         size, now_ns = sum(len(one.spans) for one in waiting), time.monotonic_ns()
         is_last = is_last or self._requests.are_over
         # Requests first: what they hand over may wait here, too.
         for one in sorted(waiting, key=lambda one: not one.is_request):
             is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
-            if self._is_awaited(one, now_ns, is_over=is_over):
+            age_ns = PATIENCE_NS + LOOKED_NS if at_once else now_ns - one.since_ns
+            if self._is_awaited(one, age_ns, is_over=is_over) or (
+                at_once and not one.is_request and self._requests.undecided
+            ):
                 self._waiting.append(one)
                 continue
             size -= len(one.spans)
             yield from self._sent(one, is_over=is_over)
 
-    def _is_awaited(self, one: _Waiting, now_ns: int, *, is_over: bool) -> bool:
+    def _is_awaited(self, one: _Waiting, age_ns: int, *, is_over: bool) -> bool:
         """Whether the request of this may yet come."""
         if is_over:
             return False
-        requests, age_ns = self._requests, now_ns - one.since_ns
+        requests = self._requests
         if one.top is None:
             if all(requests.of(key, one.spans[0].start_ns) for key in one.keys):
                 return False
-            return age_ns < PATIENCE_NS or (age_ns < 2 * PATIENCE_NS and any(map(requests.is_open, one.keys)))
+            return age_ns < PATIENCE_NS or (
+                time.monotonic_ns() - one.since_ns < 2 * PATIENCE_NS and any(map(requests.is_open, one.keys))
+            )
         if one.is_request:
             if self._around(one) is not None:
                 return False
@@ -330,7 +339,7 @@ class KeyedTrees:
             return False
         if requests.is_open(one.top[1]):
             one.was_open = True
-            one.since_ns = now_ns
+            one.since_ns = time.monotonic_ns()
             return True
         return age_ns < PATIENCE_NS
 
