@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from otlp_collectors import Collector, collecting, refuse_with, swallow, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
+from instrument.agent.column_shelf import ColumnShelf
 from instrument.recording.export_place import SENT, ExportPlace
-from instrument.recording.mapped import Mapped
+from instrument.recording.mapped import ROWS, Mapped
+from instrument.recording.mapped_facts import RingRows
 from instrument.runtime import packets, run_folder
 
 __all__ = ["folder"]
@@ -350,6 +353,11 @@ def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: 
     found = killed(begin(LOAD), collector, 2)
     assert found["exported"] > 0.5 * found["seen"]
     assert found["missed"] == 0
+
+
+def test_a_thread_without_rows_of_open_requests_has_none_to_adopt() -> None:
+    ring = RingRows(1, 1, np.zeros(3, ROWS), 0, 3, 0)
+    assert ColumnShelf(1.0, 100).adopt(ring, np.array([1], np.uint64)) == 0
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ class ColumnShelf:
         """Put aside the rows that are of some requests, of which nobody has decided; returns how many these are."""
         rows, before = ring.rows, self.held
         below = np.flatnonzero(np.isin(rows["root_id"], roots) & (rows["root_id"] != rows["span_id"]))
-        self._sorted(ring.thread_id, rows, below, self._have_details(rows))
+        if len(below):
+            self._sorted(ring.thread_id, rows, below, self._have_details(rows))
         return self.held - before
 
     def decide(self, root_id: int, keep: bool, wanted: bool) -> list[Held]:
