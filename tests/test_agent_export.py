@@ -668,3 +668,23 @@ def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collec
     assert Counter(span.name for span in spans) == {"serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4}
     assert len({span.trace_id for span in spans}) == 2
     assert all(span.parent_span_id in own for span in spans if span.name != "serve")
+
+
+def test_a_second_session_of_a_process_is_exported_though_the_first_had_taken_the_export(collector: Collector) -> None:
+    done = run(f"""{SERVICE}
+import instrument
+from instrument.sessions import process
+
+serve(0)
+process.session().unsent([])
+serve(1)
+instrument.stop()
+instrument.start("profile.yaml")
+serve(2)
+process.session().unsent([])
+assert process.session().handover.is_own
+serve(4)
+""")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert Counter(collector.taken) == {"serve": 4, "step": 36}

@@ -159,22 +159,39 @@ class Handover:
             place, exporter = self._place, self._exporter
             if not self.is_own or place is None or exporter is None:
                 return
-            standing = self._end_own()
-            rings = export_place.threads(place)
-            places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
-            fates, sent = self._fates, exporter.counts()
-            for fate in SENT:
-                fates[fate] += sent[fate] - self._counted[fate]
-            fates["kept"] = sum(fates[fate] for fate in SENT)
-            fates["missed"] += standing.missed
-            generation, ended_rows = export_place.counted(place)
-            fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
-            known = fates["kept"] + fates["beyond"] + fates["abandoned"]
-            fates["passed"] = max(fates["seen"] - known - standing.held, 0)
-            place.write(Progress(generation, places, fates))
+            self._write(place, exporter, self._end_own())
             place.close()
             self._place = None
             self._since = time.monotonic()
+
+    def close(self, standing: Standing | None = None) -> None:
+        """The session has ended: let go of the recording, which a later one of this process records into, too.
+
+        Where that is known, what is written is how far it has come.
+        """
+        place, self._place = self._place, None
+        if place is None:
+            return
+        try:
+            if standing is not None and self._exporter is not None and self.is_own:
+                self._write(place, self._exporter, standing)
+        finally:
+            place.close()
+
+    def _write(self, place: ExportPlace, exporter: otlp.Exporter, standing: Standing) -> None:
+        """Write how far the session has come."""
+        rings = export_place.threads(place)
+        places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
+        fates, sent = dict(self._fates), exporter.counts()
+        for fate in SENT:
+            fates[fate] += sent[fate] - self._counted[fate]
+        fates["kept"] = sum(fates[fate] for fate in SENT)
+        fates["missed"] += standing.missed
+        generation, ended_rows = export_place.counted(place)
+        fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
+        known = fates["kept"] + fates["beyond"] + fates["abandoned"]
+        fates["passed"] = max(fates["seen"] - known - standing.held, 0)
+        place.write(Progress(generation, places, fates))
 
     def losses(self) -> Mapping[str, int]:
         """What was lost while the session did not export itself."""

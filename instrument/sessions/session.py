@@ -149,6 +149,7 @@ class Session(Recorded):
         except BaseException:
             self._generations.stop(0)
             self._undo()
+            self.handover.close()
             raise
         if self._is_first():
             self.make_board()
@@ -197,13 +198,16 @@ class Session(Recorded):
             self._reader.look()
             if outbox is not None:
                 outbox.send_settled(is_last=True)
-            standing = Standing(dict(self._reader.places), self._reader.lost, self._reader.held)
+            standing = self._standing()
             self.handover.is_own = False
             if exporter is not None:
                 exporter.stop(HAND_BACK_NS)
                 if self._sends():
                     exporter.start()
         return standing
+
+    def _standing(self) -> Standing:
+        return Standing(dict(self._reader.places), self._reader.lost, self._reader.held)
 
     def look_after_export(self, *, is_joined: bool) -> None:
         """Export here, or have the agent do so, as things stand: called now and then."""
@@ -471,6 +475,7 @@ class Session(Recorded):
                 FAULTS.attempt("last window", self._deliver)
             elif self._exporter is not None:
                 self._exporter.stop(0)
+            FAULTS.attempt("end of the export", lambda: self.handover.close(self._standing()))
             RECORDER.say_goodbye()
             FAULTS.attempt("goodbye", partial(self._leave_run, tells=bool(tells)))
             # Until here an exit or a SIGTERM has waited for this end.
