@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from instrument import chrome
-from instrument.agent import departure
+from instrument import chrome, clock
+from instrument.agent import departure, journal
+from instrument.agent.processes import Process, Run, exit_fd_of
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -357,6 +358,25 @@ def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_sta
     assert sorted(path.name for path in folder.iterdir()) == ["shop-2-died.npz", "shop-3-died.npz", "shop-9.npz"]
     assert departure.make_room(newest, 0) == 1
     assert newest.exists()
+
+
+def test_what_an_agent_notes_of_a_process_holds_no_secret_of_its_collector(folder: Path) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+    export = {"endpoint": "https://ada:opensesame@collector", "headers": [["authorization", "Bearer opensesame"]]}
+    process = Process(
+        run=Run("one"), pid=other.pid, started=started, facts={"service": "shop", "export": export}, joined_ns=0,
+        exit_fd=exit_fd_of(other.pid, started),
+    )  # fmt: skip
+    journal.note(folder, process)
+    process.release()
+    other.kill()
+    other.wait()
+    (note,) = folder.glob("*.process")
+    assert "shop" in note.read_text()
+    assert "opensesame" not in note.read_text()
+    (missed,) = journal.missed(folder, Run)
+    assert (missed.pid, missed.facts["service"]) == (other.pid, "shop")
 
 
 def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:

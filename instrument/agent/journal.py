@@ -18,9 +18,13 @@ from instrument.runtime import atomic, run_folder
 
 
 def note(folder: Path, process: Process) -> None:
-    """Note that a process records: of one whose end can be seen. Raises nothing."""
+    """Note that a process records: of one whose end can be seen. Raises nothing.
+
+    The settings of its collector may hold secrets, and stay in memory.
+    """
     if process.exit_fd >= 0:
-        facts = {**process.facts, "pid": process.pid, "started": process.started}
+        facts = {name: fact for name, fact in process.facts.items() if name != "export"}
+        facts.update(pid=process.pid, started=process.started)
         with suppress(OSError, TypeError, ValueError), atomic.replacing(_place(folder, process)) as file:
             file.write(json.dumps(facts).encode())
 
