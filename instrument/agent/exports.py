@@ -42,6 +42,8 @@ class Exports:
         self.is_ending = False
         """Whether it is to come to its end."""
         self._recordings: dict[int, tuple[Process, int]] = {}  # with a descriptor of its own
+        self._released: set[int] = set()
+        self._to_flush: set[int] = set()
         self._next = 0
         self.fates: Counter[str] = Counter()
         """What has become of the spans of those processes that have ended."""
@@ -69,16 +71,23 @@ class Exports:
 
     def release(self, process: Process) -> None:
         """Leave the export of what a process records to the process itself."""
-        self._tell("release", process)
+        self._released |= self._tell("release", process)
 
     def flush(self, process: Process) -> None:
-        """Send what a process has recorded now."""
-        self._tell("flush", process)
+        """Send what a process has recorded now; once, however often that is asked for while the child is busy."""
+        if self._connection is not None and self._connection.has_waiting:
+            self._to_flush |= self._numbers_of(process)
+        else:
+            self._tell("flush", process)
 
-    def _tell(self, what: str, process: Process) -> None:
-        for number, (one, _) in self._recordings.items():
-            if one is process:
-                self._send({what: number})
+    def _numbers_of(self, process: Process) -> set[int]:
+        return {number for number, (one, _) in self._recordings.items() if one is process}
+
+    def _tell(self, what: str, process: Process) -> set[int]:
+        numbers = self._numbers_of(process)
+        for number in numbers:
+            self._send({what: number})
+        return numbers
 
     def end(self) -> None:
         """Have it all sent that can be, within the time that the child has for that."""
@@ -125,8 +134,15 @@ class Exports:
             self._watch(self._connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Hear the child, and wait until more can be sent where anything waits to be."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting else 0)
+        """Hear the child, and wait until more can be sent where anything waits to be.
+
+        One that more waits for than may is ended: that is heard, and another one goes on.
+        """
+        if connection.is_broken:
+            os.kill(self._child, signal.SIGKILL)
+        wanted = selectors.EVENT_READ | (
+            selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
+        )
         self._selector.modify(connection.fileno(), wanted, self._hear)
 
     def _hear(self, _: int) -> None:
@@ -134,6 +150,10 @@ class Exports:
         if connection is None:
             return
         connection.flush()
+        if not connection.has_waiting:
+            to_flush, self._to_flush = self._to_flush, set()
+            for number in to_flush:
+                connection.send({"flush": number})
         self._watch(connection)
         try:
             message, descriptors = connection.receive()
@@ -153,7 +173,9 @@ class Exports:
         self._changed()
 
     def _done(self, message: Mapping[str, Any]) -> None:
-        _, memory = self._recordings.pop(int(message["done"]), (None, -1))
+        number = int(message["done"])
+        _, memory = self._recordings.pop(number, (None, -1))
+        self._released.discard(number)
         self.problem = str(message.get("problem") or self.problem)
         if memory >= 0:
             os.close(memory)
@@ -162,6 +184,10 @@ class Exports:
     def _go_on(self) -> None:
         """The child has ended: by a fault, unless it was to."""
         if not self.is_ending:
+            for number in self._released & set(self._recordings):
+                os.close(self._recordings.pop(number)[1])
+            self._released.clear()
+            self._to_flush.clear()
             for number in list(self._recordings):
                 self._hand_over(number)
         if self._connection is None:
