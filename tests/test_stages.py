@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
 
 from instrument.cli import main
+from instrument.profile.keys import load
 from instrument.recording.spans import Origin, Site, Span, Trace
 from instrument.trace import file
 from instrument.trace.joined import join
@@ -49,6 +50,12 @@ def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:
         ([(PREFILL, None), (PREFILL, None), (DECODE, None)], (10, 30), 1),
         ([(STEP, None), (STEP, None)], (10, 20), 1),
         ([(STEP, [3])], None, 0),
+        ([(STEP, [100]), (STEP, [4]), (STEP, [4]), (STEP, [4]), (STEP, [1])], (10, 20), 4),  # which guesses some tokens
+        ([(STEP, [weight]) for weight in (100, 3, 2, 4, 3, 1, 2)], (10, 20), 6),
+        ([(STEP, [5]), (STEP, [4]), (STEP, [4]), (STEP, [3]), (STEP, [4]), (STEP, [1])], (10, 20), 5),
+        ([(STEP, [512]), (STEP, [512]), (STEP, [512]), (STEP, [1])], (10, 40), 1),
+        ([(STEP, [512]), (STEP, [512]), (STEP, [10]), (STEP, [1]), (STEP, [1])], (10, 40), 2),
+        ([(PREFILL, [9]), (DECODE, [1]), (DECODE, [1])], (10, 20), 2),
     ],
 )
 def test_the_prefill_is_what_makes_the_first_token(
@@ -63,6 +70,72 @@ def test_the_prefill_is_what_makes_the_first_token(
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == (prefill, steps)
     assert found.queue == (0, 10)
+
+
+def served_by_vllm(asked: dict[str, list[int]], workers: int, ahead_ns: int = 0) -> tuple[list[Span], list[int]]:
+    """Requests by key, with the tokens of each of their steps, as our profile records an engine that serves them:
+    what schedules a step, what each worker runs and samples, and what takes the answer. Also when each step's end is.
+
+    A step takes 100 ns; the next is scheduled so long before the one before it has been answered.
+    """
+    rules = load(Path(__file__).parents[1] / "configs" / "vllm.yaml", environ={}).functions
+    weighed = {rule.name: "num_scheduled_tokens" in rule.batch.argument for rule in rules if rule.batch is not None}
+    parts = {
+        "schedule": (0, 5, False),
+        "execute_model": (10 + ahead_ns, 70 + ahead_ns, True),
+        "sample": (72 + ahead_ns, 80 + ahead_ns, True),
+        "update": (85 + ahead_ns, 95 + ahead_ns, False),
+    }
+    assert set(weighed) == set(parts)
+    steps = max(map(len, asked.values()))
+    spans = [made(at, CHAT, 0, 1000 * steps, key=key) for at, key in enumerate(asked, start=1)]
+    for step in range(steps):
+        its = {key: tokens[step] for key, tokens in asked.items() if step < len(tokens)}
+        for name, (start, end, is_worker) in parts.items():
+            for worker in range(workers if is_worker else 1):
+                start_ns, end_ns = 100 + 100 * step + start + worker, 100 + 100 * step + end + 2 * worker
+                weights = list(map(float, its.values())) if weighed[name] else None
+                thread = ENGINE + (10 + worker) * is_worker
+                site = Site(name, "op")
+                spans.append(
+                    made(len(spans) + 1, site, start_ns, end_ns, thread=thread, batch=list(its), weights=weights)
+                )  # fmt: skip
+    return spans, [100 + 100 * step + parts["update"][1] for step in range(steps)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("ahead_ns", [0, 40])  # the next step scheduled and run before this one is answered
+def test_an_engine_of_several_batches_a_step_and_several_workers_makes_one_token_a_step(
+    workers: int, ahead_ns: int
+) -> None:
+    asked = {"a": [12, 1, 1], "b": [512, 512, 100, 1, 1, 1], "c": [30], "d": [100, 4, 4, 4, 1]}
+    spans, ends = served_by_vllm(asked, workers, ahead_ns)
+    trace = trace_of(spans)
+    found = {one.place: one for one in stages(trace, join(trace))}
+    assert [found[place].steps for place in range(4)] == [2, 3, 0, 4]
+    assert [found[place].prefill for place in range(4)] == [(100, ends[0]), (100, ends[2]), None, (100, ends[0])]
+    assert [found[place].decode for place in range(4)] == [
+        (ends[0], ends[2]),
+        (ends[2], ends[5]),
+        None,
+        (ends[0], ends[4]),
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_step_of_several_batches_is_no_generation(workers: int) -> None:
+    trace = trace_of(served_by_vllm({"a": [12], "b": [30]}, workers)[0])
+    assert {(one.prefill, one.decode, one.steps) for one in stages(trace, join(trace))} == {(None, None, 0)}
+
+
+def test_steps_that_take_turns_on_several_threads_are_all_counted() -> None:
+    spans = [made(1, CHAT, 0, 1000, key="a")]
+    for at, thread in enumerate([5, 6, 5, 5, 6, 5, 5]):
+        start_ns, weights = 100 * at, [9.0 if at == 0 else 1.0]
+        spans.append(made(2 + at, STEP, start_ns, start_ns + 90, thread=thread, batch=["a"], weights=weights))
+    trace = trace_of(spans)
+    [found] = stages(trace, join(trace))
+    assert (found.prefill, found.steps) == ((0, 90), 6)
 
 
 def test_a_request_that_is_not_there_from_begin_to_end_has_none() -> None:
