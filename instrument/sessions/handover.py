@@ -116,10 +116,10 @@ class Handover:
             return False
 
     def progress(self) -> Progress:
-        """How far the export has come, where another process does it."""
+        """How far the export of this session has come, where another process does it."""
         try:
             with closing(self._opened()) as place:
-                return place.read()
+                return _of_session(place, INSIDE)  # which it still is as it is given back
         except OSError:
             return Progress()
 
@@ -138,7 +138,7 @@ class Handover:
                     place.close()
                     return False
                 time.sleep(LOOK_S)
-            found = Progress() if place is None else place.read()
+            found = Progress() if place is None else _of_session(place)
             rows: Mapping[int, int] = {}
             if place is not None:
                 threads = export_place.threads(place)
@@ -201,3 +201,9 @@ class Handover:
         if self.undelivered:
             found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered
         return found
+
+
+def _of_session(place: ExportPlace, *others: int) -> Progress:
+    """How far the export of what is recorded now has come: what is written may be of an earlier session."""
+    found = place.read()
+    return found if found.generation in (export_place.counted(place)[0], *others) else Progress()

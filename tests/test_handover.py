@@ -1,0 +1,84 @@
+"""The handover of the export between a session and the agent of its run, played by the test: who reads the recording.
+
+What a real agent makes of it is in `test_agent_export`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from otlp_collectors import Collector, collecting, take
+
+import instrument
+from instrument import scope
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import export_place
+from instrument.recording.export_place import ExportPlace, Progress
+from instrument.runtime import packets, run_folder
+from instrument.sessions.session import Session
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Where sessions of the test join."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(packets.FAMILY, packets.KIND) as listener:
+        path = Path(folder) / "agent.sock"
+        listener.bind(os.fspath(path))
+        listener.listen()
+        monkeypatch.setenv(run_folder.VARIABLE, os.fspath(path))
+        yield listener
+        instrument.stop()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting(take) as server:
+        yield server
+
+
+def begin(server: Collector, more: str = "") -> Session:
+    export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{server.server_port}"}}{more}}}'
+    session = instrument.start(loads(export, environ={}))
+    assert session is not None
+    return session
+
+
+def serve(count: int) -> None:
+    for _ in range(count):
+        with scope("serve", kind="request"):
+            pass
+
+
+def taken() -> ExportPlace:
+    """The recording, whose export the agent has taken."""
+    place = ExportPlace(RECORDER.memory_fd)
+    assert place.take()
+    return place
+
+
+def write(place: ExportPlace, generation: int = 0, **fates: int) -> None:
+    """Have the agent say how far it has come."""
+    progress = Progress(generation or export_place.counted(place)[0])
+    progress.fates.update(fates)
+    place.write(progress)
+
+
+def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Collector, agent: socket.socket) -> None:
+    session = begin(collector)
+    place = taken()
+    serve(3)
+    write(place, export_place.counted(place)[0] + 1, seen=9, kept=9, exported=9)
+    found = session.flush(0)
+    assert found is not None
+    assert (found.settled, found.exported) == (False, 0)
+    place.close()
+    assert session.handover.take_over()
+    found = session.flush(30)
+    assert found is not None
+    assert (found.complete, found.exported, session.losses()) == (True, 3, {})
