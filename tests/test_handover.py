@@ -59,6 +59,7 @@ def taken() -> ExportPlace:
     """The recording, whose export the agent has taken."""
     place = ExportPlace(RECORDER.memory_fd)
     assert place.take()
+    place.read()  # what is written goes on from there
     return place
 
 
@@ -82,3 +83,15 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     found = session.flush(30)
     assert found is not None
     assert (found.complete, found.exported, session.losses()) == (True, 3, {})
+
+
+def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
+    agent: socket.socket, collector: Collector
+) -> None:
+    session = begin(collector, ", summary: {to: summary.txt}")
+    place = taken()
+    serve(10)
+    write(place, seen=8, passed=5, kept=3, exported=1)
+    session.stop()
+    assert list(session.losses().values()) == [4]  # two that it has not read, and two that it has not sent
+    place.close()

@@ -343,11 +343,13 @@ class Session(Recorded):
         if self._exporter is None:
             return None
         if not self.handover.is_own:
-            return self._flush_by_agent(end)
+            return self._flush_by_agent(end)[0]
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
-    def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> otlp.Delivery:
+    def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
         """Have the agent send all that has finished, and wait until that is settled, or the time is up.
+
+        Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
 
         Of an agent that for `patience_s` takes no notice of what it has not seen nothing more is awaited.
         """
@@ -363,7 +365,8 @@ class Session(Recorded):
             seen_at = now if seen != before else seen_at
             settled = seen >= recorded and not pending
             if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
-                return otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
+                found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
+                return found, max(recorded - seen, 0) + pending
             time.sleep(FLUSH_S)
 
     def _is_first(self) -> bool:
@@ -511,11 +514,8 @@ class Session(Recorded):
             if self.handover.is_own:
                 self._exporter.start()
             elif self._is_first() or self.profile.export.summary is not None:
-                recorded = self._recorded()
                 limit_s = LAST_SETTLE_S if self._is_first() else SETTLE_S
-                found = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
-                if not found.settled:
-                    self.handover.undelivered = max(recorded - found.offered + found.pending, 0)
+                _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
             self._exporter.stop(EXIT_LIMIT_NS)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
