@@ -21,6 +21,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.runtime import packets, run_folder
+from instrument.sessions import handover
 from instrument.sessions.session import Session
 
 
@@ -95,3 +96,17 @@ def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
     session.stop()
     assert list(session.losses().values()) == [4]  # two that it has not read, and two that it has not sent
     place.close()
+
+
+def test_a_session_whose_agent_does_not_export_gives_nothing_back_to_that_one(
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "NEGLECTED_S", 0.0)
+    session = begin(collector)
+    found = []
+    for _ in range(4):
+        session.look_after_export(is_joined=True)
+        found.append(session.handover.is_own)
+    session._membership.join()  # another one
+    session.look_after_export(is_joined=True)
+    assert [*found, session.handover.is_own] == [True, True, True, True, False]

@@ -68,6 +68,7 @@ class Handover:
         self.undelivered = 0
         """Spans that were still on their way as the session ended."""
         self._insists = False
+        self._joined = 0
         self._since = 0.0
         self._fates: dict[str, int] = {}
         self._counted: Mapping[str, int] = {}
@@ -85,16 +86,20 @@ class Handover:
             self.is_own, self.has_agent = False, True
             self._since = time.monotonic()
 
-    def look(self, *, is_joined: bool) -> None:
-        """Take over where nobody exports for long; give back where there is an agent. For one thread, now and then."""
+    def look(self, joined: int) -> None:
+        """Take over where nobody exports for long; give back where there is another agent. For one thread, now and
+        then. `joined` is the number of the connection to an agent, 0 for none.
+        """
         if not self.has_agent:
             return
         if self.is_own:
-            if is_joined and not self._insists:
+            if joined not in (0, self._joined) and not self._insists:
                 self.give_back()
-        elif self._is_taken():
+            return
+        self._joined = joined  # of an agent that did not export nothing more is expected
+        if self._is_taken():
             self._since = time.monotonic()
-        elif time.monotonic() - self._since > (NEGLECTED_S if is_joined else ALONE_S):
+        elif self._insists or time.monotonic() - self._since > (NEGLECTED_S if joined else ALONE_S):
             self.take_over()
 
     def insist(self) -> bool:

@@ -216,7 +216,7 @@ class Session(Recorded):
             self._membership.tell({"exports": True})
             self.handover.insist()
         self._tell_resource()
-        self.handover.look(is_joined=is_joined)
+        self.handover.look(self._membership.joins if is_joined else 0)
 
     def _follow_threads(self) -> None:
         """What there is to do once the threads have begun, on one of them or where the session does without waiting."""
