@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from otlp_collectors import Collector, collecting, take
+from otlp_collectors import Collector, collecting, swallow, take
 
 import instrument
 from instrument import scope
@@ -110,3 +112,20 @@ def test_a_session_whose_agent_does_not_export_gives_nothing_back_to_that_one(
     session._membership.join()  # another one
     session.look_after_export(is_joined=True)
     assert [*found, session.handover.is_own] == [True, True, True, True, False]
+
+
+def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket) -> None:
+    with collecting(swallow) as silent:
+        session = begin(silent)
+        assert session.handover.take_over()
+        serve(10)
+        session.flush(0)
+        giving = threading.Thread(target=session.handover.give_back)
+        giving.start()
+        while session.handover.is_own:
+            time.sleep(0.001)
+        session.count_loss("something", 1)
+        assert session._exporter is not None
+        assert session._exporter.waiting == 10  # what it has read is still on its way
+        giving.join()
+        instrument.stop()

@@ -41,7 +41,7 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
 
-HAND_BACK_NS = 10 * 10**9
+HAND_BACK_NS = 10**9
 """The longest that the session still sends what it has read for, as an agent takes over."""
 
 LAST_SETTLE_S, SETTLE_S = 4.0, 1.0
@@ -200,10 +200,10 @@ class Session(Recorded):
                 outbox.send_settled(is_last=True)
             standing = self._standing()
             self.handover.is_own = False
-            if exporter is not None:
-                exporter.stop(HAND_BACK_NS)
-                if self._sends():
-                    exporter.start()
+        if exporter is not None:
+            exporter.stop(HAND_BACK_NS)
+            if self._sends() and not self._stopped:
+                exporter.start()
         return standing
 
     def _standing(self) -> Standing:
