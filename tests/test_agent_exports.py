@@ -7,13 +7,16 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz_recordings import copied
 
 from instrument.agent.exports import Exports
 from instrument.agent.processes import Process, Run
+from instrument.recording.export_place import ExportPlace
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -27,12 +30,13 @@ class Table:
         self.exports = Exports(self.selector, lambda: None, self.said.append)
         self._folder = folder
 
-    def add(self, settings: dict[str, Any] | None = None) -> Process:
-        """A process whose recording is no recording: the exporter says so, and is done with it."""
-        path = self._folder / f"{time.monotonic_ns()}"
-        path.write_bytes(bytes(100))
-        facts = {"export": settings or SETTINGS}
-        memory = os.open(path, os.O_RDWR)
+    def add(self, settings: dict[str, Any] | None = None, memory: int = -1) -> Process:
+        """A process; where nothing else is given its recording is none, so that the exporter is soon done with it."""
+        facts = {"export": SETTINGS if settings is None else settings}
+        if memory < 0:
+            path = self._folder / f"{time.monotonic_ns()}"
+            path.write_bytes(bytes(100))
+            memory = os.open(path, os.O_RDWR)
         process = Process(run=Run("one"), pid=1, started=1, facts=facts, joined_ns=0, memory=memory)
         self.exports.add(process)
         return process
@@ -81,3 +85,40 @@ def test_an_exporter_that_is_asked_to_send_without_an_end_stays(table: Table) ->
     later.ended_ns = 1
     table.until(lambda: not table.exports.waits_for(later.run))
     assert set(exporters()) - before == {child}
+
+
+def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: Table, make_recorder: Any) -> None:
+    recorder = make_recorder()
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    before = set(exporters())
+    process = table.add(memory=copied(recorder))
+    (child,) = set(exporters()) - before
+    until_taken(process.memory)
+    os.kill(child, signal.SIGSTOP)
+    os.ftruncate(process.memory, 0)
+    table.exports.flush(process)
+    os.kill(child, signal.SIGCONT)
+    process.ended_ns = 1
+    table.until(lambda: not table.exports.waits_for(process.run))
+    assert table.exports.problem
+    assert set(exporters()) - before == {child}
+
+
+def until_taken(memory: int) -> None:
+    with closing(ExportPlace(memory)) as place:
+        end = time.monotonic() + 30
+        while not place.is_taken():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("settings", [{"headers": [["one"]]}, {"endpoint": 7}, {"headers": 5}], ids=str)
+def test_settings_that_are_none_keep_no_other_recording_from_its_export(table: Table, settings: dict[str, Any]) -> None:
+    before = set(exporters())
+    table.add(settings)
+    later = table.add()
+    children = set(exporters()) - before
+    later.ended_ns = 1
+    table.until(lambda: not table.exports.waits_for(later.run))
+    assert set(exporters()) - before == children

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
 import time
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 

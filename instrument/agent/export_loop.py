@@ -12,11 +12,11 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from instrument.agent.exported import Exported
 from instrument.agent.keyed_trees import KeyedRequests
-from instrument.errors import InstrumentError
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.profile.model import Otlp
@@ -62,7 +62,7 @@ class ExportLoop:
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._tell))
         logger.propagate = False
-        self._is_behind = False
+        self._is_behind = self._has_more = False
         self.faults = 0
 
     def serve(self) -> None:
@@ -99,7 +99,8 @@ class ExportLoop:
             if message is None:
                 return False
             if "export" in message:
-                self._begin(int(message["export"]), message["settings"], descriptors[0])
+                number, settings = int(message["export"]), message["settings"]
+                self._attempt(number, partial(self._begin, number, settings, descriptors))
             elif "ended" in message:
                 found = self._recordings.get(int(message["ended"]))
                 if found is not None:
@@ -107,14 +108,11 @@ class ExportLoop:
             elif "flush" in message:
                 found = self._recordings.get(int(message["flush"]))
                 if found is not None:
-                    for _ in range(2):  # once what all have recorded is read nothing waits for that
-                        self._look(at_once=True)
-                    found.is_settled()
+                    self._attempt(int(message["flush"]), partial(self._send_now, found))
             elif "release" in message:
                 found = self._recordings.get(int(message["release"]))
                 if found is not None:
-                    found.send_waiting()
-                    self._let_go(int(message["release"]))
+                    self._attempt(int(message["release"]), partial(self._release, int(message["release"]), found))
             elif "end" in message:
                 self._ends_at = time.monotonic() + END_S
 
@@ -124,14 +122,16 @@ class ExportLoop:
         except OSError:
             pass  # the agent has gone, or hears nothing: it is told by the end of the connection
 
-    def _begin(self, number: int, settings: Mapping[str, Any], fd: int) -> None:
+    def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int]) -> None:
+        (fd,) = descriptors
         try:
             exporter = self._exporter(settings_from(settings))
-            self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests)
-            self._requests.members[number] = self._recordings[number]
-            self._decisions.members = len(self._recordings)
-        except (InstrumentError, OSError, TypeError, ValueError, RuntimeError) as problem:
-            self._tell({"done": number, "problem": f"{type(problem).__name__}: {problem!s:.500}"})
+        except BaseException:
+            os.close(fd)
+            raise
+        self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests)
+        self._requests.members[number] = self._recordings[number]
+        self._decisions.members = len(self._recordings)
 
     def _exporter(self, settings: Otlp) -> Exporter:
         if settings not in self._exporters:
@@ -148,26 +148,52 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- recordings
 
+    def _attempt(self, number: int, action: Callable[[], object]) -> None:
+        """Do something about a recording; one that cannot be exported is let go of, and the others go on."""
+        try:
+            action()
+        except Exception as problem:  # what another process has recorded may be anything
+            self.faults += 1
+            self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
+
     def _look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
         """Look at all of them once; returns whether any has more by now."""
-        has_more = self._is_behind = False
+        self._has_more = self._is_behind = False
         for number, found in list(self._recordings.items()):
-            try:
-                more = found.look(is_last=is_last, at_once=at_once)
-                self._is_behind = self._is_behind or found.is_behind
-                if found.has_ended and not (more or found.is_behind) and found.is_settled():
-                    self._let_go(number)
-            except Exception as problem:  # what another process has recorded may be anything
-                self.faults += 1
-                self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
-                continue
-            has_more = has_more or more
-        return has_more
+            self._attempt(number, partial(self._look_at, number, found, is_last=is_last, at_once=at_once))
+        return self._has_more
+
+    def _look_at(self, number: int, found: Exported, *, is_last: bool, at_once: bool) -> None:
+        more = found.look(is_last=is_last, at_once=at_once)
+        self._is_behind = self._is_behind or found.is_behind
+        if found.has_ended and not (more or found.is_behind) and found.is_settled():
+            self._let_go(number)
+        self._has_more = self._has_more or more
+
+    def _release(self, number: int, found: Exported) -> None:
+        """Send what waits, and leave the rest to the process."""
+        found.send_waiting()
+        self._let_go(number)
+
+    def _send_now(self, found: Exported) -> None:
+        """Send what a process has recorded until now."""
+        for _ in range(2):  # once what all have recorded is read nothing waits for that
+            self._look(at_once=True)
+        found.is_settled()
 
     def _let_go(self, number: int, problem: str = "") -> None:
-        found = self._recordings.pop(number)
+        """Be done with a recording, whatever can still be read of it."""
+        found, fates = self._recordings.pop(number, None), {}
         self._requests.members.pop(number, None)
         self._decisions.members = len(self._recordings)
-        fates = found.finish() if found.has_ended else {}
-        found.close()
+        try:
+            if found is not None:
+                fates = dict(found.finish() if found.has_ended else {})
+        except Exception as fault:
+            problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
+        try:
+            if found is not None:
+                found.close()
+        except Exception as fault:
+            problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         self._tell({"done": number, "fates": fates, "problem": problem})

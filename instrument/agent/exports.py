@@ -11,7 +11,8 @@ import os
 import selectors
 import signal
 import socket
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,8 +21,8 @@ from instrument.agent.peer import Connection
 from instrument.agent.processes import Process, Run
 from instrument.runtime import packets
 
-BEGINNINGS = 5
-"""So often the child is begun anew; it does not end by itself."""
+BEGINNINGS, BEGINNINGS_S = 5, 600.0
+"""So often within such a time the child is begun anew; it does not end by itself."""
 
 
 class Exports:
@@ -38,7 +39,7 @@ class Exports:
         self._says = says
         self._connection: Connection | None = None
         self._child = 0
-        self._begun = 0
+        self._begun: deque[float] = deque(maxlen=BEGINNINGS + 1)
         self.is_ending = False
         """Whether it is to come to its end."""
         self._recordings: dict[int, tuple[Process, int]] = {}  # with a descriptor of its own
@@ -112,9 +113,10 @@ class Exports:
             self._send({"ended": number})
 
     def _begin(self) -> bool:
-        if self._begun > BEGINNINGS:
+        now = time.monotonic()
+        if len(self._begun) > BEGINNINGS and now - self._begun[0] < BEGINNINGS_S:
             return False
-        self._begun += 1
+        self._begun.append(now)
         try:
             ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
             pid = os.fork()
