@@ -463,6 +463,53 @@ def test_a_collector_that_is_gone_is_said_where_the_service_writes_its_errors() 
             assert service.wait(60) == 0
 
 
+def test_a_process_whose_recording_the_agent_cannot_export_is_told_so_and_it_is_said(collector: Collector) -> None:
+    service = begin(WAITS)
+    until(lambda: collector.taken)
+    (home,) = run_folder.found()
+    recording = os.memfd_create("no recording")
+    with run_folder.called(home / run_folder.SOCKET, 60) as member:
+        export = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
+        packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": export}}, [recording])
+        assert packets.receive(member)[0] == {"yours": True}
+        packets.send(member, {"goodbye": {}})
+    os.close(recording)
+    Path("over").touch()
+    _, errors = service.communicate(timeout=60)
+    assert errors.count("instrument: the agent could not export what a process records: ") == 1, errors
+    assert Counter(collector.taken) == {"serve": 10, "step": 90, "fail": 1}
+
+
+DRAINS = f"""{SERVICE}
+import signal
+
+for x in range(10):
+    serve(x)
+end = time.monotonic() + 100
+while not os.path.exists("draining") and time.monotonic() < end:
+    time.sleep(0.01)
+for _ in range(3):
+    time.sleep(1)
+    serve(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_service_records_while_it_drains_is_exported_by_an_agent_that_had_sigterm_too(
+    collector: Collector,
+) -> None:
+    service = begin(DRAINS)
+    (agent,) = until(agents)
+    until(lambda: collector.taken)
+    os.kill(agent, signal.SIGTERM)
+    Path("draining").touch()
+    service.communicate(timeout=60)
+    until(lambda: not run_folder.found())
+    assert Counter(collector.taken) == {"serve": 13, "step": 117, "fail": 1}
+    assert collector.connections == 1
+
+
 def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Collector) -> None:
     done = run(f"{SERVICE}\nimport signal\nfor x in range(100): serve(x)\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import signal
 import time
@@ -27,7 +28,8 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self.selector = selectors.DefaultSelector()
         self.said: list[str] = []
-        self.exports = Exports(self.selector, lambda: None, self.said.append)
+        self.left: list[Process] = []
+        self.exports = Exports(self.selector, lambda: None, self.said.append, self.left.append)
         self._folder = folder
 
     def add(self, settings: dict[str, Any] | None = None, memory: int = -1) -> Process:
@@ -122,3 +124,45 @@ def test_settings_that_are_none_keep_no_other_recording_from_its_export(table: T
     later.ended_ns = 1
     table.until(lambda: not table.exports.waits_for(later.run))
     assert set(exporters()) - before == children
+
+
+def test_a_process_whose_recording_cannot_be_exported_is_left_to_export_it(table: Table) -> None:
+    process = table.add()
+    table.until(lambda: table.left)
+    assert table.left == [process]
+    assert table.exports.problem
+
+
+def test_processes_are_left_to_export_themselves_once_the_exporter_has_ended_too_often(table: Table) -> None:
+    before = set(exporters())
+    process = table.add()
+    ended = set()
+    while not table.left:
+        children = set(exporters()) - before
+        for child in children - ended:
+            os.kill(child, signal.SIGKILL)
+        ended |= children
+        for key, _ in table.selector.select(0.05):
+            key.data(key.fd)
+    assert table.left == [process]
+    assert "6 times in 600 s" in table.exports.problem
+    later = table.add()
+    assert table.left == [process, later]
+
+
+def test_an_agent_without_a_descriptor_left_leaves_the_export_to_the_process(table: Table) -> None:
+    table.until(lambda: table.add() and table.left)
+    table.left.clear()
+    memory = os.memfd_create("recording")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(memory)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        process = table.add(memory=memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process in table.left
+    assert "could not be kept: Too many open files" in table.exports.problem
+    later = table.add()
+    table.until(lambda: later in table.left)

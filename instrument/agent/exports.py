@@ -28,14 +28,20 @@ BEGINNINGS, BEGINNINGS_S = 5, 600.0
 class Exports:
     """The recordings that are exported, and the child that does so. `selector` is the agent's own.
 
-    `changed` is called when a recording needs no export any more, `says` is told what is to be said of the export.
+    `changed` is called when a recording needs no export any more, `says` is told what is to be said of the export, and
+    `let_go` of each process that wants its recording exported and whose recording is not, any more or at all.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, changed: Callable[[], object], says: Callable[[str], object]
+        self,
+        selector: selectors.BaseSelector,
+        changed: Callable[[], object],
+        says: Callable[[str], object],
+        let_go: Callable[[Process], object],
     ) -> None:
         self._selector = selector
         self._changed = changed
+        self._let_go = let_go
         self._says = says
         self._connection: Connection | None = None
         self._child = 0
@@ -61,10 +67,20 @@ class Exports:
 
     def add(self, process: Process) -> None:
         """Export what a process records, if it asks for that."""
-        if process.facts.get("export") and process.memory >= 0 and not self.is_ending:
-            self._next += 1
-            self._recordings[self._next] = process, os.dup(process.memory)
-            self._hand_over(self._next)
+        if not process.facts.get("export") or process.memory < 0 or self._numbers_of(process):
+            return
+        if self.is_ending or not self._is_begun():
+            self._let_go(process)
+            return
+        try:
+            memory = os.dup(process.memory)
+        except OSError as problem:
+            self.problem = f"the recording of process {process.pid} could not be kept: {problem.strerror}"
+            self._let_go(process)
+            return
+        self._next += 1
+        self._recordings[self._next] = process, memory
+        self._hand_over(self._next)
 
     def note_ended(self, process: Process) -> None:
         """A process has ended, and its recording stands still."""
@@ -106,15 +122,17 @@ class Exports:
 
     def _hand_over(self, number: int) -> None:
         process, memory = self._recordings[number]
-        if self._connection is None and not self._begin():
-            return
         self._send({"export": number, "settings": process.facts["export"]}, memory)
         if not process.lives:
             self._send({"ended": number})
 
-    def _begin(self) -> bool:
+    def _is_begun(self) -> bool:
+        """Whether there is a child: one is begun where there is none."""
+        if self._connection is not None:
+            return True
         now = time.monotonic()
         if len(self._begun) > BEGINNINGS and now - self._begun[0] < BEGINNINGS_S:
+            self.problem = f"the process that exports spans has ended {len(self._begun)} times in {BEGINNINGS_S:g} s"
             return False
         self._begun.append(now)
         try:
@@ -176,29 +194,32 @@ class Exports:
 
     def _done(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
-        _, memory = self._recordings.pop(number, (None, -1))
-        self._released.discard(number)
+        process, memory = self._recordings.pop(number, (None, -1))
         self.problem = str(message.get("problem") or self.problem)
-        if memory >= 0:
+        if process is not None:
             os.close(memory)
             self.fates.update(message.get("fates") or {})
+            if number not in self._released:
+                self._let_go(process)
+        self._released.discard(number)
 
     def _go_on(self) -> None:
         """The child has ended: by a fault, unless it was to."""
-        if not self.is_ending:
-            for number in self._released & set(self._recordings):
-                os.close(self._recordings.pop(number)[1])
-            self._released.clear()
-            self._to_flush.clear()
+        for number in self._released & set(self._recordings):
+            os.close(self._recordings.pop(number)[1])
+        self._released.clear()
+        self._to_flush.clear()
+        if not self.is_ending and self._recordings and self._is_begun():
             for number in list(self._recordings):
                 self._hand_over(number)
-        if self._connection is None:
+        else:
             self._forget_recordings()
 
     def _forget_recordings(self) -> None:
-        for _, memory in self._recordings.values():
+        recordings, self._recordings = self._recordings, {}
+        for process, memory in recordings.values():
             os.close(memory)
-        self._recordings.clear()
+            self._let_go(process)
 
     def _forget_child(self) -> None:
         if self._connection is None:

@@ -58,10 +58,8 @@ START_S = 10.0
 """How long after its start somebody of a run must have joined, or it is said that nobody has."""
 
 END_S = 5.0
-"""How long the agent goes on after SIGTERM while processes of its run live, and for work that is under way."""
-
-LAST_S = 1.0
-"""How long after SIGTERM what processes record is still exported by this agent."""
+"""How long the agent goes on after SIGTERM while processes of its run live, and exports what they record; and then for
+what is under way."""
 
 ASKED_S = 30.0
 """The longest that who asks something of the processes waits for their answers."""
@@ -91,7 +89,7 @@ class Agent:
         self.runs: dict[str, Run] = {} if run is None else {run.name: run}
         self._selector = selectors.DefaultSelector()
         self._jobs = Jobs(self._selector)
-        self._exports = Exports(self._selector, self._exports_changed, self._say_everywhere)
+        self._exports = Exports(self._selector, self._exports_changed, self._say_everywhere, self._leave_export_to)
         self._connections: dict[Connection, Process | None] = {}  # None for somebody who asks
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self._questions: dict[int, Question] = {}
@@ -156,7 +154,6 @@ class Agent:
         """A signal asks for the end: it comes at once where nobody is there, else after a while."""
         os.read(descriptor, 64)
         self._ends_at = self._ends_at or time.monotonic() + END_S
-        self._after(LAST_S, self._exports.end)
         self._after(END_S, self._end_if_done)
         self._end_if_done()
 
@@ -195,12 +192,22 @@ class Agent:
         self._end()
 
     def _exports_changed(self) -> None:
-        if self._exports.problem and not self._has_told_exports and self._says is not None:
-            self._has_told_exports = True
-            self._says(f"instrument: the agent could not export what a process records: {self._exports.problem}")
+        self._say_of_exports()
         self._end_if_done()
         for run in list(self.runs.values()):
             self._end_of(run)
+
+    def _say_of_exports(self) -> None:
+        """Say once why the agent does not export what a process records."""
+        if self._exports.problem and not self._has_told_exports:
+            self._has_told_exports = True
+            text = f"instrument: the agent could not export what a process records: {self._exports.problem}"
+            self._say_everywhere(text)
+
+    def _leave_export_to(self, process: Process) -> None:
+        """Have a process that lives export what it records itself, and at once."""
+        if process.lives and process.connection is not None:
+            self._send(process.connection, {"yours": True})
 
     def _close(self) -> None:
         self._jobs.stop()
@@ -348,6 +355,7 @@ class Agent:
         is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
         if known is not None and is_back and not known.has_become_another_program():
             known.facts, known.connection, self._connections[connection] = facts, connection, known
+            self._export(known)
             return []  # it has lost its connection, and comes back with the same recording
         if known is not None:
             self._replaced(known)
@@ -362,14 +370,18 @@ class Agent:
         process.memory_events = exit_status.memory_events(connection.pid)
         process.oom_kills = exit_status.oom_kills(process.memory_events)
         run.processes.append(process)
-        self._exports.add(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
         if not run.stderr or pid == run.first:
             run.stderr = str(facts.get("stderr", ""))
         if process.exit_fd >= 0:
             self._selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
+        self._export(process)
         return [memory] if memory >= 0 else []
+
+    def _export(self, process: Process) -> None:
+        self._attempt(partial(self._exports.add, process))
+        self._say_of_exports()
 
     def _take_over(self) -> None:
         """Tell of the processes that have ended since an agent before this one did."""
