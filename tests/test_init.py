@@ -524,9 +524,15 @@ def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:
     assert read.key.argument == "on"
 
 
-def test_a_command_is_shown_without_its_options_which_may_be_secret() -> None:
+def test_a_command_is_shown_without_what_may_be_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app.py").write_text("")
+    (tmp_path / "admin").write_text("")
     assert command_of(["-m", "uvicorn", "app:app", "--key", "secret"]) == "-m uvicorn app:app ..."
-    assert command_of(["serve.py", "config", "token=secret"]) == "serve.py config ..."
+    assert command_of(["-m", "uvicorn", "app:app", "app.py"]) == "-m uvicorn app:app app.py"
+    assert command_of(["serve.py", "token=secret"]) == "serve.py ..."
+    for secret in ("postgres://me:secret@db/shop", "sk-0123456789abcdef", "admin:hunter2", "hunter2", "x" * 5000):
+        assert command_of(["serve.py", "app.py", secret, "app.py"]) == "serve.py app.py ..."
 
 
 # ---------------------------------------------------------------- what is seen of arguments

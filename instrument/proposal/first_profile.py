@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from instrument.proposal.function_choice import FunctionProposal
 from instrument.proposal.layer_choice import LayerProposal
@@ -128,12 +129,26 @@ def list_of(things: Iterable[str], most: int) -> str:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """A command as a comment may show it: up to the first option after the program, for what follows may be secret."""
+    """A command as a comment may show it: the program, and the files and modules beside the service that follow it.
+
+    All else may be secret, such as a key or an address with a password in it.
+    """
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     rest = list(words[len(shown) :])
-    while rest and not rest[0].startswith("-") and "=" not in rest[0]:
+    while rest and _is_beside(rest[0]):
         shown.append(rest.pop(0))
     return " ".join([*shown, "..."] if rest else shown)
+
+
+def _is_beside(word: str) -> bool:
+    """Whether a word names a file in the folder, or what is in a module there, as in `app.main:app`."""
+    named = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
+    try:
+        if named is not None:
+            return Path(f"{named[1]}.py").is_file() or Path(named[1]).is_dir()
+        return re.fullmatch(r"[\w./][\w./-]*", word) is not None and Path(word).is_file()
+    except OSError:  # a name that is too long, a folder that may not be read
+        return False
 
 
 def service_name(text: str) -> str:
