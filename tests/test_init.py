@@ -611,6 +611,17 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
     assert seen["request_id"]["digests"] == seen["request.request_id"]["digests"]
 
 
+def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
+    watch = ArgumentWatch(lambda _: True)
+    look, _ = watch.of(handled, "f")
+    assert look is not None
+    secrets = ["jane@shop.example_request_id", "4111 1111_uuid", "/home/jane_job_id", f"{'x' * 100}_request_id"]
+    for secret in secrets:
+        look(({secret: "r1", "n": 1.5}, "r1"), {secret: "r1"})
+    look(({"user_request_id": "r1", "n": 1.5}, "r1"), {})
+    assert set(watch.facts()["f"]) == {"request", "request_id", "request.user_request_id"}
+
+
 def test_objects_without_ids_are_told_apart_also_where_one_lies_where_another_lay() -> None:
     class Job:
         pass

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from types import FunctionType, MemberDescriptorType
-from typing import Any
+from typing import Any, TypeGuard
 
 from instrument.instrumentors.request_keys import RETURN
 from instrument.recorder.annotation import key_text
@@ -47,6 +47,9 @@ DIGESTS = 4096
 
 ATTRIBUTES = 60
 """The most attributes of an object that are looked at."""
+
+NAME_LENGTH = 64
+"""A longer key of a mapping is no name but data."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
@@ -133,7 +136,8 @@ class ArgumentWatch:
                     else:
                         self._look(paths, name, value)
                 for name, value in kwargs.items():
-                    self._look(paths, name, value)
+                    if _is_plain(name):
+                        self._look(paths, name, value)
 
             looking = _Looking(look_at_call, self)
             arguments = looking.at_call
@@ -166,13 +170,13 @@ class ArgumentWatch:
     def _look_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
         """Note the sequences and mappings that an object holds; of `self` those whose names the function has."""
         for name, held in islice(_attributes(value).items(), ATTRIBUTES):
-            if isinstance(name, str) and (read is None or name in read) and type(held) in (*_SEQUENCES, *_MAPPINGS):
+            if _is_plain(name) and (read is None or name in read) and type(held) in (*_SEQUENCES, *_MAPPINGS):
                 self._look(paths, f"{path}.{name}", held, inside=False)
 
     def _look_at_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
         pairs = list(islice(value.items(), ITEMS))
         for name, held in pairs:
-            if type(name) is str and (ID.match(name) or WEAK_ID.match(name)) and type(held) in (str, int):
+            if _is_id_key(name) and type(held) in (str, int):
                 self._note(paths, f"{path}.{name}", [held])
         kinds = {type(name) for name, _ in pairs}
         is_of_numbers = {type(held) for _, held in pairs} <= {int, float}
@@ -188,7 +192,7 @@ class ArgumentWatch:
         elif len(kinds) == 1 and kinds.isdisjoint(_PLAIN):
             kind = kinds.pop()
             if kind in _MAPPINGS:
-                names = [name for name in items[0] if type(name) is str and (ID.match(name) or WEAK_ID.match(name))]
+                names = list(filter(_is_id_key, islice(items[0], ITEMS)))
                 for name in sorted(names, key=_rank)[:1]:
                     found = [item[name] for item in items if type(item.get(name)) in (str, int)]
                     self._note(paths, f"{path}[].{name}", found, many=True, size=size)
@@ -199,15 +203,13 @@ class ArgumentWatch:
         """Note the attribute that names a request in each of the objects, where they have one."""
         attributes = [_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
-        names = [
-            name for name, held in first.items() if type(held) in (str, int) and (ID.match(name) or WEAK_ID.match(name))
-        ]
+        names = [name for name, held in first.items() if type(held) in (str, int) and _is_id_key(name)]
         if not names:
             return False
         name = min(names, key=_rank)
         keys = [one[name] for one in attributes if type(one.get(name)) in (str, int)]
         deep = f"{path}[].{name}" if many else f"{path}.{name}"
-        weights = sorted(each for each, held in first.items() if type(held) is int and WEIGHT.match(each))
+        weights = sorted(each for each, held in first.items() if type(held) is int and _is_name(each, WEIGHT))
         self._note(paths, deep, keys, many=many, size=size)
         if many and weights:
             paths[deep].weights = f"{path}[].{weights[0]}"
@@ -277,6 +279,19 @@ class _Looking:
 def _is_id(path: str) -> bool:
     name = re.split(r"[.\[\]]+", path)[-1]
     return bool(ID.match(name) or WEAK_ID.match(name))
+
+
+def _is_id_key(key: object) -> bool:
+    """Whether a key of a mapping names what tells requests apart. What is no plain name is data, and stays here."""
+    return _is_name(key, ID) or _is_name(key, WEAK_ID)
+
+
+def _is_name(key: object, pattern: re.Pattern[str]) -> bool:
+    return _is_plain(key) and pattern.match(key) is not None
+
+
+def _is_plain(key: object) -> TypeGuard[str]:
+    return type(key) is str and len(key) <= NAME_LENGTH and key.isidentifier()
 
 
 def _rank(name: str) -> tuple[bool, int, str]:
