@@ -469,6 +469,20 @@ def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(recor
     assert {spans[0].root_id for spans in kept["caller"]} == {trace_id & (1 << 64) - 1, failed}
 
 
+@pytest.mark.parametrize(("members", "kept"), [(1, [1]), (2, [1, 2])])
+def test_a_request_that_is_kept_makes_later_ones_of_its_trace_kept_only_where_others_decide_too(
+    recorder: Any, members: int, kept: list[int]
+) -> None:
+    decisions = Decisions()
+    decisions.members = members
+    recorder.remote_parent = lambda: RemoteParent(5, 6, 0)  # one caller's trace, of many requests
+    found: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=0.0, errors=True), 100, found.append, None, decisions)
+    asked = [serve(recorder, error=True), serve(recorder)]
+    trees.take()
+    assert [asked.index(spans[0].root_id) + 1 for spans in found] == kept
+
+
 def test_a_request_that_nobody_keeps_is_let_go_after_a_while(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decisions = Decisions()
     decisions.members = 2

@@ -208,7 +208,8 @@ class Trees:
         self._counts["requests"] += 1
         remote = remote_of((row[10] or {}).get(REMOTE))
         root = (row, thread_id)
-        if self._asked_for(row, remote) or self._is_kept_by_others(self._trace_of(row, remote)):
+        is_shared = self._decisions is not None and self._decisions.are_shared
+        if self._asked_for(row, remote) or (is_shared and self._is_kept_by_others(self._trace_of(row, remote))):
             self._hand_over(root, self._decide(row, keep=True), remote)
         elif self._stands_out(row):
             if self._allowance.take(row[6]):
@@ -219,11 +220,10 @@ class Trees:
                 self._counts["requests beyond the capture limit"] += 1
         else:
             is_early = self._usual.is_early(row)
-            lingers = self._decisions is not None and self._decisions.are_shared
-            held = self._decide(row, keep=False, wanted=is_early or lingers)
+            held = self._decide(row, keep=False, wanted=is_early or is_shared)
             if is_early:
                 self._wait(root, held)
-            if lingers:
+            if is_shared:
                 both, until_ns = [root, *held], time.monotonic_ns() + LINGER_NS
                 self._lingering.append((until_ns, self._trace_of(row, remote), _keys_of(both), both))
                 self._lingering_rows += len(held) + 1
