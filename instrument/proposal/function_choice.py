@@ -209,9 +209,11 @@ class _Chooser:
                 if node.called.kind == "request":
                     continue
                 is_once = node.calls < REPEATED * max(len(node.processes), 1)
-                if not node.called.label or node.called.kind in ("layer", "copy"):
+                if node.called.kind in ("layer", "copy"):
                     continue
-                if is_once:
+                if (
+                    is_once or not node.called.label
+                ):  # a server's own call of the service is no unit, what is in it may be
                     look(node.children.values())
                 elif not _WAITING.search(function_name(node.called.label)):
                     units.append(self._lowest_alike(node))
