@@ -353,11 +353,29 @@ def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_sta
     (folder / "shop-0-died.txt").write_text("process 0 ended")
     (folder / "shop-9.npz").write_bytes(bytes(5000))  # no capture
     newest = folder / "shop-3-died.npz"
-    assert departure.make_room(newest, 4000) == 0
-    assert departure.make_room(newest, 2500) == 2
+    assert departure.make_room(newest, "shop", (), 4000) == 0
+    assert departure.make_room(newest, "shop", (), 2500) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["shop-2-died.npz", "shop-3-died.npz", "shop-9.npz"]
-    assert departure.make_room(newest, 0) == 1
+    assert departure.make_room(newest, "shop", (), 0) == 1
     assert newest.exists()
+
+
+def test_captures_of_other_services_and_those_that_a_report_is_still_to_be_made_of_stay() -> None:
+    folder = Path("traces")
+    folder.mkdir()
+    names = [
+        "chat-8-20261123T120000-70-0-died.npz",  # of another service
+        "chat-7-20261123T120000-71-0-died.npz",
+        "chat-7-20261123T120001-72-0-died.npz",
+        "chat-7-20261123T120001-72-0-75-died.npz",
+        "chat-7-20261123T120001-72-0-76-died.npz",
+    ]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(bytes(1000))
+        os.utime(folder / name, (number, number))
+    kept = {str(folder / names[2])}
+    assert departure.make_room(folder / names[4], "chat-7", kept, 1000) == 2
+    assert sorted(path.name for path in folder.iterdir()) == sorted([names[0], names[2], names[4]])
 
 
 def test_what_an_agent_notes_of_a_process_holds_no_secret_of_its_collector(folder: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ Answer = Mapping[str, Any]
 
 CAPTURE = "-died.npz"
 """How the name of a capture ends."""
+
+_RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 
 def facts_of(process: Process) -> dict[str, Any]:
@@ -73,17 +76,22 @@ def place_of_capture(process: Process, folder: Path | None) -> str:
     return str(path.with_name(f"{path.stem}{number}{CAPTURE}"))
 
 
-def make_room(saved: Path, disk_bytes: int) -> int:
-    """Remove the oldest captures beside one that was saved, until all keep within `disk_bytes`: how many. It stays."""
-    found = []
+def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int) -> int:
+    """Remove the oldest captures of a service beside one that was saved, until all keep within `disk_bytes`: how many.
+
+    It stays, and so do those in `kept`, which the report of a run is still to be made of.
+    """
+    own, found = _less_numbers(saved.name, service), []
     for path in saved.parent.glob(f"*{CAPTURE}"):
+        if _less_numbers(path.name, service) != own:
+            continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
-            found.append((path == saved, facts.st_mtime_ns, facts.st_size, path))
+            found.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
     left = disk_bytes - sum(size for _, _, size, _ in found)
     removed = 0
-    for is_saved, _, size, path in sorted(found):
-        if left >= 0 or is_saved:
+    for stays, _, size, path in sorted(found):
+        if left >= 0 or stays:
             break
         with suppress(OSError):  # it is another user's
             path.unlink()
@@ -91,6 +99,13 @@ def make_room(saved: Path, disk_bytes: int) -> int:
             left += size
             removed += 1
     return removed
+
+
+def _less_numbers(name: str, service: str) -> str:
+    """What the names of a service's captures have in common, whichever run and process each is of."""
+    run = _RUN.search(name)
+    at = run.start() if run is not None else len(service) if name.startswith(service) else 0
+    return f"{name[:at]}*{_NUMBERS.sub('', name[at:])}"
 
 
 def line_of(process: Process, answer: Answer) -> str:

@@ -524,7 +524,9 @@ class Agent:
     def _captured(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
-            departure.make_room(Path(process.saved), int(process.facts.get("disk_bytes") or DISK_BYTES))
+            service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
+            kept = {one.saved for run in self.runs.values() for one in run.processes}
+            departure.make_room(Path(process.saved), service, kept, disk_bytes)
         self._say(process.run, departure.line_of(process, answer), process)
         self._saved(process)
 
