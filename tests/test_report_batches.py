@@ -35,18 +35,18 @@ def test_the_layout_of_batches() -> None:
     assert is_golden("batches", text_of(batches(recording_of(mixed()), US)))
 
 
-def test_batches_have_their_sizes_and_what_of_them_was_padding() -> None:
+def test_batches_have_their_sizes_and_how_uneven_they_were() -> None:
     step, prefill = batches(recording_of(mixed()), US).rows
     assert (step.name, step.batches, step.items, step.max_size, step.unbound) == ("engine.step", 6, 8, 2, 1)
     assert step.fill == 8 / 12
     assert step.per_item_ns == step.summed_ns / 8
-    assert (prefill.weight, prefill.padding) == (160.5, pytest.approx(1 - 160.5 / 300))
+    assert (prefill.weight, prefill.uneven) == (160.5, pytest.approx(1 - 160.5 / 300))
     (rest,) = batches(recording_of(mixed()), Options(least_ns=10**9)).rows
     assert (rest.remaining, rest.batches, rest.items) == (2, 7, 11)
 
 
 def on_device() -> list[Span]:
-    """The same with device times: of steps, of a prefill with padding, and of a request's own work."""
+    """The same with device times: of steps, of an uneven prefill, and of a request's own work."""
     spans = mixed()
     for at, start, end in ((8, 215, 275), (10, 440, 541), (12, 1010, 1310), (1, 20, 30)):
         spans[at].device = (DeviceInterval(0, 7, start, end),)
@@ -57,10 +57,10 @@ def test_the_layout_of_batches_with_device_times() -> None:
     assert is_golden("batches_device", text_of(batches(recording_of(on_device()), US)))
 
 
-def test_device_time_of_a_batch_is_its_requests_and_part_of_it_is_padding() -> None:
+def test_device_time_of_a_batch_is_its_requests_and_part_of_it_may_be_padding() -> None:
     step, prefill = batches(recording_of(on_device()), US).rows
-    assert (step.device_ns, step.padded_ns) == (161, None)
-    assert (prefill.device_ns, prefill.padded_ns) == (300, round(300 * (1 - 160.5 / 300)))
+    assert (step.device_ns, step.uneven_ns) == (161, None)
+    assert (prefill.device_ns, prefill.uneven_ns) == (300, round(300 * (1 - 160.5 / 300)))
     (chat,) = requests(recording_of(on_device()), US).device_shares
     # Two steps of both requests, of one a quarter; the prefill came when both had ended.
     assert (chat.requests, chat.own_ns, chat.shared_ns) == (2, 10, 60 + 101 + 280)

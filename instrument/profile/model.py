@@ -34,7 +34,7 @@ VIEWS: Mapping[str, str] = {
     "distribution": "communication beside computation, on the host and on each device",
     "user": "scopes of the service's own, by name",
     "requests": "by endpoint: count, errors, percentiles, what the time went to; the slowest requests",
-    "batches": "by name: sizes, times, time per item, padding; what requests share",
+    "batches": "by name: sizes, times, time per item, how uneven; what requests share",
     "classes": "self times by class, in parts that add up to 100 %",
     "ops": "self times by function or layer",
     "instances": "self times by place in the tree of calls",

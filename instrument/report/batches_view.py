@@ -1,7 +1,8 @@
-"""The `batches` view: how large batches were, how long they took, and what of them was waste.
+"""The `batches` view: how large batches were, how long they took, and how uneven their items were.
 
 A batch is a span that says which requests it serves (`batch:` in a rule, or `scope(name, batch=...)`). Weights say how
-much each request takes of it, such as tokens: where they differ and all are padded to the heaviest, the rest is waste.
+much each request takes of it, such as tokens. Where they differ the batch is uneven, which is waste only where the
+engine pads all to the heaviest: one that batches continuously, and schedules tokens, pads nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class NamedBatches:
     """The batches of one name. `items` are the requests in them, one for each batch that it was in.
 
     `fill` is the mean size over the largest one seen. `per_item_ns` is the time of all batches by their items.
-    `weight` is the sum of the weights where they are told, and `padding` the share of the heaviest item's weight times
+    `weight` is the sum of the weights where they are told, and `uneven` the share of the heaviest item's weight times
     the size that no item had. `unbound` items have keys that no request is known by. `device_ns` is what they had of
-    devices, `padded_ns` how much of that went to padding, batch by batch; None where there is none. One with
-    `remaining` stands for so many names that were left out.
+    devices, `uneven_ns` what of that was padding, batch by batch, if all were padded; None where there is none. One
+    with `remaining` stands for so many names that were left out.
     """
 
     name: str
@@ -45,10 +46,10 @@ class NamedBatches:
     p99_ns: int
     per_item_ns: float | None
     weight: float | None
-    padding: float | None
+    uneven: float | None
     unbound: int
     device_ns: int | None = None
-    padded_ns: int | None = None
+    uneven_ns: int | None = None
     remaining: int = 0
 
 
@@ -68,7 +69,7 @@ class BatchTimes:
             otherwise = "No batch was recorded: a rule with `batch:` says which requests a call serves."
             return [*lines, *none_held("batch", otherwise, complete=self.coverage.complete), ""]
         lines += section_title("Sizes")
-        header = ["Batch", "Count", "Items", "Mean", "p50", "Max", "Fill", "Weight", "Padding", "Unbound"]
+        header = ["Batch", "Count", "Items", "Mean", "p50", "Max", "Fill", "Weight", "Uneven", "Unbound"]
         cells = [
             [
                 _name(one),
@@ -79,15 +80,16 @@ class BatchTimes:
                 str(one.max_size),
                 tenths(one.fill, 1),
                 MISSING if one.weight is None else compact(one.weight),
-                tenths(one.padding, 1),
+                tenths(one.uneven, 1),
                 str(one.unbound),
             ]
             for one in self.rows
         ]
         lines += named_table(header, cells, 0)
         lines += [
-            "Fill: the mean size over the largest one. Padding: of the heaviest item's weight times the size,",
-            "what no item had. Unbound: items with keys that no request is known by.",
+            "Fill: the mean size over the largest one. Uneven: of the heaviest item's weight times the size,",
+            "what no item had: padding where the engine pads to the heaviest item, no waste where it does not.",
+            "Unbound: items with keys that no request is known by.",
             "",
             *section_title("Times"),
         ]
@@ -105,19 +107,19 @@ class BatchTimes:
         cells = []
         for one in self.rows:
             if one.device_ns is not None:
-                times = (one.device_ns, one.device_ns / one.items if one.items else None, one.padded_ns)
-                sum_ns, item_ns, padded_ns = (in_unit(time_ns, unit) for time_ns in times)
-                ratios = (share(one.device_ns, one.summed_ns), share(one.padded_ns or 0, one.device_ns))
-                of_wall, padded = (tenths(ratio, 1) for ratio in ratios)
-                padded = MISSING if one.padded_ns is None else padded
-                cells.append([_name(one), sum_ns, of_wall, item_ns, padded_ns, padded])
+                times = (one.device_ns, one.device_ns / one.items if one.items else None, one.uneven_ns)
+                sum_ns, item_ns, uneven_ns = (in_unit(time_ns, unit) for time_ns in times)
+                ratios = (share(one.device_ns, one.summed_ns), share(one.uneven_ns or 0, one.device_ns))
+                of_wall, uneven = (tenths(ratio, 1) for ratio in ratios)
+                uneven = MISSING if one.uneven_ns is None else uneven
+                cells.append([_name(one), sum_ns, of_wall, item_ns, uneven_ns, uneven])
         if not cells:
             return []
         return [
             *section_title("Device time"),
-            *named_table(["Batch", "Sum", "Of time", "An item", "Padded", "Of sum"], cells, 0),
-            "Of time: of the batches' own, beyond 100% where several devices work, or go on after it. Padded:",
-            "of each batch's device time the share that was padding.",
+            *named_table(["Batch", "Sum", "Of time", "An item", "Uneven", "Of sum"], cells, 0),
+            "Of time: of the batches' own, beyond 100% where several devices work, or go on after it. Uneven:",
+            "of each batch's device time what was padding, if the engine pads to the heaviest item.",
             "",
         ]
 
@@ -165,7 +167,7 @@ def _batches(
     summed_ns, items = sum(times), len(pairs)
     room = heaviest * sizes
     padded, on_device_ns = int(room.sum()), device_ns[rows]
-    wasted_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
+    uneven_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())
     return NamedBatches(
@@ -181,10 +183,10 @@ def _batches(
         p99_ns=p99_ns,
         per_item_ns=summed_ns / items if items else None,
         weight=int(sums.sum()) / THOUSANDTHS if has_weights else None,
-        padding=share(padded - int(sums.sum()), padded) if has_weights else None,
+        uneven=share(padded - int(sums.sum()), padded) if has_weights else None,
         unbound=int((served.request[pairs] < 0).sum()),
         device_ns=int(on_device_ns.sum()) or None,
-        padded_ns=round(float(wasted_ns.sum())) if has_weights and on_device_ns.any() else None,
+        uneven_ns=round(float(uneven_ns.sum())) if has_weights and on_device_ns.any() else None,
         remaining=remaining,
     )
 

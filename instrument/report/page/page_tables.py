@@ -26,7 +26,7 @@ from instrument.trace.ledger import UNKNOWN
 TEXT, TIME, SIZE, RATIO, NUMBER = "text", "time", "size", "ratio", "number"
 UNIT_OF = {SIZE: "MiB"}
 
-RATIOS = ("ratio", "fill", "padding", "running", "burden")
+RATIOS = ("ratio", "fill", "uneven", "running", "burden")
 
 MOST_TABLE_ROWS = 200
 """Of one table."""
@@ -120,9 +120,10 @@ TABLES: Mapping[str, tuple[Spec, ...]] = {
         Spec(
             "Sizes", "rows",
             "name=Batch|batches=Count|items=Items|mean_size=Mean|p50_size=p50|max_size=Max|fill=Fill|weight=Weight|"
-            "padding=Padding|unbound=Unbound",
-            "Fill: the mean size over the largest one. Padding: of the heaviest item's weight times the size, what no "
-            "item had. Unbound: items with keys that no request is known by.",
+            "uneven=Uneven|unbound=Unbound",
+            "Fill: the mean size over the largest one. Uneven: of the heaviest item's weight times the size, what no "
+            "item had: padding where the engine pads to the heaviest item, no waste where it does not. "
+            "Unbound: items with keys that no request is known by.",
         ),
         Spec("Times", "rows", "name=Batch|summed_ns=Sum|p50_ns=p50|p99_ns=p99|per_item_ns=An item"),
     ),
