@@ -23,7 +23,7 @@ GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.m
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
-QUEUE_DURATION, BATCH_SIZE = "instrument.request.queue.duration", "instrument.batch.size"
+BATCH_SIZE = "instrument.batch.size"
 
 ONE = 10**9
 """What stands for one in a distribution of what is no time: these count in parts of 1e9."""
@@ -32,7 +32,6 @@ TOLD = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
     FIRST_TOKEN: "Time to generate first token for successful responses.",
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
-    QUEUE_DURATION: "Time for which requests waited for their first batch.",
     BATCH_SIZE: "Requests of a batch.",
 }
 """The metrics, and what each is."""
