@@ -517,6 +517,48 @@ def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Col
     assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
 
 
+@pytest.mark.slow
+def test_what_a_process_left_in_a_file_as_its_run_had_no_agent_is_exported_by_the_next_one(
+    collector: Collector,
+) -> None:
+    profile(collector, "limits: {ring: 1MiB, ring_dir: ./rings}")
+    service = begin(f"""{SERVICE}
+import multiprocessing, signal
+
+def work():
+    for x in range(10):
+        serve(x)
+    while not os.path.exists("alone"):
+        time.sleep(0.01)
+    for x in range(10):
+        serve(x)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    other = multiprocessing.get_context("spawn").Process(target=work)
+    other.start()
+    for x in range(10):
+        serve(x)
+    other.join()
+    print("gone", flush=True)
+    end = time.monotonic() + 100
+    while not os.path.exists("over") and time.monotonic() < end:
+        time.sleep(0.01)
+""")
+    (agent,) = until(agents)
+    until(lambda: len(collector.taken) == 2 * spans_of(10))
+    os.kill(agent, signal.SIGKILL)
+    Path("alone").touch()
+    assert service.stdout is not None
+    assert service.stdout.readline() == "gone\n"
+    other = take_the_place_of_the_agent()
+    until(lambda: len(collector.taken) >= 3 * spans_of(10))
+    Path("over").touch()
+    service.communicate(timeout=60)
+    other.communicate(timeout=60)
+    assert Counter(collector.taken) == {"serve": 30, "step": 270, "fail": 3}
+
+
 def test_flush_waits_until_the_agent_has_sent_everything(collector: Collector) -> None:
     done = run(f"""{SERVICE}
 import instrument

@@ -166,3 +166,17 @@ def test_an_agent_without_a_descriptor_left_leaves_the_export_to_the_process(tab
     assert "could not be kept: Too many open files" in table.exports.problem
     later = table.add()
     table.until(lambda: later in table.left)
+
+
+def test_what_a_process_left_that_ended_without_an_agent_is_exported_once_one_alike_has_joined(table: Table) -> None:
+    gone, other = (
+        Process(run=Run("one"), pid=1, started=1, facts=facts, joined_ns=0, ended_ns=1, memory=os.memfd_create("none"))
+        for facts in ({"exports": True, "service": None}, {"exports": True, "service": "other"})
+    )
+    table.exports.add_missed(gone)
+    table.exports.add_missed(other)
+    table.add()
+    assert table.exports.waits_for(gone.run)
+    table.until(lambda: not table.exports.waits_for(gone.run))
+    assert table.exports.forget_missed() == [other]
+    assert table.exports.forget_missed() == []

@@ -144,6 +144,14 @@ def line_of_export(lost: Mapping[str, int]) -> str:
     return f"instrument: not all that this run was to export has reached the collector: {told}"
 
 
+def line_of_missed(process: Process) -> str:
+    """The line that says that what a process recorded last was never exported."""
+    return (
+        f"instrument: what process {process.pid} recorded last has not reached the collector: it ended while its run "
+        "had no agent, and no other process has told the next one where its spans go"
+    )
+
+
 def nobody_joined(pid: int, after_s: float) -> str:
     """Why no process of a run records, as far as the environment of its first one tells."""
     return (

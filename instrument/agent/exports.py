@@ -49,6 +49,7 @@ class Exports:
         self.is_ending = False
         """Whether it is to come to its end."""
         self._recordings: dict[int, tuple[Process, int]] = {}  # with a descriptor of its own
+        self._missed: list[tuple[Process, int]] = []
         self._released: set[int] = set()
         self._to_flush: set[int] = set()
         self._next = 0
@@ -78,6 +79,25 @@ class Exports:
             self.problem = f"the recording of process {process.pid} could not be kept: {problem.strerror}"
             self._let_go(process)
             return
+        self._begin_with(process, memory)
+        for one, kept in [found for found in self._missed if _is_alike(found[0], process)]:
+            self._missed.remove((one, kept))
+            one.facts["export"] = process.facts["export"]
+            self._begin_with(one, kept)
+
+    def add_missed(self, process: Process) -> None:
+        """Export what a process left that ended while there was no agent, once one alike tells the settings for it."""
+        if process.facts.get("exports") and process.memory >= 0:
+            self._missed.append((process, os.dup(process.memory)))
+
+    def forget_missed(self) -> list[Process]:
+        """Give up those that nobody alike has joined for."""
+        missed, self._missed = self._missed, []
+        for _, memory in missed:
+            os.close(memory)
+        return [process for process, _ in missed]
+
+    def _begin_with(self, process: Process, memory: int) -> None:
         self._next += 1
         self._recordings[self._next] = process, memory
         self._hand_over(self._next)
@@ -117,6 +137,7 @@ class Exports:
         self.is_ending = True
         self._forget_child()
         self._forget_recordings()
+        self.forget_missed()
 
     # ---------------------------------------------------------------- the child
 
@@ -230,6 +251,11 @@ class Exports:
         with suppress(ProcessLookupError):
             os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
+
+
+def _is_alike(one: Process, other: Process) -> bool:
+    """Whether two processes have one profile and service, and so one collector."""
+    return all(one.facts.get(name) == other.facts.get(name) for name in ("service", "profile", "digest"))
 
 
 def _be_exporter(connection: socket.socket) -> None:

@@ -182,6 +182,8 @@ class Agent:
                 self._after(END_S, self._close_exports)
             return
         if not self._is_over:
+            for process in self._exports.forget_missed():
+                self._say(process.run, departure.line_of_missed(process))
             lost = export_place.told(self._exports.fates)
             if lost:
                 self._say_everywhere(departure.line_of_export(lost))
@@ -386,6 +388,7 @@ class Agent:
     def _take_over(self) -> None:
         """Tell of the processes that have ended since an agent before this one did."""
         for process in journal.missed(self._folder, self._run_of):
+            self._attempt(partial(self._exports.add_missed, process))
             self._vanished(process)
 
     def _run_of(self, name: str) -> Run:
