@@ -180,3 +180,12 @@ def test_what_a_process_left_that_ended_without_an_agent_is_exported_once_one_al
     table.until(lambda: not table.exports.waits_for(gone.run))
     assert table.exports.forget_missed() == [other]
     assert table.exports.forget_missed() == []
+
+
+def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_more(table: Table) -> None:
+    before = set(exporters())
+    for port in range(1, 31):
+        table.add({**SETTINGS, "endpoint": f"http://127.0.0.1:{port}"})
+    (child,) = set(exporters()) - before
+    table.until(lambda: len(table.left) == 30)
+    assert len(list(Path(f"/proc/{child}/task").iterdir())) <= 10

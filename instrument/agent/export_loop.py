@@ -31,6 +31,9 @@ LOOK_S = 0.2
 BEHIND_S = 0.02
 """The same while spans wait in a recording for others to be sent."""
 
+EXPORTERS = 8
+"""So many exporters, each with a thread, stay for the next recording with their settings."""
+
 SAID = 1000
 """Characters that the agent says of what goes wrong here."""
 
@@ -57,6 +60,7 @@ class ExportLoop:
         connection.setblocking(False)
         self._exporters: dict[Otlp, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
+        self._settings: dict[int, Otlp] = {}
         self._requests = KeyedRequests()
         self._decisions = Decisions(self._requests.decided)
         self._ends_at = 0.0
@@ -125,20 +129,32 @@ class ExportLoop:
     def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int]) -> None:
         (fd,) = descriptors
         try:
-            exporter = self._exporter(settings_from(settings))
+            wanted = settings_from(settings)
+            exporter = self._exporter(wanted)
         except BaseException:
             os.close(fd)
             raise
         self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests)
         self._requests.members[number] = self._recordings[number]
+        self._settings[number] = wanted
         self._decisions.members = len(self._recordings)
 
     def _exporter(self, settings: Otlp) -> Exporter:
         if settings not in self._exporters:
+            self._stop_unused()
             exporter = Exporter(settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
             exporter.start()
             self._exporters[settings] = exporter
         return self._exporters[settings]
+
+    def _stop_unused(self) -> None:
+        """Stop exporters that no recording has any more, the oldest ones beyond a few."""
+        used = set(self._settings.values())
+        unused = [
+            one for one, exporter in self._exporters.items() if one not in used and not exporter.counts()["pending"]
+        ]
+        for settings in unused[: max(len(self._exporters) - EXPORTERS + 1, 0)]:
+            self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
         """Called by the thread that sends."""
@@ -185,6 +201,7 @@ class ExportLoop:
         """Be done with a recording, whatever can still be read of it."""
         found, fates = self._recordings.pop(number, None), {}
         self._requests.members.pop(number, None)
+        self._settings.pop(number, None)
         self._decisions.members = len(self._recordings)
         try:
             if found is not None:
