@@ -176,6 +176,7 @@ def test_stages_are_sent_like_any_other_span_by_the_names_that_engines_use(tmp_p
     decode = attributes("decode")
     assert decode["gen_ai.latency.time_in_model_decode"] == 600e-9
     assert (decode["gen_ai.request.model"], decode["instrument.derived"]) == ("tiny", True)
+    assert decode["instrument.decode.steps"] == "3"
     assert "private" not in decode
     assert attributes("stall")["instrument.stalled_by"] == "engine.step"
     assert attributes("queue")["gen_ai.latency.time_in_queue"] == 10e-9

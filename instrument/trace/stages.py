@@ -33,6 +33,9 @@ PREFILL, DECODE = "prefill", "decode"
 STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall: what the batches are called that took most of it, if any did."""
 
+STEPS = "instrument.decode.steps"
+"""The attribute of a decode: how many steps it had, each of which made a token, or several at once."""
+
 MOST_STALLS = 16
 """Stalls of a request that are told: the longest."""
 
@@ -58,7 +61,7 @@ LATENCIES = {
 class Stages:
     """Those of the request at a place: begin and end of each, in order of time.
 
-    `steps` are those after the prefill, of which each is taken to make a token.
+    `steps` are those after the prefill, of which each makes a token, or several at once.
     """
 
     place: int
@@ -281,6 +284,8 @@ def stage_spans(trace: Trace, joined: Joined, first_id: int = 0) -> Mapping[int,
             span.attributes = generation
             if name in LATENCIES:
                 span.attributes = {**generation, LATENCIES[name]: length_ns / 1e9}
+                if name == DECODE:
+                    span.attributes = {**span.attributes, STEPS: one.steps}
             elif by := batches.taking_most(start_ns, end_ns):
                 span.attributes = {**generation, STALLED_BY: by}
             found.setdefault(row, []).append(span)
