@@ -10,6 +10,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from instrument.sessions.session import Session
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
     """Where sessions of the test join."""
+    monkeypatch.chdir(tmp_path)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(packets.FAMILY, packets.KIND) as listener:
         path = Path(folder) / "agent.sock"
         listener.bind(os.fspath(path))
@@ -129,3 +131,52 @@ def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket
         assert session._exporter.waiting == 10  # what it has read is still on its way
         giving.join()
         instrument.stop()
+
+
+def test_a_session_exports_at_its_end_what_the_agent_has_let_go_of(collector: Collector, agent: socket.socket) -> None:
+    begin(collector)
+    place = taken()
+    serve(2)
+    write(place, seen=0)
+    place.close()
+    instrument.stop()
+    assert Counter(collector.taken) == {"serve": 2}
+
+
+def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session = begin(collector)
+    taken().close()
+    session._generations.hear_agent()
+    joined, _ = agent.accept()
+    with joined:
+        packets.send(joined, {"yours": True})
+        while not session.handover.is_own:
+            time.sleep(0.001)
+        serve(2)
+        found = session.flush(30)
+        assert found is not None
+        assert (found.complete, found.exported) == (True, 2)
+
+
+def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_each_other(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session = begin(collector)
+    agent.close()
+    taker = threading.Thread(target=session.handover.insist, daemon=True)
+
+    def stop() -> None:
+        with session._lock.held():
+            taker.start()
+            while session.handover._place is None:
+                time.sleep(0.001)
+            session.stop()
+
+    ending = threading.Thread(target=stop, daemon=True)
+    ending.start()
+    ending.join(30)
+    taker.join(30)
+    assert not ending.is_alive()
+    assert not taker.is_alive()

@@ -81,9 +81,11 @@ class ControlServer:
         membership: Membership | None = None,
         end: Callable[[], object] | None = None,
         look_after_export: Callable[[bool], object] = lambda _: None,
+        take_over_export: Callable[[], object] = lambda: None,
     ) -> None:
         self._end = end
         self._look_after_export = look_after_export
+        self._take_over_export = take_over_export
         self._membership = membership
         self._folder = folder
         self._watched = watched
@@ -267,6 +269,8 @@ class ControlServer:
             if membership is not None:
                 membership.close()
             return
+        if "yours" in message:  # the agent exports no more what is recorded here
+            self._take_over_export()
         if "do" not in message:
             return
         request = Request.parsed(json.dumps(message["do"]).encode())

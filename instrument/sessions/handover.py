@@ -67,7 +67,7 @@ class Handover:
         """Whether the process is one of a run, whose agent exports what it can read."""
         self.undelivered = 0
         """Spans that were still on their way as the session ended."""
-        self._insists = False
+        self._insists = self._is_ending = False
         self._joined = 0
         self._since = 0.0
         self._fates: dict[str, int] = {}
@@ -131,38 +131,66 @@ class Handover:
     def take_over(self) -> bool:
         """Export from where whoever did so before has come to. Returns whether the session exports now."""
         with self._lock:
-            if self.is_own:
-                return True
+            return self.is_own if self._is_ending else self._take_over()
+
+    def end(self) -> None:
+        """The session is about to end: nobody but `take_over_at_end` changes anything from now on.
+
+        Not for one who holds the session's lock, for which others may be waiting here; such a one is not held up long.
+        """
+        self._is_ending = True
+        if self._lock.acquire(timeout=2 * LOCK_S):
+            self._lock.release()
+
+    def take_over_at_end(self) -> None:
+        """Export what nobody exports, after `end`."""
+        if self._lock.acquire(timeout=LOCK_S):
             try:
-                place = self._opened()
-            except OSError:
-                place = None  # nobody else can read it either
-            end = time.monotonic() + LOCK_S
-            while place is not None and not place.take():
-                if time.monotonic() > end:
-                    place.close()
-                    return False
-                time.sleep(LOOK_S)
-            found = Progress() if place is None else _of_session(place)
-            rows: Mapping[int, int] = {}
-            if place is not None:
-                threads = export_place.threads(place)
-                rows = {threads[ring]: row for ring, row in found.places.items() if ring in threads}
-            fates = self._fates = dict(found.fates)
-            fates["abandoned"] += found.unsettled
-            fates["kept"] = sum(fates[fate] for fate in SENT)
-            self._place = place
-            if place is not None:
-                place.write(Progress(INSIDE, {}, fates))
-            self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
-            self._begin_own(rows)
+                self._take_over()
+            finally:
+                self._lock.release()
+
+    def is_left(self) -> bool:
+        """Whether somebody has exported what is recorded, and nobody does so now."""
+        try:
+            with closing(self._opened()) as place:
+                return _of_session(place).generation > 0 and not place.is_taken()
+        except OSError:
+            return False
+
+    def _take_over(self) -> bool:
+        if self.is_own:
             return True
+        try:
+            place = self._opened()
+        except OSError:
+            place = None  # nobody else can read it either
+        end = time.monotonic() + LOCK_S
+        while place is not None and not place.take():
+            if time.monotonic() > end:
+                place.close()
+                return False
+            time.sleep(LOOK_S)
+        found = Progress() if place is None else _of_session(place)
+        rows: Mapping[int, int] = {}
+        if place is not None:
+            threads = export_place.threads(place)
+            rows = {threads[ring]: row for ring, row in found.places.items() if ring in threads}
+        fates = self._fates = dict(found.fates)
+        fates["abandoned"] += found.unsettled
+        fates["kept"] = sum(fates[fate] for fate in SENT)
+        self._place = place
+        if place is not None:
+            place.write(Progress(INSIDE, {}, fates))
+        self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
+        self._begin_own(rows)
+        return True
 
     def give_back(self) -> None:
         """Have the agent export from here on."""
         with self._lock:
             place, exporter = self._place, self._exporter
-            if not self.is_own or place is None or exporter is None:
+            if not self.is_own or self._is_ending or place is None or exporter is None:
                 return
             self._write(place, exporter, self._end_own())
             place.close()

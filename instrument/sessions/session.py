@@ -110,6 +110,7 @@ class Session(Recorded):
             has_ended=lambda: self._threads.stopping.is_set(),
             end_of_main_thread=lambda: self._end_of_main_thread if self._is_of_thread else None,
             look_after_export=lambda is_joined: self.look_after_export(is_joined=is_joined),
+            take_over_export=lambda: self.handover.take_over(),
         )
 
     def _start(self) -> None:
@@ -456,14 +457,14 @@ class Session(Recorded):
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self._threads.stop(EXIT_LIMIT_NS / 1e9)
         self._generations.stop(EXIT_LIMIT_NS / 1e9)
+        self.handover.end()
         with self._lock.held():
             if self._stopped:
                 return
             self._stopped = True
             self._undo()
             FAULTS.attempt("resource of the service", self._tell_resource)
-            if self.handover.has_agent and not self._membership.tell({"records": True}) and self._membership.join():
-                FAULTS.attempt("export in place of the agent", self.handover.take_over)
+            FAULTS.attempt("export in place of the agent", self._export_at_end)
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self._tell_others)
@@ -484,6 +485,19 @@ class Session(Recorded):
             # Until here an exit or a SIGTERM has waited for this end.
             while self._last_undos:
                 FAULTS.attempt("way back", self._last_undos.pop())
+
+    def _export_at_end(self) -> None:
+        """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
+        if self.handover.is_own or not self.handover.has_agent:
+            return
+        if self._membership.tell({"records": True}):
+            is_left = self.handover.is_left()
+            while message := self._membership.heard():
+                is_left = is_left or "yours" in message
+        else:
+            is_left = bool(self._membership.join())
+        if is_left:
+            self.handover.take_over_at_end()
 
     def _begin_observation(self) -> None:
         """Let `instrument init` know that this process is there, where that has started it."""
