@@ -19,6 +19,7 @@ from otlp_collectors import Collector, collecting, swallow, take
 
 import instrument
 from instrument import scope
+from instrument.errors import ExportError
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
@@ -180,3 +181,15 @@ def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_eac
     taker.join(30)
     assert not ending.is_alive()
     assert not taker.is_alive()
+
+
+def test_a_window_is_not_sent_where_the_agent_may_send_the_same_spans(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session = begin(collector)
+    place = taken()
+    serve(2)
+    with pytest.raises(ExportError, match="asked to send 2 spans of a window, found that the agent"):
+        session.unsent(session.trace().spans)
+    assert session.losses() == {"spans of windows that the agent of the run may not have kept": 2}
+    place.close()

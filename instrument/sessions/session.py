@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from instrument import otlp
-from instrument.errors import InstrumentError
+from instrument.errors import ExportError, InstrumentError
 from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
@@ -385,10 +385,16 @@ class Session(Recorded):
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Those spans of a window that the session neither has sent nor will send: the caller does.
 
-        A request that has not ended is kept, for nobody else could tell what becomes of it.
+        A request that has not ended is kept, for nobody else could tell what becomes of it. Raises `ExportError` where
+        the agent does not let go of the export: what that one keeps, nobody knows here.
         """
         self._membership.tell({"exports": True})
-        self.handover.insist()  # what the agent keeps, nobody knows here
+        if not self.handover.insist():
+            self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
+            raise ExportError(
+                f"asked to send {len(spans)} spans of a window, found that the agent of the run still exports what "
+                "this process records; those that the profile's `capture` keeps are sent by it"
+            )
         with self._lock.held():
             return self._reader.unsent(spans)
 
