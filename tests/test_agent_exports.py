@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from fuzz_recordings import copied
 
+from instrument.agent.exported import Exported
 from instrument.agent.exports import Exports
 from instrument.agent.processes import Process, Run
+from instrument.errors import TraceError
 from instrument.recording.export_place import ExportPlace
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
@@ -113,6 +115,16 @@ def until_taken(memory: int) -> None:
         while not place.is_taken():
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_a_recording_that_cannot_be_read_leaves_no_descriptor_behind(tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    path.write_bytes(bytes(1 << 20))
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        with pytest.raises((TraceError, OSError)):
+            Exported(os.open(path, os.O_RDWR), Any, Any, Any)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 @pytest.mark.parametrize("settings", [{"headers": [["one"]]}, {"endpoint": 7}, {"headers": 5}], ids=str)

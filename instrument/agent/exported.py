@@ -55,7 +55,11 @@ class Exported:
         self._lock = RLock()
         try:
             self._place = ExportPlace(fd)
-            self._mapped = Mapped(fd)
+            try:
+                self._mapped = Mapped(fd)
+            except BaseException:
+                self._place.close()
+                raise
         finally:
             os.close(fd)
         self._progress = Progress()
@@ -75,10 +79,12 @@ class Exported:
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
         with self._lock:
-            self.note_settled()
-            self._mapped.close()
-            self._place.close()
-            self.is_ours = False
+            try:
+                self.note_settled()
+            finally:
+                self._mapped.close()
+                self._place.close()
+                self.is_ours = False
 
     # ---------------------------------------------------------------- looking
 
