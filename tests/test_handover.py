@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from otlp_collectors import Collector, collecting, swallow, take
+from otlp_collectors import Collector, collecting, refuse_with, swallow, take
 
 import instrument
 from instrument import scope
@@ -131,6 +131,21 @@ def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket
         assert session._exporter is not None
         assert session._exporter.waiting == 10  # what it has read is still on its way
         giving.join()
+        instrument.stop()
+
+
+def test_what_a_session_lost_is_told_once_before_and_after_it_gives_the_export_back(agent: socket.socket) -> None:
+    with collecting(refuse_with(400)) as refusing:
+        session = begin(refusing)
+        found = []
+        for _ in range(2):
+            assert session.handover.take_over()
+            serve(10)
+            session.flush(30)
+            found.append(dict(session.losses()))
+            session.handover.give_back()
+            found.append(dict(session.losses()))
+        assert found == [{"spans failed by the OTLP export": count} for count in (10, 10, 20, 20)]
         instrument.stop()
 
 

@@ -9,6 +9,7 @@ what is written in it how far that one has come.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import NamedTuple
@@ -72,6 +73,8 @@ class Handover:
         self._since = 0.0
         self._fates: dict[str, int] = {}
         self._counted: Mapping[str, int] = {}
+        self._written: Counter[str] = Counter()
+        """What of the fates that are written is the session's own, whose losses it tells itself."""
 
     def after_fork_in_child(self) -> None:
         """The recording is another one, and nobody has looked at it."""
@@ -216,21 +219,24 @@ class Handover:
         rings = export_place.threads(place)
         places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
         fates, sent = dict(self._fates), exporter.counts()
-        for fate in SENT:
-            fates[fate] += sent[fate] - self._counted[fate]
+        own = Counter({fate: sent[fate] - self._counted[fate] for fate in SENT})
+        own["missed"] = standing.missed - self._written["missed"]  # which tells of all times that it has read
+        for fate, count in own.items():
+            fates[fate] += count
         fates["kept"] = sum(fates[fate] for fate in SENT)
-        fates["missed"] += standing.missed
         generation, ended_rows = export_place.counted(place)
         fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
         known = fates["kept"] + fates["beyond"] + fates["abandoned"]
         fates["passed"] = max(fates["seen"] - known - standing.held, 0)
         place.write(Progress(generation, places, fates))
+        self._written.update(own)
 
     def losses(self) -> Mapping[str, int]:
         """What was lost while the session did not export itself."""
         if not self.has_agent:
             return {}
-        found = dict(export_place.told(self._fates if self.is_own else self.progress().fates))
+        fates = self._fates if self.is_own else self.progress().fates
+        found = dict(export_place.told({fate: count - self._written[fate] for fate, count in fates.items()}))
         if self.undelivered:
             found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered
         return found
