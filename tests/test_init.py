@@ -24,13 +24,13 @@ from otlp_receiver import free_port
 from server_programs import answers
 
 from instrument import chrome
-from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch
+from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch, SeenPath
 from instrument.profile.keys import loads
 from instrument.proposal.first_profile import FirstProfile, command_of, text_of
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
 from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.layer_choice import choose_layers
-from instrument.proposal.observation import Called, Observation, ObservedNode, SeenKeys
+from instrument.proposal.observation import Called, Observation, ObservedNode
 from instrument.proposal.of_observation import first_profile_of
 from instrument.proposal.own_modules import own_names
 from instrument.proposal.packages import PACKAGES, ready_profiles
@@ -342,7 +342,7 @@ def request(calls: int, total_ms: float, *below: ObservedNode, name: str = "POST
     return node("", calls, total_ms, *below, kind="request", name=name)
 
 
-def observation(*roots: ObservedNode, keys: Mapping[str, Mapping[str, SeenKeys]] | None = None) -> Observation:
+def observation(*roots: ObservedNode, keys: Mapping[str, Mapping[str, SeenPath]] | None = None) -> Observation:
     return Observation(list(roots), keys={label: dict(paths) for label, paths in (keys or {}).items()}, seconds=10.0)
 
 
@@ -428,8 +428,8 @@ def test_layers_are_named_by_block_and_by_what_takes_its_time() -> None:
     assert found[0].reasons == ["3 of Layer: ran 30 times, 10 ms each, 85 % of the layers' time"]
 
 
-def keys_of(*names: str, many: bool = False, weights: str = "", of_class: str = "") -> SeenKeys:
-    return SeenKeys(many, looks=20, items=40, largest=4, weights=weights, of_class=of_class, digests=set(names))
+def keys_of(*names: str, many: bool = False, weights: str = "", of_class: str = "") -> SeenPath:
+    return SeenPath(many, looks=20, items=40, largest=4, weights=weights, of_class=of_class, digests=set(names))
 
 
 IDS = [f"r{i}" for i in range(20)]

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from instrument.instrumentors.argument_watch import ID
+from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.request_keys import RETURN
 from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal
-from instrument.proposal.observation import Observation, ObservedNode, SeenKeys
+from instrument.proposal.observation import Observation, ObservedNode
 from instrument.proposal.wording import each_of
 
 KEYS, BATCHES = 3, 3
@@ -42,7 +42,7 @@ class _Path:
 
     label: str
     path: str
-    seen: SeenKeys
+    seen: SeenPath
 
     @property
     def rank(self) -> tuple[bool, bool, bool, int, str]:
@@ -167,7 +167,7 @@ def _best(found: Iterable[_Path]) -> dict[str, _Path]:
     return best
 
 
-def _shares(seen: SeenKeys, known: set[str]) -> bool:
+def _shares(seen: SeenPath, known: set[str]) -> bool:
     return bool(seen.digests) and len(seen.digests & known) >= max(SHARED * len(seen.digests), 2)
 
 

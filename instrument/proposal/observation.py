@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
+from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SeenPath
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.proposal.packages import imported_packages
 from instrument.recording.spans import Site
@@ -68,19 +68,6 @@ class ObservedNode:
 
 
 @dataclass(slots=True)
-class SeenKeys:
-    """What was seen at one path of a function's calls; `digests` are those of the keys."""
-
-    many: bool
-    looks: int = 0
-    items: int = 0
-    largest: int = 0
-    weights: str = ""
-    of_class: str = ""
-    digests: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class Observation:
     """What the processes of one command did. `seconds` is how long the longest of them was observed; `unseen` says what
     could not be, `silent` counts processes that ended without a word, `keys` is by label and path. `cost` is the part
@@ -89,7 +76,7 @@ class Observation:
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
     files: dict[str, str] = field(default_factory=dict)
-    keys: dict[str, dict[str, SeenKeys]] = field(default_factory=dict)
+    keys: dict[str, dict[str, SeenPath]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     processes: int = 0
@@ -261,10 +248,10 @@ def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None
         node.processes.add(facts["pid"])
 
 
-def _add_keys(keys: dict[str, dict[str, SeenKeys]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
+def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
     for label, paths in arguments.items():
         for path, seen in paths.items():
-            mine = keys.setdefault(label, {}).setdefault(path, SeenKeys(seen["many"]))
+            mine = keys.setdefault(label, {}).setdefault(path, SeenPath(seen["many"]))
             mine.looks += seen["looks"]
             mine.items += seen["items"]
             mine.largest = max(mine.largest, seen["largest"])
