@@ -5,6 +5,7 @@ What a real agent makes of it is in `test_agent_export`.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from otlp_collectors import Collector, collecting, refuse_with, swallow, take
@@ -100,6 +102,19 @@ def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
     write(place, seen=8, passed=5, kept=3, exported=1)
     session.stop()
     assert list(session.losses().values()) == [4]  # two that it has not read, and two that it has not sent
+    place.close()
+
+
+def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(agent: socket.socket, collector: Collector) -> None:
+    session = begin(collector)
+    place = taken()
+    serve(3)
+    write(place, seen=1)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(session._flush_by_agent(math.inf, 0.05)), daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(False, 2)]
     place.close()
 
 

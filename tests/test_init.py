@@ -611,6 +611,18 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
     assert seen["request_id"]["digests"] == seen["request.request_id"]["digests"]
 
 
+def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
+    watch = ArgumentWatch(lambda _: True)
+    look, _ = watch.of(handled, "f")
+    assert look is not None
+    look((None, "r1", [{"request_id": "r1", "n": 1}, {"request_id": "r2", "n": 2}, {"n": 3}]), {})
+    seen = watch.facts()["f"]
+    assert {path: (facts["many"], facts["items"]) for path, facts in seen.items()} == {
+        "items[].request_id": (True, 3),
+        "request_id": (False, 1),
+    }
+
+
 def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
     watch = ArgumentWatch(lambda _: True)
     look, _ = watch.of(handled, "f")

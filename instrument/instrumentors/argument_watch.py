@@ -189,7 +189,7 @@ class ArgumentWatch:
         kinds = {type(item) for item in items}
         if kinds == {str} or (kinds == {int} and _is_id(path)):
             self._note(paths, path, items, many=True, size=size)
-        elif len(kinds) == 1 and kinds.isdisjoint(_PLAIN):
+        elif len(kinds) == 1 and (kinds.isdisjoint(_PLAIN) or kinds.issubset(_MAPPINGS)):
             kind = kinds.pop()
             if kind in _MAPPINGS:
                 names = list(filter(_is_id_key, islice(items[0], ITEMS)))
