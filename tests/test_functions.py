@@ -17,8 +17,9 @@ from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
 from instrument.instrumentors import functions
-from instrument.instrumentors.functions import Target, Unreachable, attach, find, is_held_elsewhere, matches, site_of
+from instrument.instrumentors.functions import attach, is_held_elsewhere
 from instrument.instrumentors.holders import loaded_modules, rebind
+from instrument.instrumentors.targets import Target, Unreachable, find, matches, site_of
 from instrument.recorder.recorder import Recorder
 
 

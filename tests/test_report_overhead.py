@@ -11,7 +11,7 @@ import pytest
 from golden_views import of_tally
 
 from instrument import chrome
-from instrument.instrumentors.functions import site_of
+from instrument.instrumentors.targets import site_of
 from instrument.recorder.wrapping import wrap
 from instrument.recording.lines import Lines
 from instrument.recording.spans import Origin, Site, Trace

@@ -27,7 +27,8 @@ from typing import Any, TextIO, TypeVar
 
 from instrument.compat.theano_flags import Config
 from instrument.errors import ProfileError, StateError
-from instrument.instrumentors.functions import profiled, site_on
+from instrument.instrumentors.functions import profiled
+from instrument.instrumentors.targets import site_on
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import Site, Trace, is_operator
 from instrument.recording.tally import Tally

@@ -1,42 +1,17 @@
-"""Functions: how `@profiled` and the profile's function rules make a function record, and the way back.
-
-A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. What a pattern with a
-wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
-a name without wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
-`__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
-without wildcards that ends in `+` means a method and its overrides in subclasses, wherever those are defined.
-
-A function is recorded inside what a decorator of the standard library, wrapt or a framework has made of it: a property
-is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
-passes over properties and partial objects, which their users take for data; a name without wildcards means them.
-"""
+"""Functions: how `@profiled` and the profile's function rules make a function record, and the way back."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import gc
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from re import Pattern, escape
-from re import compile as compile_pattern
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    MethodDescriptorType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
 from instrument.errors import TargetError
 from instrument.instrumentors import decorated, holders
-from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
+from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_namespace
+from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
 from instrument.profile.kinds import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -44,368 +19,9 @@ from instrument.recorder.scopes import OFF
 from instrument.recorder.wrapping import Attributes, Passes, Results
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.main_module import names_of
 
 Undo = Callable[[], None]
 T = TypeVar("T")
-
-_CACHED = type(lru_cache(lambda: None))
-_MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
-_CONTEXT_MANAGERS = tuple(
-    code
-    for made in (contextlib.contextmanager, contextlib.asynccontextmanager)
-    for code in made.__code__.co_consts
-    if isinstance(code, CodeType)
-)
-"""Code of the functions that make a context manager from a generator function."""
-
-_FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
-
-SUBCLASSES = "+"
-"""What a pattern ends in that means a method's overrides in subclasses, too."""
-
-INSIDE = 200
-"""So many objects that a decorator has put around a function are looked at to find it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A function where it can be replaced.
-
-    `raw` is what an attribute of a module or class holds: the function itself or what holds it in turn. A target whose
-    `raw` is None lies deeper, and is replaced wherever it is held. `note` says what a user would not expect.
-    """
-
-    owner: Any
-    attribute: str
-    raw: Any
-    function: Callable[..., Any]
-    module: str
-    qualname: str
-    note: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"{self.module}:{self.qualname}"
-
-    @property
-    def name(self) -> str | None:
-        """The name of its spans where the function's own would not tell it."""
-        own = getattr(self.function, "__name__", "")
-        part = self.qualname.rpartition(".")[2]
-        return self.qualname if own in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
-
-    def filled_in(self, name: str) -> str:
-        """A rule's name with what it says in braces about the target; other braces are data."""
-        owner, _, own = self.qualname.rpartition(".")
-        known = {"module": self.module, "qualname": self.qualname, "class": owner, "function": own}
-        return _FIELD.sub(lambda field: known[field[1]], name)
-
-
-@dataclass(frozen=True, slots=True)
-class Unreachable:
-    """A thing that a rule names and that cannot be observed, with the reason."""
-
-    label: str
-    why: str
-
-
-@lru_cache(maxsize=4096)
-def pattern(text: str) -> Pattern[str]:
-    """The regular expression of a dotted pattern: `*` within a segment, `**` for any number of segments."""
-    segments = text.split(".")
-    last = len(segments) - 1
-    made = ""
-    for i, segment in enumerate(segments):
-        if segment == "**":
-            made += r"(?:[^.]+\.)*" if i < last else r"[^.]+(?:\.[^.]+)*"
-        else:
-            made += escape(segment).replace(r"\*", "[^.]*") + (r"\." if i < last else "")
-    return compile_pattern(made + r"\Z")
-
-
-def matches(text: str, name: str) -> bool:
-    """Whether a dotted name fits a dotted pattern."""
-    return pattern(text).match(name) is not None
-
-
-def site_of(
-    function: Any,
-    *,
-    name: str | None = None,
-    kind: str | None = None,
-    device: bool = False,
-    phase: str | None = None,
-    min_ns: int = 0,
-) -> Site:
-    """The site of a function: its own names and place, or the name that is given."""
-    inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
-    code = getattr(inner, "__code__", None)
-    qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
-    return Site(
-        name=name or _qualname(function),
-        kind=kind or ("phase" if phase else "op"),
-        module=getattr(function, "__module__", None) or "",
-        qualname=qualname,
-        file=code.co_filename if code is not None else "",
-        line=code.co_firstlineno if code is not None else 0,
-        device=device,
-        attributes=(("phase", phase),) if phase else (),
-        min_ns=min_ns,
-        suspends=inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
-    )
-
-
-def _qualname(function: Any) -> str:
-    qualname: str = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
-    return qualname.rpartition("<locals>.")[2]
-
-
-def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
-    """What the qualname part of a pattern names in a module that has been imported. Runs no code of the module.
-
-    `name` is what the labels call the module, its own name where it is left out.
-    """
-    wanted = match.partition(":")[2].removesuffix(SUBCLASSES)
-    name = name or module.__name__
-    label = f"{name}:{wanted}"
-    if "*" in wanted:
-        yield from _walk(module, module, "", wanted, set(), called=name)
-        first = wanted.partition(".")[0]
-        holder = namespace(module).get(first)
-        held = None if "*" in first else _class_inside(holder, module.__name__, first)
-        if held is not None:
-            yield from _noted(_walk(module, held, first + ".", wanted, {id(held)}, called=name), holder)
-        return
-    owner: Any = module
-    holder = None
-    *path, last = wanted.split(".")
-    for index, segment in enumerate(path):
-        if type(owner) is FunctionType:
-            break
-        owner = _raw(owner, segment)
-        if owner is None:
-            return
-        held = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
-        if held is not None and type_attribute(held, [*path, last][index + 1]) is not None:
-            owner, holder = held, owner
-    yield from _noted(_find_in(module, owner, last, wanted, label), holder)
-
-
-def _find_in(module: ModuleType, owner: Any, last: str, wanted: str, label: str) -> Iterator[Target | Unreachable]:
-    """What the last name of `wanted` means in an owner, to which the others have led."""
-    if type(owner) is FunctionType:
-        if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
-            why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
-            yield Unreachable(label, why)
-        return
-    found = _raw(owner, last)
-    if found is None:
-        if owner is module and "__getattr__" in namespace(module):
-            why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
-            yield Unreachable(label, why)
-        return
-    held = _class_inside(found, module.__name__, wanted)
-    if held is not None:
-        yield from _noted(_find_class(module, held, wanted, label), found)
-    elif isinstance_of(found, type):
-        yield from _find_class(module, found, wanted, label)
-    else:
-        is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
-        yield from _targets(module.__name__, owner if is_own else type(owner), last, found, label)
-
-
-def _find_class(module: ModuleType, found: type[Any], wanted: str, label: str) -> Iterator[Target | Unreachable]:
-    """The public methods of a class."""
-    home, called = type_attribute(found, "__module__"), label.partition(":")[0]
-    below = _walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=called)
-    yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
-
-
-def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """The same, with a word on the object of a decorator that holds their class, if there is one."""
-    for thing in things:
-        if holder is None or isinstance(thing, Unreachable):
-            yield thing
-        else:
-            note = f"inside a {type(holder).__module__}.{type(holder).__name__}"
-            yield dataclasses.replace(thing, note="; ".join(filter(None, [note, thing.note])))
-
-
-def _raw(owner: Any, attribute: str) -> Any:
-    """The attribute as it lies in the namespace, descriptors unbound; None where there is none."""
-    if isinstance_of(owner, type):
-        return type_attribute(owner, attribute)
-    names = own_names(owner) or {}
-    if attribute in names or isinstance_of(owner, ModuleType):
-        return names.get(attribute)
-    return type_attribute(type(owner), attribute)
-
-
-def _walk(
-    module: ModuleType,
-    owner: Any,
-    prefix: str,
-    wanted: str,
-    seen: set[int],
-    *,
-    called: str,
-    methods_of: str | None = None,
-) -> Iterator[Target | Unreachable]:
-    """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone.
-
-    Labels call the module `called`.
-    """
-    home = methods_of or module.__name__
-    names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
-    for attribute, raw in list(names.items()):
-        name = prefix + attribute
-        if isinstance_of(raw, type):
-            if raw.__module__ == home and id(raw) not in seen and methods_of is None:
-                seen.add(id(raw))
-                yield from _walk(module, raw, name + ".", wanted, seen, called=called)
-            continue
-        if not matches(wanted, name) or (methods_of is not None and not _is_public(attribute)):
-            continue
-        if _is_called_by_python(attribute) and not wanted.rpartition(".")[2].startswith("__"):
-            continue
-        if isinstance_of(raw, (property, functools.cached_property, functools.partial, functools.partialmethod)):
-            continue
-        for thing in _targets(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
-            if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
-                yield thing
-
-
-def _records(function: Any) -> bool:
-    """Whether it carries a probe already. The native recorder's are no Python functions."""
-    return site_on(function) is not None
-
-
-def site_on(function: Any) -> Site | None:
-    """The site of the probe that a function carries."""
-    site = (own_names(function) or {}).get("__instrument__")
-    return site if type(site) is Site else None
-
-
-def _is_called_by_python(method: str) -> bool:
-    return method.startswith("__") and method.endswith("__") and method not in ("__init__", "__call__")
-
-
-def _is_public(method: str) -> bool:
-    return not method.startswith("_") or method == "__call__"
-
-
-def _is_function(thing: Any) -> bool:
-    """Whether calls of it can be recorded by one that stands for it."""
-    kind = type(thing)
-    made_by_cython = kind.__name__ == "cython_function_or_method"
-    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
-
-
-def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """The functions in a method that a class defines."""
-    home: str = type_attribute(cls, "__module__")
-    yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
-
-
-def override_label(cls: type[Any], attribute: str) -> str:
-    """How a rule would name a method of a class."""
-    return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
-
-
-def _targets(
-    home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
-) -> Iterator[Target | Unreachable]:
-    """The functions in what an attribute holds that lies in the module `home`."""
-    module, _, qualname = label.partition(":")
-    parts = list(parts_of(raw))
-    for suffix, function in parts:
-        if isinstance(owner, type) and type(function) is BuiltinFunctionType and raw is function:
-            yield Unreachable(label + suffix, "it is a method made in C")
-        else:
-            yield Target(owner, attribute, raw, function, module, qualname + suffix)
-    if parts or not explicit:
-        return
-    if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
-        yield Unreachable(label, "it is a method made in C")
-        return
-    inside = _inside(raw, home, qualname)
-    if inside is not None:
-        note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
-        yield Target(owner, attribute, None, inside, module, qualname, note)
-        return
-    kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
-    call = None if kind is None else type_namespace(kind)["__call__"]
-    own = home.partition(".")[0]
-    if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == own:
-        note = f"as {kind.__name__}.__call__, for all objects of that class"
-        yield Target(kind, "__call__", call, call, module, qualname, note)
-        return
-    yield Unreachable(label, f"it is a {type(raw).__name__}, not a function")
-
-
-def parts_of(raw: Any) -> Iterator[tuple[str, Any]]:
-    """The functions in what a decorator has made, each with what its name ends in."""
-    function: Any = None
-    if type(raw) is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and not _records(raw):
-        cells: dict[str, Any] = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))
-        function = cells["func"].cell_contents
-    elif _is_function(raw):
-        function = raw
-    elif isinstance_of(raw, (staticmethod, classmethod)):
-        function = raw.__func__
-    elif isinstance_of(raw, property):
-        for suffix, part in (("", raw.fget), (".setter", raw.fset), (".deleter", raw.fdel)):
-            if _is_function(part):
-                yield suffix, part
-    elif isinstance_of(raw, functools.partial):
-        state: Any = functools.partial.__reduce__(raw)[2]
-        function = state[0]
-    elif isinstance_of(raw, (functools.cached_property, functools.partialmethod)):
-        function = (own_names(raw) or {}).get("func")
-    elif isinstance_of(raw, functools.singledispatchmethod):
-        for kind, part in dict((own_names(raw) or {})["dispatcher"].registry).items():
-            if _is_function(part):
-                yield ("" if kind is object else f"[{kind.__name__}]"), part
-    else:
-        proxied = holders.wrapped_slot(type(raw))
-        function = None if proxied is None else proxied.__get__(raw)
-    if _is_function(function):
-        yield "", function
-
-
-def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """The class of that very name inside what a decorator of a framework has made of it (a deployment, an actor)."""
-    if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
-        return None
-    found: type[Any] | None = _inside(raw, module, qualname, type)
-    return found
-
-
-def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> Any:
-    """The function, or class, of that very name inside what a decorator of a framework has made of it."""
-    seen, near = {id(raw)}, holders.Kept([raw])
-    for thing in near:
-        for part in gc.get_referents(thing):
-            if id(part) in seen or len(near) > INSIDE:
-                continue
-            seen.add(id(part))
-            if type(part) is FunctionType:
-                if kind is FunctionType and (part.__module__, part.__qualname__) == (module, qualname):
-                    return part
-            elif isinstance_of(part, type):
-                if type_attribute(part, "__module__") != module:
-                    continue
-                if kind is type and type.__dict__["__qualname__"].__get__(part) == qualname:
-                    return part
-                near.append(part)  # a class that was made for the function
-            elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
-                near.append(part)
-    return None
-
-
-def _is_globals(thing: Any) -> bool:
-    return type(thing) is dict and "__builtins__" in thing
 
 
 class Probe:
@@ -589,13 +205,13 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
     if isinstance_of(target, type):
         for attribute, raw in list(vars(target).items()):
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-            if _is_public(attribute) and isinstance(function, FunctionType):
+            if is_public(attribute) and isinstance(function, FunctionType):
                 label = f"{name}.{attribute}" if name else None
                 setattr(target, attribute, _profile(raw, label, kind, device, phase))
         return target
     parts = list(parts_of(target))
     for suffix, function in parts:
-        own = name + suffix if name else _qualname(function) + suffix if suffix else None
+        own = name + suffix if name else qualname_of(function) + suffix if suffix else None
         site = site_of(function, name=own, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
         decorated.note(site, wrapped)
@@ -608,11 +224,3 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
             "Put it below the decorator that returns such an object."
         )
     return target
-
-
-def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Labels of all functions in the modules that a rule could have meant, to name the nearest."""
-    found = (
-        thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
-    )
-    return [thing.label for thing in found if isinstance(thing, Target)]

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, matches, replace, undo_all
+from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
+from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, tensors_near, tensors_of
 from instrument.profile.model import LayerRule

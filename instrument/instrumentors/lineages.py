@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, parts_of, replace, site_on
+from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.holders import isinstance_of, type_attribute, type_namespace
+from instrument.instrumentors.targets import parts_of, site_on
 from instrument.runtime.faults import FAULTS
 
 

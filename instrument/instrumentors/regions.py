@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from instrument.instrumentors.functions import Undo, matches, replace, undo_all
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, tensors_of
 from instrument.profile.model import LayerRule

@@ -14,11 +14,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors import arguments, functions, holders
+from instrument.instrumentors import arguments, functions, holders, targets
 from instrument.instrumentors.argument_watch import ArgumentWatch
-from instrument.instrumentors.functions import Probe, Target, Unreachable, matches
+from instrument.instrumentors.functions import Probe
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.request_keys import KeyReader
+from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -206,8 +207,8 @@ class Functions:
         for index, rule in enumerate(self.rules):
             for text in rule.match:
                 for name in _called_by(text, module):
-                    found = list(functions.find(module, text, name))
-                    if text.endswith(functions.SUBCLASSES):
+                    found = list(targets.find(module, text, name))
+                    if text.endswith(targets.SUBCLASSES):
                         found += [thing for one in found for thing in self._overrides(index, one)]
                     selected.update(((index, thing.label), thing) for thing in found if not _is_excluded(rule, thing))
         return selected
@@ -224,7 +225,7 @@ class Functions:
                     lineage.join(target.owner)
         self._wanting.setdefault(key, set()).add(index)
         for cls in self._lineages[key].overrides():
-            yield from functions.override(cls, thing.attribute)
+            yield from targets.override(cls, thing.attribute)
 
     def _subclassed(self, cls: type[Any]) -> None:
         """A class has been defined below one whose overrides a rule wants, or is found to have been."""
@@ -233,7 +234,7 @@ class Functions:
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
                 for attribute in self._wanted_below(index, cls)
-                for thing in functions.override(cls, attribute)
+                for thing in targets.override(cls, attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._attachable(found)):
@@ -261,7 +262,7 @@ class Functions:
             if isinstance(framework, str):
                 self._tell(index, "attached", label, f"frameworks: {framework} has it")
                 continue
-            existing = functions.site_on(thing.function)
+            existing = targets.site_on(thing.function)
             if existing is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = (
@@ -278,7 +279,7 @@ class Functions:
 
     def _attach(self, index: int, target: Target) -> Probe | None:
         rule = self.rules[index]
-        site = functions.site_of(
+        site = targets.site_of(
             target.function,
             name=target.filled_in(rule.name) if rule.name else target.name,
             kind=self._kind(target.label, rule),
@@ -355,7 +356,7 @@ class Functions:
         if not holders.isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
             return verdict
         labels = [
-            functions.override_label(cls, attribute)
+            targets.override_label(cls, attribute)
             for cls in subclasses(owner)
             if attribute in holders.type_namespace(cls) and not is_reached(cls, attribute)
         ]
@@ -364,7 +365,7 @@ class Functions:
             return verdict
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
         why = f"not seen: {shown}, which overrid{'es' if len(missed) == 1 else 'e'} it; "
-        why += f"{verdict.target}{functions.SUBCLASSES} takes subclasses, too"
+        why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missed(self, rule: FunctionRule) -> Verdict:
@@ -388,13 +389,13 @@ class Functions:
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Whether a module has by now what the rule names, without having told of it."""
-        found = (thing for text in rule.match for thing in functions.find(module, text))
+        found = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in found)
 
     @staticmethod
     def _nearest(wanted: Iterable[str], modules: Sequence[ModuleType]) -> str | None:
         for text in wanted:
-            known = functions.unmatched(text, modules)
+            known = targets.unmatched(text, modules)
             close = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
             if close:
                 return close[0]

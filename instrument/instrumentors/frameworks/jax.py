@@ -21,8 +21,9 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.frameworks.entries import missing, taken
-from instrument.instrumentors.functions import Undo, replace, site_of, undo_all
+from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.holders import loaded_modules, namespace, rebind
+from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
