@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver
 from instrument.device.pairs import Driver, Pair
-from instrument.device.resolver import LAUNCH_NS, Resolver
+from instrument.device.placing import LAUNCH_NS
+from instrument.device.resolver import Resolver
 from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from instrument.device import cuda
-from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, AnchoredMoment
+from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
 from instrument.device.pairs import Context, Driver, HeldTimes, Pair, Times
+from instrument.device.placing import Answer, Placing
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
 from instrument.recording.interval_ring import IntervalRing
@@ -36,20 +37,8 @@ ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
 """The time between two anchors, and the first between two tries on a device that is too busy; then twice as long."""
 
-STALE_NS = 10**6
-"""A place that is known no better, nor to a tenth of the interval's length, is said to be stale."""
-
-LAUNCH_NS = 20_000
-"""A stream that reaches the end of a span so soon after the host had run dry: 3 to 10 us is what launching takes."""
-
-SHORT = 20
-"""A stretch must be as many times as long as one with nothing in it, or events alone make 5 % of it and more."""
-
 MEASURED_AT_ONCE = 1000
 """Pairs of a stream in one question to the driver: a millisecond of its time at most."""
-
-RECENT = 256
-"""Stretches of a stream, merged where they touch, that later ones of other streams are held against."""
 
 STREAMS_KEPT = 256
 """Streams of a context of which is known what they have done. Those that nothing can be held against go before."""
@@ -67,10 +56,6 @@ STOP_NS = 10**9
 
 COST_ROUNDS, COST_PAIRS = 3, 16
 
-Answer = tuple[int, int, "int | None"]
-"""The driver's error, the length of a pair, and how long after the newest anchor it began, None if not asked."""
-
-_by_begin = attrgetter("begin_ns")
 _by_end = attrgetter("end_ns")
 
 
@@ -100,6 +85,7 @@ class Resolver:
         """What a pair costs the thread of the service, measured on this device."""
         self.thread_ns = 0
         """Processor time of the resolver's thread."""
+        self._placing = Placing(driver, now)
         self._waking = Event()
         self._stopping = Event()
         self._thread: Thread | None = None
@@ -346,7 +332,7 @@ class Resolver:
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
-                self._put_in_order(context, stream, pairs, answered)
+                self._placing.put_in_order(context, stream, pairs, answered)
                 for pair, (error, device_ns, _) in answered:
                     done.append(pair)
                     self._take(context, stream, pair, error, device_ns)
@@ -383,64 +369,13 @@ class Resolver:
             return answers
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
-    def _put_in_order(
-        self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
-    ) -> None:
-        """Place what has begun on a stream, each on the host's clock as it lay on the stream.
-
-        Places are known to a microsecond or so, the order of events on a stream for certain: none begins before one
-        that was recorded earlier, whether that began or ended something. So stretches nest in the trace as they did.
-        """
-        found = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
-        if not found:
-            return
-        last_ns = max(pair.begin_ns for pair, _ in answered)
-        begun = [
-            pair
-            for pair in pairs
-            if id(pair) in found or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
-        ]
-        begun.sort(key=_by_begin)
-        ended = deque(pair for pair, (error, _, _) in answered if not error)
-        floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
-        for pair in begun:
-            if last_end_ns < pair.begin_ns:
-                floor_ns = max(floor_ns, last_at_ns)
-            while ended and ended[0].end_ns < pair.begin_ns:
-                before = ended.popleft()
-                if before.place is not None:
-                    floor_ns = max(floor_ns, before.place.at_ns + found[id(before)][0])
-            if pair.place is not None:
-                continue
-            _, offset_ns = found.get(id(pair), (0, None))
-            place = self._place(context, pair, offset_ns)
-            if place is not None:
-                floor_ns = max(floor_ns, place.at_ns)
-                pair.place = place if place.at_ns == floor_ns else place._replace(at_ns=floor_ns)
-        last = next((pair for pair, (error, _, _) in reversed(answered) if not error), None)
-        if last is not None and last.place is not None:
-            last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + found[id(last)][0]
-        context.floors[stream] = floor_ns, last_end_ns, last_at_ns
-
     def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int) -> None:
         """One stretch is over: its label, its span."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._lose(context, stream, pair, error)
             return
-        start_ns = place.at_ns
-        end_ns = start_ns + max(device_ns, 0)
-        recent = context.recent.get(stream)
-        if recent and start_ns < recent[-1][1] and end_ns < recent[-1][1] <= end_ns + place.uncertainty_ns:
-            end_ns = recent[-1][1]  # what it encloses cannot end after it
-        if not place.near or place.uncertainty_ns > max(STALE_NS, device_ns // 10):
-            label = "stale"
-        elif self._is_overlapped(context, stream, start_ns, end_ns):
-            label = "overlapped"
-        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
-            label = "launch-bound"
-        else:
-            label = "exclusive"
+        start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns)
         self.pairs += 1
         told = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
         if whole.held is None:
@@ -458,7 +393,7 @@ class Resolver:
     def _tell(self, whole: Pair, told: HeldTimes, label: str) -> None:
         context, stream, start_ns, end_ns, _, uncertainty_ns, _ = told
         whole.add(start_ns, end_ns)
-        self._remember(context, stream, start_ns, end_ns)
+        self._placing.remember(context, stream, start_ns, end_ns)
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _tell_held(self, whole: Pair) -> None:
@@ -510,81 +445,6 @@ class Resolver:
                     self.counts["device times whose thread's totals had been merged away"] += 1
         finally:
             self._give_back(whole)
-
-    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> AnchoredMoment | None:
-        """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
-
-        None where the driver does not tell.
-        """
-        anchor = context.anchors.newest_event
-        if anchor is None:  # the device has been too busy to be read
-            return AnchoredMoment(pair.begin_ns, self._now() - pair.begin_ns, near=False)
-        error = 0
-        if offset_ns is None:
-            error, offset_ns = self._driver.elapsed_ns(anchor, pair.begin)
-        place: AnchoredMoment | None = None
-        if not error:
-            error, place = context.anchors.place(pair.begin, offset_ns)
-        if error or place is None:
-            return None
-        if place.at_ns < pair.begin_ns:
-            return place._replace(at_ns=pair.begin_ns)
-        now_ns = self._now()
-        # It has happened. Who says otherwise is a device whose clock went on while the host's stood still.
-        return place if place.at_ns <= now_ns else place._replace(at_ns=now_ns, near=False)
-
-    def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Whether a stretch of another stream shares time with this one, more than events can tell apart.
-
-        Decided for good: what had not begun on the device by now begins after this has ended.
-        """
-        start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
-        if start_ns >= end_ns:
-            return False
-        for other, stretches in context.recent.items():
-            if other == stream:
-                continue
-            for begin, end in reversed(stretches):  # none touches the next, so those before this one ended earlier
-                if end <= start_ns:
-                    break
-                if begin < end_ns:
-                    return True
-        for other, pairs in context.under_way.items():
-            for pair in () if other == stream else pairs:
-                if pair.begin_ns >= end_ns or pair.stream != other or pair.whole is None or pair.error:
-                    continue
-                if pair.whole.held is not None:  # perhaps nothing of it is there
-                    continue
-                begun_ns = self._begun_at(context, pair)
-                if begun_ns is None:
-                    break  # nor has what comes after it on its stream
-                if begun_ns < end_ns and self._reaches(pair, begun_ns, start_ns):
-                    return True
-        return False
-
-    def _begun_at(self, context: Context, pair: Pair) -> int | None:
-        """When a pair that nobody has taken yet began on the device; None where it has not, or nobody can tell."""
-        place = pair.place
-        if place is None:
-            if self._driver.query(pair.begin):
-                return None
-            place = self._place(context, pair, None)
-        return None if place is None else place.at_ns
-
-    def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
-        """Whether a pair that has begun on the device had not ended there before a time."""
-        driver = self._driver
-        if not pair.end_ns or driver.query(pair.end_event):
-            return True
-        error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
-        return not error and begun_ns + device_ns > start_ns
-
-    def _remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
-        stretches = context.recent.setdefault(stream, deque(maxlen=RECENT))
-        while stretches and stretches[-1][1] >= start_ns:
-            before = stretches.pop()
-            start_ns, end_ns = min(start_ns, before[0]), max(end_ns, before[1])
-        stretches.append((start_ns, end_ns))
 
     def _keep(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
