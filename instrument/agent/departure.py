@@ -13,6 +13,7 @@ from typing import Any
 from instrument.agent import crash_capture, exit_status, run_report, telling
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
+from instrument.runtime import disk_room
 
 Answer = Mapping[str, Any]
 
@@ -88,17 +89,12 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
             found.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
-    left = disk_bytes - sum(size for _, _, size, _ in found)
-    removed = 0
-    for stays, _, size, path in sorted(found):
-        if left >= 0 or stays:
-            break
-        with suppress(OSError):  # it is another user's
-            path.unlink()
+    over_bytes = sum(size for _, _, size, _ in found) - disk_bytes
+    removed = disk_room.removed(((path, size) for stays, _, size, path in sorted(found) if not stays), over_bytes)
+    for path in removed:
+        with suppress(OSError):
             path.with_suffix(telling.BESIDE).unlink(missing_ok=True)
-            left += size
-            removed += 1
-    return removed
+    return len(removed)
 
 
 def _less_numbers(name: str, service: str) -> str:

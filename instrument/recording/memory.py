@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instrument.recording import memory_layout as layout
+from instrument.runtime import disk_room
 
 FIRST_FD = 256
 
@@ -113,14 +114,8 @@ def _make_room(directory: Path, room_bytes: int) -> None:
     sizes = []
     for path in left(directory):
         with contextlib.suppress(OSError):
-            sizes.append((path.stat().st_size, path))
-    taken_bytes = sum(size for size, _ in sizes)
-    for size, path in sizes:
-        if taken_bytes <= room_bytes:
-            return
-        with contextlib.suppress(OSError):
-            path.unlink()
-        taken_bytes -= size
+            sizes.append((path, path.stat().st_size))
+    disk_room.removed(sizes, sum(size for _, size in sizes) - room_bytes)
 
 
 def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:

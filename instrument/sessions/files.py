@@ -12,7 +12,6 @@ import select
 import sys
 import time
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +21,7 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
-from instrument.runtime import atomic
+from instrument.runtime import atomic, disk_room
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
 
@@ -114,15 +113,8 @@ def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collec
         for at_ns, name in newest.values():
             found[name] = True, at_ns, found[name][2]
     left -= sum(map(atomic.remove_abandoned, folders))
-    removed = 0
-    for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)):
-        if left >= 0:
-            break
-        with suppress(OSError):  # another process has removed it, or it is another user's
-            os.unlink(name)  # noqa: PTH108
-            removed += 1
-        left += 0 if os.path.lexists(name) else size
-    return removed
+    oldest = ((Path(name), size) for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)))
+    return len(disk_room.removed(oldest, -left))
 
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
