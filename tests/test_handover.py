@@ -27,8 +27,9 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.runtime import packets, run_folder
-from instrument.sessions import handover
+from instrument.sessions import handover, session_threads
 from instrument.sessions.session import Session
+from instrument.sessions.session_threads import SessionThreads
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def collector() -> Iterator[Collector]:
         yield server
 
 
-def begin(server: Collector, more: str = "") -> Session:
+def begin(server: Collector, more: str = "", rules: str = "") -> Session:
     export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{server.server_port}"}}{more}}}'
-    session = instrument.start(loads(export, environ={}))
+    session = instrument.start(loads(f"{rules}\n{export}", environ={}))
     assert session is not None
     return session
 
@@ -115,6 +116,30 @@ def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(agent: socket
     waiting.start()
     waiting.join(30)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(False, 2)]
+    place.close()
+
+
+def test_a_session_whose_threads_begin_too_late_sends_its_metrics_all_the_same(
+    agent: socket.socket, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_begin, were_to_begin, begin_threads = threading.Event(), threading.Event(), SessionThreads._start_threads
+
+    def begin_late(self: SessionThreads) -> None:
+        may_begin.wait(60)
+        begin_threads(self)
+        were_to_begin.set()
+
+    monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
+    monkeypatch.setattr(session_threads, "START_LIMIT_S", 0.0)
+    monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
+    session = begin(collector, rules="requests: auto")
+    place = taken()
+    serve(1)
+    session.stop()
+    assert "instrument.cost" in {metric.name for metric in collector.metrics}
+    assert session.losses() == {}
+    may_begin.set()
+    assert were_to_begin.wait(60)  # and have not, or they would stay for ever
     place.close()
 
 

@@ -531,9 +531,9 @@ class Session(Recorded):
         """What a session leaves behind: its spans at the collector, its last trace file."""
         window = self._reader.stop(self.end_ns or 0)
         if self._exporter is not None:
-            if self.handover.is_own:
+            if self._sends():  # which may not have begun yet
                 self._exporter.start()
-            elif self._is_first() or self.profile.export.summary is not None:
+            if not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
                 limit_s = LAST_SETTLE_S if self._is_first() else SETTLE_S
                 _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
             self._exporter.stop(EXIT_LIMIT_NS)

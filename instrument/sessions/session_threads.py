@@ -71,7 +71,7 @@ class SessionThreads:
         self.stopping = Event()
         self.own: Thread | None = None
         self._begun: Event | None = None
-        self.have_begun = False
+        self.have_begun = self._is_over = False
 
     def after_fork_in_child(self) -> None:
         """There are none; those of the parent are not here."""
@@ -88,6 +88,7 @@ class SessionThreads:
         self.stopping.set()
         if self._begun is not None:
             self._begun.wait(START_LIMIT_S)  # what has just begun to record is sent, too
+        self._is_over = True
         if self.own is not None:
             self.own.join(limit_s)
 
@@ -124,6 +125,8 @@ class SessionThreads:
             raise
 
     def _start_threads(self) -> None:
+        if self._is_over:
+            return  # the session sends what there is at its end
         self.have_begun = True
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
         if self._exporter is not None and self._sends():
