@@ -19,7 +19,7 @@ from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver
 from instrument.device.pairs import Driver, Pair
 from instrument.device.placing import LAUNCH_NS
-from instrument.device.resolver import Resolver
+from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
@@ -146,6 +146,18 @@ def test_a_kernel_is_timed_on_the_hosts_clock(bench: Bench) -> None:
     bench.settle(5 * MS)
     assert bench.told(span) == ("exclusive", 0, 5 * MS)
     assert bench.totals.counted == [(1, 0, 5 * MS, 5 * MS)]
+
+
+def test_a_span_whose_kernel_still_runs_has_not_its_device_times(bench: Bench) -> None:
+    first = bench.span(2 * ROW_NS)
+    bench.fake.advance(ROW_NS + MS)
+    later = bench.span(2 * ROW_NS)
+    bench.settle(MS)
+    assert bench.resolver.settled_ns() < first.end_ns
+    bench.settle(ROW_NS - 2 * MS)
+    assert first.end_ns <= bench.resolver.settled_ns() < later.end_ns
+    bench.settle(2 * ROW_NS)
+    assert bench.resolver.settled_ns() >= later.end_ns
 
 
 # ---------------------------------------------------------------- what an interval is

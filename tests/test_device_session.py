@@ -25,8 +25,11 @@ from trees import outline, tree_of
 import instrument
 from instrument import chrome
 from instrument.cli import main
+from instrument.device import resolver
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.interval_ring import NOTHING_TO_COME
+from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Site
 from instrument.sessions.session import Session
 from instrument.trace import file
@@ -442,6 +445,41 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
             torch.work(MS)
         settled(running)
     assert [span.device != () for span in settled(running).spans] == [True, True, True]
+
+
+def test_others_are_told_up_to_when_device_times_are_known(torch: Any, session: Any) -> None:
+    running = session()
+    mapped = Mapped(RECORDER.memory_fd)
+    torch.cuda.init()
+    assert mapped.settled_ns() == 0
+    with instrument.scope("work", device=True):
+        torch.work(100 * MS)
+    now_ns = time.monotonic_ns()
+    assert 0 < mapped.settled_ns() < now_ns
+    while mapped.settled_ns() < now_ns:
+        time.sleep(0.001)
+    assert len(mapped.intervals()) == 1
+    with instrument.scope("more work", device=True):
+        torch.work(100 * MS)
+    now_ns = time.monotonic_ns()
+    running._timing.await_settled(now_ns, time.monotonic() + 60)
+    assert mapped.settled_ns() >= now_ns
+    assert len(mapped.intervals()) == 2
+    instrument.stop()
+    assert mapped.settled_ns() == NOTHING_TO_COME
+    mapped.close()
+
+
+def test_what_a_device_has_not_come_to_by_the_end_is_dropped(torch: Any, session: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(resolver, "STOP_NS", 10 * MS)
+    running = session()
+    torch.cuda.init()
+    with instrument.scope("work", device=True):
+        torch.work(1000 * MS)
+    instrument.stop()
+    (span,) = running.trace().spans
+    assert [interval.label for interval in span.device] == ["dropped"]
+    assert running.losses()["device times dropped"] == 1
 
 
 NUMBA = """

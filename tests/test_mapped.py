@@ -188,6 +188,15 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
     assert len(mapped.intervals()) == 0
 
 
+def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
+    intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
+    assert mapped.settled_ns() == 0
+    intervals.tell_settled(1 << 40)
+    assert mapped.settled_ns() == 1 << 40
+    recorder.reset()
+    assert mapped.settled_ns() == 0
+
+
 def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
     recorder.begin(1 << 22, {})
     function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), Looker("run")

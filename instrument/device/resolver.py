@@ -16,7 +16,7 @@ from instrument.device.pairs import Context, Driver, HeldTimes, Pair, Times
 from instrument.device.placing import Answer, Placing
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
-from instrument.recording.interval_ring import IntervalRing
+from instrument.recording.interval_ring import NOTHING_TO_COME, IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
@@ -50,6 +50,12 @@ time are told of, each time by what these tell."""
 INTERRUPTED = -2
 """In place of an error: a signal handler's exception came between, so that nothing is known of the event."""
 
+ROW_NS = 10**7
+"""How long a span's row may be there before its pair says that the span has ended."""
+
+TELL_NS = 2 * 10**7
+"""How often others are told up to when everything is resolved."""
+
 STOP_NS = 10**9
 """The longest that `stop` waits for the device."""
 
@@ -57,6 +63,12 @@ STOP_NS = 10**9
 COST_ROUNDS, COST_PAIRS = 3, 16
 
 _by_end = attrgetter("end_ns")
+
+
+def _ended_at(pair: Pair) -> int:
+    """When the span of a pair has ended on the host, or else the pair; 0 or less where nobody waits for either."""
+    row = None if pair.whole is None else pair.whole.row
+    return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
@@ -86,6 +98,7 @@ class Resolver:
         self.thread_ns = 0
         """Processor time of the resolver's thread."""
         self._placing = Placing(driver, now)
+        self._told_ns = 0
         self._waking = Event()
         self._stopping = Event()
         self._thread: Thread | None = None
@@ -93,6 +106,7 @@ class Resolver:
     def start(self) -> None:
         """Begin to look, on a thread of its own."""
         if self._thread is None and not self._stopping.is_set():
+            self._intervals.tell_settled(self._now() - ROW_NS)
             self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
             self._thread.start()
 
@@ -103,6 +117,12 @@ class Resolver:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(2 * STOP_NS / 1e9)
+            self._intervals.tell_settled(NOTHING_TO_COME)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a thread that looks."""
+        return self._thread is not None
 
     @property
     def is_stopping(self) -> bool:
@@ -117,14 +137,22 @@ class Resolver:
 
     def settled_ns(self) -> int:
         """Up to when everything is resolved that had ended on the host by then."""
+        now_ns = self._now()
         waiting = [
-            pair.end_ns
+            end_ns
             for context in list(self.contexts.values())
             for pair in [*context.begun, *(pair for pairs in list(context.under_way.values()) for pair in list(pairs))]
-            if pair.end_ns > 0
+            if (end_ns := _ended_at(pair)) > 0
         ]
         waiting += [at_ns for _, _, at_ns, _ in list(self.untimed)]
-        return min(waiting, default=self._now())
+        waiting += map(_ended_at, list(self.finished))
+        return min([now_ns - ROW_NS, *(end_ns - 1 for end_ns in waiting)])
+
+    def _tell_settled(self) -> None:
+        now_ns = self._now()
+        if now_ns - self._told_ns >= TELL_NS:
+            self._told_ns = now_ns
+            self._intervals.tell_settled(self.settled_ns())
 
     def wake(self) -> None:
         """Look now, not when it is time to."""
@@ -175,6 +203,7 @@ class Resolver:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
             self.thread_ns = time.thread_time_ns()
+            self._tell_settled()
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
@@ -198,6 +227,7 @@ class Resolver:
         try:
             while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
                 sleep(POLL_S[0])
+            self._drop_ended_pairs()
             self._close()
         except Exception as fault:
             FAULTS.note("device thread", fault)
@@ -467,6 +497,14 @@ class Resolver:
         return any(
             pair.end_ns for context in self.contexts.values() for pairs in context.under_way.values() for pair in pairs
         )
+
+    def _drop_ended_pairs(self) -> None:
+        """Nobody waits any longer for what the device has not come to."""
+        for context in self.contexts.values():
+            for stream, pairs in context.under_way.items() if context.alive else ():
+                for pair in [pair for pair in pairs if pair.end_ns]:
+                    self._lose(context, stream, pair, INTERRUPTED)
+                    pairs.remove(pair)
 
     def _close(self) -> None:
         """Give everything back to the driver."""

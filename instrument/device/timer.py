@@ -32,10 +32,13 @@ from instrument.recording.interval_ring import LABELS, IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
 from instrument.runtime import imports
-from instrument.runtime.unpatched import Lock
+from instrument.runtime.unpatched import Lock, sleep
 
 if TYPE_CHECKING:
     from instrument.trace.columns import DeviceIntervals, Int64s
+
+LOOK_S = 0.002
+"""How often it is looked whether device times have come that somebody waits for."""
 
 NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
 NO_CONTEXT_YET = "spans that began before their device had a context"
@@ -422,6 +425,17 @@ class Timing:
     def settled_ns(self) -> int:
         """Up to when that is so. Takes time by the number of open spans: ask once for many."""
         return self._now() if self.timer is None else self.timer.resolver.settled_ns()
+
+    def await_settled(self, at_ns: int, end_s: float) -> None:
+        """Wait until that is so of a time, as `time.monotonic` has it until `end_s`, and let others know."""
+        resolver = None if self.timer is None else self.timer.resolver
+        while resolver is not None and resolver.is_running and time.monotonic() < end_s:
+            settled_ns = resolver.settled_ns()
+            if settled_ns >= at_ns:
+                self.intervals.tell_settled(settled_ns)
+                return
+            resolver.wake()
+            sleep(LOOK_S)
 
     @property
     def pair_ns(self) -> float:

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 2
+#define RECORDING_VERSION 3
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 
@@ -59,6 +59,7 @@ typedef struct {
     uint64_t is_python;                /* the recorder in Python: totals lack the rows from `folded` on */
     counted_t counted;
     uint64_t interval_slots; /* so many of the part are the ring */
+    uint64_t settled_ns; /* what had ended by then has its intervals there; 0: no device has been timed */
     part_t parts[PART_COUNT];
 } recording_t;
 

@@ -162,6 +162,7 @@ class MemoryWriter:
             self._put_header("generation", self._header("generation") + 1)
             self._put_header("ended_rows", 0)
             self._put_header("ended_too_short", 0)
+            self._put_header("settled_ns", 0)
             reasons = layout.HEADER.fields["reasons"][0]
             self.map[reasons : reasons + 8 * len(layout.REASONS)] = bytes(8 * len(layout.REASONS))
             self._put_header("moving", self._header("moving") + 1)

@@ -24,6 +24,9 @@ _CELLS = Struct("<QqQqqqq")
 
 INTERVAL_BYTES = _CELLS.size
 
+NOTHING_TO_COME = 1 << 62
+"""Up to when everything is settled where no interval will come any more."""
+
 
 class IntervalRing:
     """A ring of intervals by span; written by one thread, read by any.
@@ -49,6 +52,10 @@ class IntervalRing:
     ) -> None:
         """Keep one, in place of the oldest if need be."""
         self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
+
+    def tell_settled(self, until_ns: int) -> None:
+        """Say to others that of every span that had ended by then all intervals are here that will ever be."""
+        self._slots.put("settled_ns", until_ns)
 
     def packed(self) -> bytes:
         """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""

@@ -435,6 +435,10 @@ class Mapped:
         sound &= (found["uncertainty_ns"] >= 0) & (found["uncertainty_ns"] < FARTHEST_NS)
         return np.asarray(found[sound])
 
+    def settled_ns(self) -> int:
+        """All device intervals are there of what had ended by then; 0 where no device has been timed."""
+        return int(self._read_head()["settled_ns"])
+
     def samples(self) -> list[Sample]:
         """The newest readings of gauges, the oldest first."""
         found = self._newest("samples", _SAMPLE, layout.SAMPLES)

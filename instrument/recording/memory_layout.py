@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 2
+MAGIC, VERSION = b"instrrec", 3
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -74,7 +74,8 @@ def _in_order(**types: str) -> Record:
 HEADER = _in_order(
     magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
     boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", is_python="Q", ended_rows="Q",
-    ended_too_short="Q", reasons="32Q", interval_slots="Q", parts=f"{5 * len(PARTS)}Q",
+    ended_too_short="Q", reasons="32Q", interval_slots="Q", settled_ns="Q",
+    parts=f"{5 * len(PARTS)}Q",
 )  # fmt: skip
 PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(

@@ -61,6 +61,14 @@ class SlotRing:
             if self._room is not None:
                 self._room.put_used(self.count)
 
+    def put(self, field: str, value: int) -> None:
+        """Set a number of the recording's header, where the slots lie in one."""
+        with self._lock:
+            if self._memory is None:
+                self._found()
+            if self._room is not None:
+                self._room.put(field, value)
+
     def _found(self) -> memoryview | bytearray:
         self._room = self._find_room() if self._find_room is not None else None
         if self._room is None:
