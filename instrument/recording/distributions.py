@@ -6,8 +6,9 @@ A duration is told as a distribution: exact count and sum, and the tally's bucke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from instrument.recording.histogram import bucket, bucket_start
 
@@ -72,6 +73,16 @@ class Distribution:
         """One of the caller's own."""
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
+    def told(self) -> list[Any]:
+        """It as JSON has it."""
+        return [self.count, self.sum_ns, self.least_ns, self.most_ns, *(n for one in self.buckets.items() for n in one)]
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> Distribution:
+        """What was told. Raises `TypeError` or `ValueError` for what is none."""
+        count, sum_ns, least_ns, most_ns, *pairs = map(int, told)
+        return cls(count, sum_ns, least_ns, most_ns, dict(zip(pairs[::2], pairs[1::2], strict=True)))
+
     def since(self, before: Distribution) -> Distribution:
         """What has been counted since it was as `before`. Its least and its most are not known."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
@@ -80,6 +91,31 @@ class Distribution:
             self.sum_ns - before.sum_ns,
             buckets={index: count for index, count in more.items() if count},
         )
+
+
+def told_labels(labels: Labels) -> list[list[Value]]:
+    """Labels as JSON has them."""
+    return [[name, value] for name, value in labels]
+
+
+def labels_told(told: Iterable[Sequence[Any]]) -> Labels:
+    """Labels that were told. Raises `TypeError` or `ValueError` for what are none."""
+    found: list[tuple[str, Value]] = []
+    for name, value in told:
+        if not (isinstance(name, str) and isinstance(value, str | int)):
+            raise TypeError(f"found {value!r:.60} of {name!r:.60} among the labels of a series")
+        found.append((name, value))
+    return tuple(found)
+
+
+def told_series(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
+    """Distributions by their labels, as JSON has them."""
+    return [[told_labels(labels), one.told()] for labels, one in series.items()]
+
+
+def series_told(told: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
+    """Distributions that were told. Raises `TypeError` or `ValueError` for what are none."""
+    return {labels_told(labels): Distribution.of(one) for labels, one in told}
 
 
 EXEMPLARS = 8

@@ -14,6 +14,8 @@ from instrument.recording.distributions import (
     Exemplars,
     Labels,
     Metric,
+    series_told,
+    told_series,
 )
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 
@@ -55,6 +57,17 @@ class GenerationTimes:
         """An exemplar of a value that has been counted."""
         if labels in self._series.get(name, ()):
             self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(one)
+
+    def state(self) -> dict[str, Any]:
+        """All that has been counted, as JSON has it, but for exemplars."""
+        return {name: told_series(series) for name, series in self._series.items()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
+        """What another one has counted. Raises `TypeError` or `ValueError` for what is none."""
+        found = cls()
+        found._series = {str(name): series_told(series) for name, series in state.items()}
+        return found
 
     def metrics(self, *names: str) -> list[Metric]:
         """These metrics, also those that nothing has been counted of."""

@@ -27,6 +27,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.otlp import export_facts
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
+from instrument.recorder.meter import Books, Meter, mark_of, queued_tasks
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
@@ -54,7 +55,6 @@ from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
-from instrument.sessions.meter import Books, Meter
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
@@ -92,7 +92,7 @@ class Recorded:
         self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._begin_export, self._end_export)
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
-        self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns))
+        self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns, queued_tasks))
         self._metered_ns = 0
         self._reader = Reader(RECORDER, self.selection, self._keep, self.origin, self._meter.count)
         self.account = Account(
@@ -154,9 +154,13 @@ class Recorded:
         self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
         self._meter.watch(functions=any(rule.gen_ai or rule.batch for rule in self.profile.functions))
 
-    def _generators(self) -> set[Site]:
-        """What the rules with `gen_ai` are recorded as."""
-        return self._sites_of({rule.text for rule in self.profile.functions if rule.gen_ai})
+    def _generators(self) -> set[str]:
+        """The marks of what the rules with `gen_ai` are recorded as."""
+        return set(map(mark_of, self._sites_of({rule.text for rule in self.profile.functions if rule.gen_ai})))
+
+    def _metered(self) -> set[str]:
+        """The marks of what the rules with `metrics` are recorded as."""
+        return set(map(mark_of, self._sites_of({rule.text for rule in self.profile.functions if rule.metrics})))
 
     def _costs_ns(self) -> Mapping[str, float]:
         """What the instrumentation has cost so far, by what for."""

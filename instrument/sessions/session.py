@@ -22,6 +22,7 @@ from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
+from instrument.recorder.meter import Ended
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board, export_place
 from instrument.recording.distributions import Snapshot
@@ -36,7 +37,6 @@ from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import Standing
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import REPORT_S, Membership, RunFacts
-from instrument.sessions.meter import Ended
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
@@ -315,8 +315,7 @@ class Session(Recorded):
         """Take all metrics, once the reader has met what had `ended` before."""
         self._metered_ns = time.monotonic_ns()
         self._meter.settle(ended)
-        rules = {rule.text for rule in self.profile.functions if rule.metrics}
-        snapshot = self._meter.snapshot(requests=bool(self.profile.requests), sites=self._sites_of(rules))
+        snapshot = self._meter.snapshot(requests=bool(self.profile.requests), marks=self._metered())
         if self._exporter is not None:
             self._exporter.metrics.put(snapshot)
         self._snapshot = snapshot

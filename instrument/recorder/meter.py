@@ -1,9 +1,12 @@
-"""The meter: what of a session are metrics, counted while it runs, for OTLP and for a scrape of Prometheus.
+"""The meter: what of a process are metrics, counted while it runs, for OTLP and for a scrape of Prometheus.
 
 Requests are counted by endpoint, status and error as the reader of the rings meets their rows, so nothing is done for
 them on the service's threads. The tally counts the same requests exactly, whatever the rings have lost: those that the
 reader has never met are found by it, and told without a status. So the counts of all series add up to the requests
 that have ended.
+
+The session meters its own recorder, the agent of a run the recordings of its processes: by the same code, and one goes
+on from the `state` of the other.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Protocol
 
 from instrument.recorder.http_status import STATUS
-from instrument.recorder.recorder import Recorder
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,
@@ -30,6 +33,10 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
+    labels_told,
+    series_told,
+    told_labels,
+    told_series,
 )
 from instrument.recording.generations import (
     BATCH_SIZE,
@@ -43,7 +50,7 @@ from instrument.recording.generations import (
 )
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
-from instrument.recording.ring import Cursor, Row
+from instrument.recording.ring import Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, Span
 
 SCHEME = "url.scheme"
@@ -52,15 +59,33 @@ Ended = Mapping[Labels, Mapping[int, int]]
 """By endpoint the buckets of the requests that have ended."""
 
 
+class MeteredRows(Protocol):
+    """Where what is metered is recorded: a process's own recorder, or another's recording."""
+
+    def cursor(self) -> Any:
+        """What reads on, from now: all rows, or at least those that have attributes."""
+
+    def open_rows(self) -> Iterable[tuple[int, Row]]:
+        """The spans that are open now."""
+
+    def site_of(self, row: Row) -> Site:
+        """The site of a row."""
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        """All totals up to now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the session knows of its own losses and costs, asked when a snapshot is taken.
+    """What the process alone knows, asked when a snapshot is taken.
 
-    `losses` counts what was not kept by reason, `costs_ns` tells what was spent so far by what for.
+    `losses` counts what was not kept by reason, `costs_ns` tells what was spent so far by what for, and `queued` how
+    many tasks wait in executors, by what these are called.
     """
 
     losses: Callable[[], Mapping[str, int]]
     costs_ns: Callable[[], Mapping[str, float]]
+    queued: Callable[[], Mapping[str, int]]
 
 
 class Meter:
@@ -70,7 +95,7 @@ class Meter:
     watched where `watch` says so.
     """
 
-    def __init__(self, recorder: Recorder, books: Books) -> None:
+    def __init__(self, recorder: MeteredRows, books: Books) -> None:
         self._recorder = recorder
         self._books = books
         self.generations: tuple[str, ...] = ()
@@ -85,10 +110,10 @@ class Meter:
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
-        self._asked_for: set[object] = set()
+        self._asked_for: set[str] = set()
         self._counters: dict[tuple[str, str], float] = {}
         self._exemplars: dict[Labels, Exemplars] = {}
-        self._watched: Cursor | None = None
+        self._watched: Any = None
 
     # ---------------------------------------------------------------- requests
 
@@ -129,29 +154,36 @@ class Meter:
         elif self._watched is None:
             self._watched = self._recorder.cursor()
 
-    def count_generators(self, sites_of: Callable[[], Collection[Site]]) -> None:
-        """Count what generators have yielded since the last time: those of some sites, which are asked for if need be.
+    def count_generators(self, marks: Callable[[], Collection[str]]) -> None:
+        """Count what generators have yielded since the last time: those of these marks, which are asked for if need be.
 
         And how many requests batches had. Goes through every row: they may lie below any other.
         """
-        if self._watched is None:
-            return
-        found = [(row, told) for _, rows in self._watched.read() for row in rows if (told := row[10])]
-        streams = [(row, told) for row, told in found if FIRST_ITEM in told]
-        sites = sites_of() if streams else ()
-        for row, told in streams:
-            site = self._recorder.place_of(self._recorder.site_of(row))
-            if site in sites:
-                self._count_generation(_call_labels(site), told, row[6] - row[5], row[9])
-        for row, told in found:
-            if isinstance(keys := told.get(BATCH_KEYS), list | tuple):
-                site = self._recorder.place_of(self._recorder.site_of(row))
-                self._generated.add(BATCH_SIZE, _call_labels(site), len(keys) * ONE)
+        if self._watched is not None:
+            self.count_parts([row for _, rows in self._watched.read() for row in rows if row[10]], marks)
+
+    def count_parts(self, rows: Sequence[Row], marks: Callable[[], Collection[str]]) -> None:
+        """Count what rows with attributes tell, where they are of generators or batches."""
+        streams = [row for row in rows if FIRST_ITEM in (row[10] or ())]
+        known = marks() if streams else ()
+        counts = {site: mark_of(site) in known for site in map(self._recorder.site_of, streams)}
+        for row in streams:
+            site = self._recorder.site_of(row)
+            if counts[site]:
+                self._count_generation(_call_labels(site), row[10] or {}, row[6] - row[5], row[9])
+        for row in rows:
+            if isinstance(keys := (row[10] or {}).get(BATCH_KEYS), list | tuple):
+                self._generated.add(BATCH_SIZE, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
+
+    @property
+    def watches(self) -> bool:
+        """Whether it looks for functions whose items a model generates, and for batches."""
+        return self._watched is not None
 
     @property
     def lost(self) -> int:
         """Spans that were overwritten before it was seen whether they were of such generators."""
-        return 0 if self._watched is None else self._watched.lost
+        return 0 if self._watched is None else int(self._watched.lost)
 
     def _count_generation(self, known: Labels, told: Mapping[Any, Any], duration_ns: int, error: str | None) -> None:
         for name, labels, value_ns in _generation(known, told, duration_ns, error):
@@ -201,7 +233,7 @@ class Meter:
 
     def _queued_tasks(self) -> Metric | None:
         """What waits in executors now, None where the process has none."""
-        waiting = queued_tasks()
+        waiting = self._books.queued()
         if not waiting:
             return None
         series: dict[Labels, float] = {}
@@ -214,18 +246,19 @@ class Meter:
 
     # ---------------------------------------------------------------- calls of functions
 
-    def _count_calls(self, sites: Collection[Site]) -> None:
-        """Bring the distributions of these sites up to the tally: of all that were ever asked for, by their keys.
+    def _count_calls(self, marks: Collection[str]) -> None:
+        """Bring the distributions of these sites up to the tally: of all that were ever asked for, by their marks.
 
         After a reload a function is another site, and its series goes on from what was counted of the one before.
         """
-        self._asked_for |= {site.key for site in sites}
-        if not sites:
+        self._asked_for.update(marks)
+        if not marks:
             return
         lines = self._recorder.lines(merged=True)
         merged = lines.merged()
-        place_of, asked_for = self._recorder.place_of, self._asked_for
-        wanted = [_call_labels(site) if place_of(site).key in asked_for else () for site in lines.tree.sites]
+        asked_for, tree = self._asked_for, lines.tree
+        of_sites = zip(tree.by_site(_call_labels), tree.by_site(mark_of), strict=True)
+        wanted = [labels if mark in asked_for else () for labels, mark in of_sites]
         rows: dict[Labels, list[int]] = {}
         for at in range(0, len(merged), WIDTH):
             labels = wanted[lines.site_of[merged[at]]]
@@ -240,10 +273,34 @@ class Meter:
         if beyond:
             self._calls.setdefault(OVERFLOW, Distribution()).grow(_calls_of(lines, merged, beyond))
 
+    # ---------------------------------------------------------------- who goes on
+
+    def state(self) -> dict[str, Any]:
+        """All that has been counted, as JSON has it, but for exemplars: for who goes on with it elsewhere."""
+        return {
+            "start_ns": self._start_ns,
+            "requests": told_series(self._requests),
+            "met": [[told_labels(endpoint), [*known.items()]] for endpoint, known in self._met.items()],
+            "generated": self._generated.state(),
+            "calls": told_series(self._calls),
+            "asked_for": sorted(self._asked_for),
+            "counters": [[name, key, value] for (name, key), value in self._counters.items()],
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has counted. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
+        met = {labels_told(labels): Counter(dict(known)) for labels, known in state["met"]}
+        generated = GenerationTimes.of(state["generated"])
+        counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
+        asked_for = {str(mark) for mark in state["asked_for"]}
+        self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
+        self._generated, self._counters, self._asked_for = generated, counters, asked_for
+
     # ---------------------------------------------------------------- all together
 
-    def snapshot(self, *, requests: bool, sites: Collection[Site]) -> Snapshot:
-        """All metrics as they are now: of `requests` where they are recorded, and of the calls of these sites."""
+    def snapshot(self, *, requests: bool, marks: Collection[str]) -> Snapshot:
+        """All metrics as they are now: of `requests` where they are recorded, and of the calls of sites by marks."""
         metrics = []
         if requests or self._requests:
             told = "Duration of HTTP server requests."
@@ -256,7 +313,7 @@ class Meter:
             metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
         if self._watched is not None:
             metrics += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
-        self._count_calls(sites)
+        self._count_calls(marks)
         if self._calls:
             told = "Time of a call, of the device's work, too, where it is timed."
             metrics.append(_durations("instrument.call.duration", told, self._calls))
@@ -374,6 +431,11 @@ _ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEM
 
 def _without_route(endpoint: Labels) -> Labels:
     return tuple(one for one in endpoint if one[0] != "http.route")
+
+
+def mark_of(site: Site) -> str:
+    """What tells a site from others in few letters, in every process, whatever its spans are named."""
+    return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 
 def _call_labels(site: Site) -> Labels:
