@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
+from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.points import Series
 from instrument.otlp.response import Response
@@ -82,7 +83,7 @@ class Source:
     """One process whose spans are sent: what they are called, and what has become of them.
 
     `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
-    spans by fate.
+    spans by fate, `metrics` its own on their way.
     """
 
     ids: Ids
@@ -90,6 +91,7 @@ class Source:
     threads: Callable[[], Mapping[int, str]]
     resource: Callable[[], Mapping[str, object]]
     counts: Counter[str] = field(default_factory=Counter)
+    metrics: Metrics | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +112,11 @@ class Exporter:
     They are this process's own or those of others, each with its source, on one connection. Every method but
     `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
     names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts of their own and are
-    sent after the spans. `origin` and `ids` may be read, and `origin` replaced by a renewed one, at any time.
-    Where it has none of its own it need not know what it `detects` of itself.
-    `settled(source)` is called when the fate of some of a source's spans has become known, by the thread that sends.
+    sent after the spans; those of other processes come with their sources, by `add_metrics`. `origin` and `ids` may be
+    read, and `origin` replaced by a renewed one, at any time. Where it has none of its own it need not know what it
+    `detects` of itself.
+    `settled(source)` is called when the fate of some of a source's spans has become known, or metrics of it were sent,
+    by the thread that sends.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
@@ -130,13 +134,13 @@ class Exporter:
         self._threads = threads
         self._settled = settled
         self._sender = sender_for(settings)
-        grpc = settings.protocol == "grpc"
-        self.metrics = Metrics(settings.endpoint if grpc else metrics_url(settings.endpoint))
+        self.metrics = self.new_metrics(os.environ)
         self._detected: Mapping[str, object] | None = None if detects else {}
         self._begin_anew(origin)
 
     def _begin_anew(self, origin: Origin) -> None:
-        self.own = Source(Ids(), origin, self._threads, self.resource)
+        self.own = Source(Ids(), origin, self._threads, self.resource, metrics=self.metrics)
+        self._metered: tuple[Source, ...] = (self.own,)
         self._lock = Lock()
         self._inbox: deque[_Tree] = deque()
         self._queue: deque[_Tree] = deque()
@@ -158,6 +162,21 @@ class Exporter:
         self._quiet_until_ns = 0
         self.thread_ns = 0
         """Processor time of the export thread so far."""
+
+    def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
+        """Metrics of a process, by its environment, on their way to the same collector."""
+        endpoint = self._settings.endpoint
+        return Metrics(endpoint if self._settings.protocol == "grpc" else metrics_url(endpoint), environ)
+
+    def add_metrics(self, source: Source) -> None:
+        """From now on send the metrics of a source, too."""
+        with self._lock:
+            self._metered = (*self._metered, source)
+
+    def remove_metrics(self, source: Source) -> None:
+        """Send no more metrics of a source."""
+        with self._lock:
+            self._metered = tuple(one for one in self._metered if one is not source)
 
     @property
     def ids(self) -> Ids:
@@ -281,7 +300,7 @@ class Exporter:
         thread = self._thread
         counts = self.counts()
         newest = counts["offered_trees"]
-        settled = not (counts["pending"] or self.metrics.waits())
+        settled = not (counts["pending"] or any(one.waits() for one in self._of_metered()))
         held_ns = self._held_until_ns if self._stop_at_ns == _NEVER_NS else 0
         in_vain = held_ns - time.monotonic_ns() > timeout_ns
         if not (settled or in_vain) and thread is not None and thread.is_alive():
@@ -313,7 +332,8 @@ class Exporter:
         finally:
             if held:
                 self._lock.release()
-        self.metrics.drop()
+        for metrics in self._of_metered():
+            metrics.drop()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
@@ -455,33 +475,48 @@ class Exporter:
         if pieces:
             self._deliver(sender, pieces, owners)
 
+    def _of_metered(self) -> list[Metrics]:
+        return [one.metrics for one in self._metered if one.metrics is not None]
+
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the snapshot and the samples that wait, when it is time.
+        """Send the snapshots and the samples that wait, when it is time.
+
+        Where those of one process do not get through, those of others wait for the next time that theirs would.
+        """
+        for source in self._metered:
+            metrics, now_ns = source.metrics, time.monotonic_ns()
+            held_ns = max(self._held_until_ns, self._metrics_held_until_ns)
+            if metrics is None or not (metrics.due(now_ns) or (at_once and metrics.waits())):
+                continue
+            if now_ns < held_ns:
+                return
+            taken = self._send_metrics_of(sender, source, metrics)
+            self._settled(source)
+            if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
+                self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
+
+    def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
+        """Send the snapshot and the samples of a process; whether the collector took them.
 
         Samples that do not get through in a short while are lost; what a snapshot tells, the next one does.
         """
-        metrics = self.metrics
-        now_ns = time.monotonic_ns()
-        held_ns = max(self._held_until_ns, self._metrics_held_until_ns)
-        if now_ns < held_ns or not (metrics.due(now_ns) or (at_once and metrics.waits())):
-            return
-        self._speak_for(sender, self.own)
-        taken = self._send_snapshot(sender)
+        self._speak_for(sender, source)
+        taken = self._send_snapshot(sender, source, metrics)
         while taken and metrics.has_samples() and self._serves(sender):
-            series, samples = metrics.take(self.origin)
+            series, samples = metrics.take(source.origin)
             if not series:
                 continue
             verdict = self._deliver_metrics(sender, series)
             taken = verdict.taken
             metrics.settle(samples, verdict.rejected if taken else samples, verdict)
+        return taken or bool(metrics.off)
 
-    def _send_snapshot(self, sender: Sender) -> bool:
+    def _send_snapshot(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send the newest snapshot, if it has not been sent; False where the collector did not take it."""
-        metrics = self.metrics
         snapshot = metrics.snapshots.take()
         if snapshot is None:
             return True
-        for piece in metrics.pieces(snapshot, self.origin):
+        for piece in metrics.pieces(snapshot, source.origin):
             verdict = self._deliver_metrics(sender, piece.series)
             if not self._serves(sender):
                 return False

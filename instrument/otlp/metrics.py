@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from instrument.otlp.points import Point, Series
 from instrument.otlp.response import Response
-from instrument.otlp.snapshots import Piece, Snapshots
+from instrument.otlp.snapshots import PREFERENCE, Piece, Snapshots
 from instrument.recording.distributions import Snapshot
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.unpatched import Lock
@@ -31,6 +32,13 @@ may bring that down to."""
 
 PATIENCE_NS = 2 * 10**9
 """The longest that spans wait because metrics do not get through."""
+
+EXPORTER = "OTEL_METRICS_EXPORTER"
+
+
+def asked_of_metrics() -> dict[str, str]:
+    """The variables of this process that say how its metrics are to be told."""
+    return {name: os.environ[name] for name in (PREFERENCE, EXPORTER) if name in os.environ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +97,18 @@ for _measure in MEASURES:
 class Metrics:
     """Samples on their way to a collector, and what became of them. All methods may be called from any thread.
 
-    A collector that has no place for metrics says so once; from then on none are sent, and spans go on.
+    A collector that has no place for metrics says so once; from then on none are sent, and spans go on. `environ` is
+    that of the process which they are of.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
         self.off = (
             "" if endpoint else "the endpoint for spans does not end in /v1/traces, so that of metrics is unknown"
         )
-        if os.environ.get("OTEL_METRICS_EXPORTER", "").strip() == "none":
-            self.off = "OTEL_METRICS_EXPORTER is none"
+        if environ.get(EXPORTER, "").strip() == "none":
+            self.off = f"{EXPORTER} is none"
         self._told = False
-        self.snapshots = Snapshots()
+        self.snapshots = Snapshots(environ)
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -117,6 +126,36 @@ class Metrics:
         self.snapshots.forget()
         self.sent = 0
         """Samples that the collector took."""
+        self._taken_ns = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a collector knows by now, and what was lost, as JSON has it: for who goes on telling it elsewhere."""
+        with self._lock:
+            return {
+                **self.snapshots.state(),
+                "taken_ns": self._taken_ns,
+                "begun_ns": [*self._begun_ns.items()],
+                "newest": [[name, device, value] for (name, device), value in self._newest.items()],
+                "lost": [self._lost, self._lost_series],
+                "reason": self._reason,
+                "off": self.off,
+            }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has told. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
+        newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
+        lost = [{str(fate): int(count) for fate, count in of.items()} for of in state["lost"]]
+        self.snapshots.go_on(state)
+        with self._lock:
+            self._begun_ns, self._newest, self._taken_ns = begun_ns, newest, int(state["taken_ns"])
+            self._lost, self._lost_series = {**self._lost, **lost[0]}, {**self._lost_series, **lost[1]}
+            self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
+
+    @property
+    def taken_ns(self) -> int:
+        """When the newest sample was read that was taken on here, or by whoever told before."""
+        return self._taken_ns
 
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         """Take samples on; some microseconds. Nothing happens where metrics are off."""
@@ -128,6 +167,7 @@ class Metrics:
                 self._oldest_ns = time.monotonic_ns()
             self._gpus.update({gpu.device: gpu for gpu in gpus})
             self._waiting.extend(samples)
+            self._taken_ns = max([self._taken_ns, *(sample.at_ns for sample in samples)])
             while len(self._waiting) > QUEUE_SAMPLES:
                 self._waiting.popleft()
                 self._lost["dropped"] += 1

@@ -10,12 +10,23 @@ collector would take every point for one after a restart, and a delta begins whe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from instrument.otlp.histograms import Exponential, exponential
 from instrument.otlp.points import Point, Series
-from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, Distribution, Labels, Metric, Snapshot
+from instrument.recording.distributions import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    Distribution,
+    Labels,
+    Metric,
+    Snapshot,
+    labels_told,
+    told_labels,
+)
 from instrument.recording.spans import Origin
 
 PREFERENCE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
@@ -35,10 +46,13 @@ class Piece:
 
 
 class Snapshots:
-    """The newest snapshot. `put` is for one thread, the rest for another."""
+    """The newest snapshot. `put` is for one thread, the rest for another; `state` for any.
 
-    def __init__(self) -> None:
-        asked = os.environ.get(PREFERENCE, "").strip().lower() or "cumulative"
+    What is preferred stands in the environment of the process that it is of.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        asked = environ.get(PREFERENCE, "").strip().lower() or "cumulative"
         self._deltas = DELTAS.get(asked, ())
         self.problem = "" if asked in DELTAS else f"{PREFERENCE}: found {asked!r}; allowed: {', '.join(DELTAS)}"
         self.forget()
@@ -49,7 +63,33 @@ class Snapshots:
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
         self._told: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
-        self._start_ns = self._start_realtime_ns = 0
+        self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a collector knows by now, as JSON has it: for who goes on telling it elsewhere."""
+        told = [
+            [name, told_labels(labels), value.told() if isinstance(value, Distribution) else value, at_ns]
+            for (name, labels), (value, at_ns) in self._told.items()
+        ]
+        return {
+            "start_ns": self._start_ns,
+            "start_realtime_ns": self._start_realtime_ns,
+            "delivered_ns": self.delivered_ns,
+            "told": told,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has told. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        told = {
+            (str(name), labels_told(labels)): (
+                Distribution.of(value) if isinstance(value, list) else float(value),
+                int(at_ns),
+            )
+            for name, labels, value, at_ns in state["told"]
+        }
+        start_ns, start_realtime_ns = int(state["start_ns"]), int(state["start_realtime_ns"])
+        self.delivered_ns = int(state["delivered_ns"])
+        self._start_ns, self._start_realtime_ns, self._told = start_ns, start_realtime_ns, told
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one on, instead of any before."""
@@ -112,7 +152,7 @@ class Snapshots:
                     return None
         else:
             told = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
-        since_ns = self._delivered.at_ns if self._delivered is not None else 0
+        since_ns = self.delivered_ns
         exemplars = tuple(
             replace(one, at_ns=origin.realtime_of(one.at_ns))
             for one in metric.exemplars.get(labels, ())
@@ -124,11 +164,11 @@ class Snapshots:
     def taken(self, piece: Piece) -> None:
         """The collector has a piece."""
         if self._deltas:
-            self._told.update(piece.told)
+            self._told = {**self._told, **piece.told}  # another thread may read what was told
 
     def delivered(self, snapshot: Snapshot) -> None:
         """The collector has all of a snapshot."""
-        self._delivered = snapshot
+        self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
     def drop(self) -> int:
         """Give up the newest one; returns how many series it was of."""
