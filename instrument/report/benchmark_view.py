@@ -11,6 +11,7 @@ from the index `skip` on, counted from 0. A rate is over the time on the clock: 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -60,13 +61,12 @@ def _loops(trace: Trace, held: Interval, skip: int) -> tuple[LoopTimes, ...]:
     if not len(rows):
         return ()
     steps = _steps(trace, rows, held)
-    numbers: dict[str, int] = {}
-    number_of = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites])
+    names, number_of = trace.numbered_sites(attrgetter("name"))
     number = number_of[trace.site[steps.row]]
     order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
     of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
     its = {int(number[places[0]]): steps.at(places) for places in of_names}
-    names, seen = list(numbers), dict.fromkeys(number_of[trace.site[rows]].tolist())
+    seen = dict.fromkeys(number_of[trace.site[rows]].tolist())
     return tuple(_loop(names[key], trace, its[key], skip) for key in seen)
 
 

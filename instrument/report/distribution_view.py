@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instrument.recording.spans import UNTIMED, Interval, Site
+from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
@@ -28,7 +28,7 @@ from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.device_times import device_times
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
-from instrument.trace.intervals import NOTHING, Union, common, lie_in, shared_ns, together, union, without
+from instrument.trace.intervals import NOTHING, Union, clipped, common, lie_in, shared_ns, together, union, without
 from instrument.trace.owners import owners
 
 COMPUTES = frozenset({"op", "layer", "phase"})
@@ -211,11 +211,11 @@ class _Found:
         self.communicates: dict[str, Union] = {}
         self.computes: dict[str, Union] = {}
         self.calls = np.flatnonzero(trace.of_kind("comm"))
-        (first, last), inside = window, lie_in(trace.start_ns, trace.end_ns, window)
-        starts, ends = np.maximum(trace.start_ns, first), np.minimum(trace.end_ns, last)
+        inside = lie_in(trace.start_ns, trace.end_ns, window)
+        starts, ends = clipped(trace.start_ns, trace.end_ns, window)
         in_steps = inside & trace.of_kind("step")
         steps = union(starts[in_steps], ends[in_steps])
-        of_window = union(np.array([first]), np.array([last]))
+        of_window = union(np.array(window[:1]), np.array(window[1:]))
         self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
         present = set(distinct(trace.site).tolist())
         named = [
@@ -231,19 +231,14 @@ class _Found:
 
     def _add_devices(self, trace: Trace, window: Interval, named: Bools) -> None:
         """What calls of communication put on a device, and all else."""
-        its, (first, last) = trace.device, window
-        is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-        kept = is_timed & lie_in(its.start_ns, its.end_ns, window)
-        row, device = its.row[kept], its.device[kept]
-        starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
-        is_comm = (owners(trace, trace.of_kind("comm"))[row] != NONE) | named[row]
-        for one in distinct(device).tolist():
-            for places, of_place in (
-                (self.communicates, is_comm), (self.computes, ~is_comm & ~trace.of_kind("copy")[row])
-            ):  # fmt: skip
-                chosen = of_place & (device == one)
-                if chosen.any():
-                    places[f"device {one}"] = union(starts[chosen], ends[chosen])
+        its = trace.device.only(trace.device.timed).within(window)
+        is_comm = (owners(trace, trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
+        computes = ~is_comm & ~trace.of_kind("copy")[its.row]
+        for device in distinct(its.device).tolist():
+            for places, of_place in ((self.communicates, is_comm), (self.computes, computes)):
+                chosen = its.only(of_place & (its.device == device))
+                if len(chosen):
+                    places[f"device {device}"] = chosen.union()
 
 
 def _computing(trace: Trace, inside: Bools, starts: Int64s, ends: Int64s) -> Union:

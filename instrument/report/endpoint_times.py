@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -100,8 +101,7 @@ class WholeRequests:
     @classmethod
     def of(cls, trace: Trace, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
         """Those in some rows."""
-        numbers: dict[str, int] = {}
-        of_site = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites], dtype=np.int64)
+        names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         number_of = np.full(len(joined.rows), NONE, dtype=np.int64)
         number_of[places] = np.arange(len(rows))
@@ -112,7 +112,7 @@ class WholeRequests:
         kept = np.flatnonzero((request != NONE) & is_known)
         kept = kept[np.argsort(request[kept], kind="stable")]
         return cls(
-            names=tuple(numbers),
+            names=tuple(names),
             rows=rows,
             place=places,
             endpoint=of_site[trace.site[rows]],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.spans import FLOPS, UNTIMED, flops_told
+from instrument.recording.spans import FLOPS, flops_told
 from instrument.report.places import rows_open
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options, Recording
@@ -245,9 +245,8 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 def _device_ns(trace: Trace, is_call: Bools) -> tuple[Int64s, Int64s]:
     """The calls for which and for what is below them on their line devices worked, and for how long."""
     its = trace.device
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-    kept = is_timed & (its.start_ns < its.end_ns)
-    return lengths_below(trace.around, is_call, its.row[kept], its.start_ns[kept], its.end_ns[kept])
+    its = its.only(its.timed & (its.start_ns < its.end_ns))
+    return lengths_below(trace.around, is_call, its.row, its.start_ns, its.end_ns)
 
 
 def _time_of(trace: Trace, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import UNTIMED, Interval
+from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage
 from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
 from instrument.report.table import (
@@ -35,8 +35,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import FARTHEST_NS, Int32s, Int64s
-from instrument.trace.forest import NONE
+from instrument.trace.columns import FARTHEST_NS, Int64s
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.intervals import clipped, enclosing_none, lengths_by_group, lie_in
 from instrument.trace.kernel_columns import KernelColumns
@@ -235,7 +234,7 @@ def _sorting(options: Options) -> str:
 class _Work(NamedTuple):
     """What ran on devices, as columns: `name` is a place in names, and times are clipped to the window."""
 
-    name: Int32s
+    name: NDArray[Any]
     device: Int64s
     start_ns: Int64s
     end_ns: Int64s
@@ -342,20 +341,14 @@ def _of_torch(recording: Recording) -> _Found:
 def _of_events(recording: Recording) -> _Found:
     """The device intervals of spans that enclose no other on their stream, so that their sum counts nothing twice."""
     trace, window = recording.columns, recording.facts.held
-    its = trace.device
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-    kept = np.flatnonzero(is_timed)
-    kept = kept[enclosing_none(numbered(its.device[kept], its.stream[kept])[0], its.start_ns[kept], its.end_ns[kept])]
-    is_inside = lie_in(its.start_ns[kept], its.end_ns[kept], window)
-    outside, kept = int((~is_inside).sum()), kept[is_inside]
-    names: dict[str, int] = {}
-    of_site = [names.setdefault(name_of_site(site), len(names)) for site in trace.sites]
-    site = trace.site[its.row[kept]]
-    name = np.array([*of_site, NONE], dtype=np.int32)[site]
-    work = _Work(name, its.device[kept], *clipped(its.start_ns[kept], its.end_ns[kept], window))
-    is_copy = np.array([*(trace.kinds == "copy"), False])[site]
+    timed = trace.device.only(trace.device.timed)
+    inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
+    its = inner.within(window)
+    names, of_site = trace.numbered_sites(name_of_site)
+    work = _Work(of_site[trace.site[its.row]], its.device, its.start_ns, its.end_ns)
+    is_copy = trace.of_kind("copy")[its.row]
     others = {"copy": work.only(is_copy)}
-    return _Found(STRETCHES, window, tuple(names), work.only(~is_copy), others, None, outside)
+    return _Found(STRETCHES, window, tuple(names), work.only(~is_copy), others, None, len(inner) - len(its))
 
 
 def _seen(recording: Recording, found: _Found) -> list[str]:

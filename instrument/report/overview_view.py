@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from instrument.profile.kinds import KINDS
-from instrument.recording.spans import UNTIMED, Interval
+from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
-from instrument.trace.intervals import Union, lie_in, shared_ns, together, union
+from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
 from instrument.trace.owners import owners
 
 ALL_DEVICES = -1
@@ -163,10 +161,9 @@ class _Stretches:
 
 def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
     """Where spans of each kind ran."""
-    (first, last), kinds = window, dict.fromkeys(site.kind for site in trace.sites)
     inside = lie_in(trace.start_ns, trace.end_ns, window)
-    starts, ends = np.maximum(trace.start_ns, first), np.minimum(trace.end_ns, last)
-    of_kinds = {kind: inside & trace.of_kind(kind) for kind in kinds}
+    starts, ends = clipped(trace.start_ns, trace.end_ns, window)
+    of_kinds = {kind: inside & trace.of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
     return {
         kind: _Stretches(int(rows.sum()), union(starts[rows], ends[rows]))
         for kind, rows in of_kinds.items()
@@ -176,20 +173,16 @@ def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
 
 def _work(trace: Trace, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Where each device worked, by what the work was."""
-    its, (first, last) = trace.device, window
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-    kept = is_timed & lie_in(its.start_ns, its.end_ns, window)
-    row, device = its.row[kept], its.device[kept]
-    starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
-    is_copy = trace.of_kind("copy")[row]
-    communicates = owners(trace, trace.of_kind("comm"))[row] != NONE
+    its = trace.device.only(trace.device.timed).within(window)
+    is_copy = trace.of_kind("copy")[its.row]
+    communicates = owners(trace, trace.of_kind("comm"))[its.row] != NONE
     found = {}
-    for number in distinct(device).tolist():
+    for number in distinct(its.device).tolist():
         works = {"compute": ~is_copy, "copies": is_copy, "communication": communicates & ~is_copy}
         for work, of_work in works.items():
-            chosen = of_work & (device == number)
-            if chosen.any():
-                found[number, work] = _Stretches(int(chosen.sum()), union(starts[chosen], ends[chosen]))
+            chosen = its.only(of_work & (its.device == number))
+            if len(chosen):
+                found[number, work] = _Stretches(len(chosen), chosen.union())
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import UNTIMED, Interval
+from instrument.recording.spans import Interval
 from instrument.report.units import OPTIMIZER, Units, phase_of
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE, nearest_above
@@ -168,8 +168,7 @@ def streams_of(trace: Trace, units: Units, calls: Calls) -> StreamUses:
     piece = calls.pieces.at(units.line_of[rows], trace.start_ns[rows])
     of_row = np.full((2, len(trace)), NONE, dtype=np.int64)
     of_row[:, rows] = unit, np.append(calls.of_piece, NONE)[piece]
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-    kept = np.flatnonzero(is_timed & (of_row[0][its.row] != NONE))
+    kept = np.flatnonzero(its.timed & (of_row[0][its.row] != NONE))
     unit, call = of_row[:, its.row[kept]]
     stream = numbered(its.device[kept], its.stream[kept])[0]
     parts = stream, its.start_ns[kept], its.end_ns[kept]

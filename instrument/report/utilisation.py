@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.coverage import NO_EVENTS
 from instrument.report.table import share
 from instrument.report.view import Recording
-from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import (
@@ -280,33 +281,6 @@ class _Within(NamedTuple):
     busy_ns: Int64s
 
 
-class _Work(NamedTuple):
-    """The intervals of one device that lie in the window, clipped to it, as columns."""
-
-    row: Int32s
-    stream: Int64s
-    label: Int32s
-    start_ns: Int64s
-    end_ns: Int64s
-    uncertainty_ns: Int64s
-
-    def only(self, wanted: Bools) -> _Work:
-        return _Work(
-            self.row[wanted], self.stream[wanted], self.label[wanted], self.start_ns[wanted], self.end_ns[wanted],
-            self.uncertainty_ns[wanted],
-        )  # fmt: skip
-
-    @property
-    def took_ns(self) -> Int64s:
-        return self.end_ns - self.start_ns
-
-    def summed_ns(self) -> int:
-        return int(Groups(np.zeros(len(self.row), dtype=np.int64), 1).sums(self.took_ns)[0])
-
-    def union(self) -> Union:
-        return union(self.start_ns, self.end_ns)
-
-
 def utilisation(recording: Recording) -> Utilisation:
     """What each device did in the part of the window of which every span is held."""
     trace, (first, last) = recording.columns, recording.facts.held
@@ -316,23 +290,20 @@ def utilisation(recording: Recording) -> Utilisation:
     is_request = trace.of_kind("request")
     in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
     its = trace.device
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+    is_timed = its.timed
     is_inside = lie_in(its.start_ns, its.end_ns, window)
     devices, uses = list[DeviceUse](), dict[int, _Within]()
     with_device = np.zeros(len(trace), dtype=np.bool_)
     for device in distinct(its.device).tolist():
         of_device = its.device == device
-        outside, kept = int((of_device & is_timed & ~is_inside).sum()), of_device & is_inside
-        timed = is_timed[kept]
-        if not outside and not timed.any():
+        outside, inside = int((of_device & is_timed & ~is_inside).sum()), its.only(of_device).within(window)
+        work = inside.only(inside.timed)
+        if not outside and not len(work):
             continue
-        edges = clipped(its.start_ns[kept], its.end_ns[kept], window)
-        all_of_it = _Work(its.row[kept], its.stream[kept], its.label[kept], *edges, its.uncertainty_ns[kept])
-        work = all_of_it.only(timed)
         busy = work.union()
         uses[device] = found = _within(trace, work, owner, whole, busy)
         with_device[found.rows] = True
-        labels = _label_uses(its.labels, all_of_it)
+        labels = _label_uses(inside)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, found))
     asked, without = unanswered(trace)
     return Utilisation(
@@ -362,7 +333,7 @@ def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int6
     return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
-def _within(trace: Trace, work: _Work, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
+def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
     """What a device did within those of the whole requests that had work on it."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     place_of[whole] = np.arange(len(whole))
@@ -380,12 +351,11 @@ def _within(trace: Trace, work: _Work, owner: Int32s, whole: Int64s, busy: Union
 def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
     """How many spans asked for device time, and those that got none, by why and their name."""
     its = trace.device
-    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[its.row[::-1]] = np.arange(len(its))[::-1]
     asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)
     without = asked.copy()
-    without[its.row[is_timed]] = False
+    without[its.row[its.timed]] = False
     rows = np.flatnonzero(without)
     label = np.concatenate([its.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
     found: Counter[tuple[str, str, str]] = Counter()
@@ -399,7 +369,7 @@ def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
 def _device_use(
     trace: Trace,
     device: int,
-    work: _Work,
+    work: DeviceIntervals,
     busy: Union,
     window: Interval,
     in_flight: Union,
@@ -436,31 +406,30 @@ def _device_use(
     )
 
 
-def _stream_use(stream: int, its: _Work, busy: Union, window_ns: int) -> StreamUse:
-    busy_ns = busy.length_ns()
-    return StreamUse(stream, len(its.row), its.summed_ns(), busy_ns, share(busy_ns, window_ns))
+def _stream_use(stream: int, its: DeviceIntervals, busy: Union, window_ns: int) -> StreamUse:
+    busy_ns, summed_ns = busy.length_ns(), sum(its.total_ns.tolist())
+    return StreamUse(stream, len(its), summed_ns, busy_ns, share(busy_ns, window_ns))
 
 
-def _label_uses(names: tuple[str, ...], its: _Work) -> tuple[LabelUse, ...]:
-    groups = Groups(its.label, len(names))
-    found = zip(names, groups.sizes().tolist(), groups.sums(its.took_ns).tolist(), strict=True)
+def _label_uses(its: DeviceIntervals) -> tuple[LabelUse, ...]:
+    groups = Groups(its.label, len(its.labels))
+    found = zip(its.labels, groups.sizes().tolist(), groups.sums(its.total_ns).tolist(), strict=True)
     uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in found if count]
     return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
 
-def _name_uses(trace: Trace, work: _Work, device_busy_ns: int) -> tuple[NameUse, ...]:
+def _name_uses(trace: Trace, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
     """The work by the names of spans: of each call the union of its intervals."""
-    numbers: dict[tuple[str, str], int] = {}
-    of_site = np.array([numbers.setdefault((one.name, one.kind), len(numbers)) for one in trace.sites], dtype=np.int64)
+    named, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # those of a call follow one another
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
     took_ns = lengths_by_group(call, work.start_ns, work.end_ns, len(begins))
     name_of_call = of_site[trace.site[work.row[begins]]]
-    sums_ns = Groups(name_of_call, len(numbers)).sums(took_ns).tolist()
+    sums_ns = Groups(name_of_call, len(named)).sums(took_ns).tolist()
     names, starts, ends = union_by_group(of_site[trace.site[work.row]], work.start_ns, work.end_ns)
-    all_busy_ns = Groups(names, len(numbers)).sums(ends - starts).tolist()
+    all_busy_ns = Groups(names, len(named)).sums(ends - starts).tolist()
     uses = []
-    for (name, kind), number in numbers.items():
+    for number, (name, kind) in enumerate(named):
         lengths = array("q", np.sort(took_ns[name_of_call == number]).tobytes())
         if lengths:
             p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
@@ -472,15 +441,14 @@ def _name_uses(trace: Trace, work: _Work, device_busy_ns: int) -> tuple[NameUse,
 
 def _endpoints(trace: Trace, within: _Within) -> tuple[EndpointUse, ...]:
     """The requests by name, those that took longest in all first."""
-    numbers: dict[str, int] = {}
-    of_site = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites], dtype=np.int64)
-    groups = Groups(of_site[trace.site[within.rows]], len(numbers))
+    names, of_site = trace.numbered_sites(attrgetter("name"))
+    groups = Groups(of_site[trace.site[within.rows]], len(names))
     columns = groups.sizes(), *(groups.sums(one) for one in (trace.total_ns[within.rows], *within[1:]))
     seen = groups.least(np.arange(len(within.rows)), len(within.rows)).tolist()
     endpoints = [
         (place, EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns))
         for place, name, requests, wall_ns, own_ns, busy_ns in zip(
-            seen, numbers, *(column.tolist() for column in columns), strict=True
+            seen, names, *(column.tolist() for column in columns), strict=True
         )
         if requests
     ]

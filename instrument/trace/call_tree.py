@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import UNTIMED, Interval
+from instrument.recording.spans import Interval
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level, levels, nearest
 from instrument.trace.groups import Groups, distinct, numbered
@@ -163,9 +163,8 @@ def _device_times(
     if not len(its) or not count:
         nothing = np.zeros(0, dtype=np.int64)
         return NodeTimes.of(Groups(nothing, count), nothing), []
-    is_timed = np.array([label not in UNTIMED for label in its.labels])[its.label]
     nodes = node_of[its.row]
-    kept = is_timed & counted[its.row] & (wanted | inside)[nodes] & lie_in(its.start_ns, its.end_ns, window)
+    kept = its.timed & counted[its.row] & (wanted | inside)[nodes] & lie_in(its.start_ns, its.end_ns, window)
     rows, nodes = its.row[kept], nodes[kept]
     starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
     streams = _stream_times(nodes, its.device[kept], its.stream[kept], ends - starts)

@@ -6,20 +6,23 @@ left: so sums and differences of two do not wrap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import AttributeValue, RemoteParent, Site
+from instrument.recording.spans import UNTIMED, AttributeValue, Interval, RemoteParent, Site
 from instrument.trace.forest import NONE, levels, rows_of
+from instrument.trace.intervals import Union, clipped, lie_in, union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+
+Told = TypeVar("Told", bound=Hashable)
 
 FARTHEST_NS = 1 << 62
 """No clock reads more."""
@@ -79,6 +82,31 @@ class DeviceIntervals:
     def __len__(self) -> int:
         return len(self.row)
 
+    @property
+    def timed(self) -> Bools:
+        """Which of them tell how long work took."""
+        return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
+
+    @property
+    def total_ns(self) -> Int64s:
+        """How long each is."""
+        return self.end_ns - self.start_ns
+
+    def only(self, wanted: Bools) -> DeviceIntervals:
+        """The wanted ones alone."""
+        columns = {one.name: getattr(self, one.name)[wanted] for one in fields(self) if one.name != "labels"}
+        return DeviceIntervals(**columns, labels=self.labels)
+
+    def within(self, window: Interval) -> DeviceIntervals:
+        """Those that have a part in a window, as far as they lie in it."""
+        its = self.only(lie_in(self.start_ns, self.end_ns, window))
+        start_ns, end_ns = clipped(its.start_ns, its.end_ns, window)
+        return replace(its, start_ns=start_ns, end_ns=end_ns)
+
+    def union(self) -> Union:
+        """Where any of them is."""
+        return union(self.start_ns, self.end_ns)
+
     @classmethod
     def none(cls) -> DeviceIntervals:
         """Those of spans that have none."""
@@ -133,11 +161,6 @@ class Trace:
         """The host interval's length."""
         return self.end_ns - self.start_ns
 
-    @cached_property
-    def kinds(self) -> NDArray[np.str_]:
-        """The kind of each site, by the site's place."""
-        return np.array([site.kind for site in self.sites], dtype=np.str_)
-
     def of_kind(self, *kinds: str) -> Bools:
         """Which rows are of one of the kinds."""
         return self.of_sites([site.kind in kinds for site in self.sites])
@@ -146,6 +169,12 @@ class Trace:
         """Which rows are of the sites that are wanted, told by the site's place."""
         found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
         return found
+
+    def numbered_sites(self, tell: Callable[[Site], Told]) -> tuple[list[Told], Int64s]:
+        """What a function tells of sites, each once, and of each site the number of that; behind them `NONE`."""
+        numbers: dict[Told, int] = {}
+        of_site = [numbers.setdefault(tell(site), len(numbers)) for site in self.sites]
+        return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
     def calls(self) -> dict[Site, int]:
         """How many rows are of each site."""
@@ -164,16 +193,14 @@ class Trace:
     def only(self, wanted: Bools) -> Trace:
         """The wanted rows alone, without their attributes."""
         rows = np.flatnonzero(wanted)
-        its = self.device
-        kept = wanted[its.row]
+        device = self.device.only(wanted[self.device.row])
         number_of = np.cumsum(wanted, dtype=np.int32) - 1
-        device = {one.name: getattr(its, one.name)[kept] for one in fields(its) if one.name not in ("row", "labels")}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW}
         return Trace(
             sites=self.sites,
             errors=self.errors,
             **columns,
-            device=DeviceIntervals(row=number_of[its.row[kept]], labels=its.labels, **device),
+            device=replace(device, row=number_of[device.row]),
             attributes=NoAttributes(),
             remote={},
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.spans import BATCH_KEYS, UNTIMED
+from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Groups, numbered
@@ -36,8 +36,7 @@ class DeviceLedger:
 def device_ledger(trace: Trace, joined: Joined) -> DeviceLedger:
     """What each request had of devices."""
     its, served = trace.device, joined.served
-    is_timed = np.array([label not in UNTIMED for label in its.labels] or [False])[its.label]
-    timed = np.flatnonzero(is_timed)
+    timed = np.flatnonzero(its.timed)
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[trace.attributes.having(BATCH_KEYS)] = True
     rows = its.row[timed]

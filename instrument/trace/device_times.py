@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.recording.spans import UNTIMED
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.intervals import lengths_by_group
@@ -19,5 +18,5 @@ def device_times(trace: Trace, rows: Int64s) -> tuple[Int64s, Bools]:
     wanted = numbers != NONE
     lengths_ns = lengths_by_group(numbers[wanted], its.start_ns[wanted], its.end_ns[wanted], len(rows))
     timed = np.zeros(len(rows), dtype=np.bool_)
-    timed[numbers[wanted & np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]]] = True
+    timed[numbers[wanted & its.timed]] = True
     return lengths_ns, timed

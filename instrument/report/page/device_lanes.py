@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.recording.spans import GAUGES, HOST, UNTIMED
+from instrument.recording.spans import GAUGES, HOST
 from instrument.report.page.varints import column_text, steps_text
 from instrument.report.table import safe, shorten
 from instrument.report.view import Recording
@@ -46,8 +46,7 @@ class DeviceLanes:
     def _stretches(self) -> dict[str, Int64s]:
         """Of spans, but for what was captured or dropped, which has no time."""
         trace, its = self._recording.columns, self._recording.columns.device
-        is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
-        rows = np.flatnonzero(is_timed)
+        rows = np.flatnonzero(its.timed)
         row = its.row[rows].astype(np.int64)
         streams = zip(its.device[rows].tolist(), its.stream[rows].tolist(), strict=True)
         lanes = [self._lane(device, stream, "") for device, stream in streams]
