@@ -143,6 +143,8 @@ SAMPLES = 4096
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """At the end of a recording: what became of its rows, which who exports them writes, and nobody else; see
 `instrument.recording.export_place`."""
+METER_BYTES = 16 * ALIGNED_BYTES
+"""Before that: what of its metrics was counted and told; see `instrument.recording.meter_place`."""
 SMALL_RINGS = 4096
 """Threads that get a ring of the smallest size when the others have used up what there is."""
 
@@ -177,4 +179,4 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
             at = -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
         parts[name] = Part(at, STRIDES[name], slots[name])
         at += slots[name] * STRIDES[name]
-    return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES + EXPORT_BYTES
+    return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES + METER_BYTES + EXPORT_BYTES

@@ -1,0 +1,67 @@
+"""What is written of a recording's metrics, and what is read of it after an end in the middle of writing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from instrument.recorder.meter import Books, Meter
+from instrument.recording import memory, memory_layout
+from instrument.recording.export_place import ExportPlace
+from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+
+
+@pytest.fixture
+def place() -> Iterator[ExportPlace]:
+    made = memory.make(1 << 16)
+    found = ExportPlace(made.fd)
+    os.close(made.fd)
+    yield found
+    found.close()
+
+
+def state(number: int, **meter: Any) -> MeterState:
+    return MeterState(3, number, {"number": number, **meter}, {"told": []}, {1: number}, number)
+
+
+def test_what_was_written_last_is_read_by_the_next_one(place: ExportPlace) -> None:
+    assert read_meter(place) is None
+    for number in range(1, 4):
+        assert MeterPlace(place).write(state(number))
+        assert read_meter(place) == state(number)
+
+
+def test_of_what_was_being_written_the_state_before_is_left(place: ExportPlace) -> None:
+    writer = MeterPlace(place)
+    writer.write(state(1))
+    writer.write(state(2))
+    at = os.fstat(place.fileno()).st_size - memory_layout.EXPORT_BYTES - memory_layout.METER_BYTES
+    os.pwrite(place.fileno(), b"\xff", at + 50)
+    assert read_meter(place) == state(1)
+
+
+def test_a_state_without_room_leaves_the_one_before(place: ExportPlace) -> None:
+    writer = MeterPlace(place)
+    writer.write(state(1))
+    assert not writer.write(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))
+    assert read_meter(place) == state(1)
+
+
+def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorder: Any) -> None:
+    recorder = make_recorder()
+    books = Books(lambda: {"spans": 1}, lambda: {"probes": 2e9}, dict)
+    first = Meter(recorder, books)
+    first.begin(7)
+    one = first.snapshot(requests=True, marks=())
+    later = Meter(recorder, Books(dict, dict, dict))
+    later.begin(9)
+    later.go_on(first.state())
+    other = later.snapshot(requests=True, marks=())
+    assert (other.start_ns, [(metric.name, metric.series) for metric in other.metrics]) == (
+        one.start_ns,
+        [(metric.name, metric.series) for metric in one.metrics],
+    )
