@@ -4,14 +4,128 @@ from __future__ import annotations
 
 import os
 import resource
+import selectors
+import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from instrument.agent.loop import Agent
+from instrument.agent.loop import EventLoop
+from instrument.agent.peer import Connection
 from instrument.agent.processes import Run
-from instrument.runtime import run_folder
+from instrument.agent.questions import Questions
+from instrument.agent.runs import Runs
+from instrument.runtime import packets, run_folder
+
+END_S = 5.0
+"""How long the agent goes on after SIGTERM while processes of its run live, and exports what they record; and then for
+what is under way."""
+
+
+class Agent:
+    """The agent that listens on `listener`; `run` is the one that it is of, None for one that serves whoever joins.
+
+    It ends when its run has; the other one by a signal. `folder` is where processes save what the run's report is made
+    of. `says` is told each line that it has to say where no process of a run can be told it.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        folder: Path,
+        run: Run | None,
+        captures: Path | None = None,
+        says: Callable[[str], object] | None = None,
+    ) -> None:
+        self._loop = EventLoop(listener, self._heard, self._dropped, says)
+        self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
+        self._questions = Questions(self._loop, self._runs)
+        self._ends_at = 0.0
+        self._is_over = False
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
+
+    def serve(self) -> None:
+        """Serve until the run is over, or a signal has come. On the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: os.write(self._waker, b"."))
+        signal.siginterrupt(signal.SIGTERM, False)
+        try:
+            while not self._is_over:
+                self._loop.turn()
+        finally:
+            self._loop.drop_all()
+            self._runs.close()
+            self._loop.close()
+            os.close(self._wake)
+            os.close(self._waker)
+
+    def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
+        """Act on a packet. Returns those of its descriptors that are kept."""
+        process = self._runs.member(connection)
+        if "join" in message:
+            return self._runs.joined(connection, dict(message["join"]), descriptors)
+        if "ask" in message:
+            self._questions.ask(connection, message)
+        elif process is not None and "saved" in message:
+            self._runs.saved(process)
+        elif process is not None and not process.lives:
+            pass  # it goes on after its goodbye, or is about to end
+        elif process is not None and "records" in message:
+            self._runs.records(process)
+        elif process is not None and "exports" in message:
+            self._runs.exports.release(process)
+        elif process is not None and "flush" in message:
+            self._runs.exports.flush(process)
+        elif process is not None and "hears" in message:
+            process.hears = True
+        elif process is not None and "goodbye" in message:
+            self._runs.said_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
+        elif process is not None and "answer" in message:
+            self._questions.answered(process, int(message["number"]), dict(message["answer"]))
+        elif "ended" in message and connection.pid == os.getppid():
+            self._runs.told_status(int(message["ended"]), int(message["status"]))
+        else:
+            connection.is_broken = True
+        return []
+
+    def _dropped(self, connection: Connection) -> None:
+        self._questions.forget(connection)
+        self._runs.dropped(connection)
+
+    # ---------------------------------------------------------------- the end
+
+    def _woken(self, descriptor: int) -> None:
+        """A signal asks for the end: it comes at once where nobody is there, else after a while."""
+        os.read(descriptor, 64)
+        self._ends_at = self._ends_at or time.monotonic() + END_S
+        self._loop.after(END_S, self._end_if_done)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        """End where the run is over and has been told of, or the time after a signal is up."""
+        is_up = bool(self._ends_at) and time.monotonic() >= self._ends_at
+        if self._runs.own_is_over or is_up or (self._ends_at and self._runs.are_done):
+            self._end()
+
+    def _end(self) -> None:
+        """End once all is exported that can be; the exporter has its own time for that."""
+        exports = self._runs.exports
+        if not exports.is_done:
+            if not exports.is_ending:
+                exports.end()
+                self._loop.after(END_S, self._close_exports)
+            return
+        if not self._is_over:
+            self._runs.tell_of_exports()
+        self._is_over = True
+
+    def _close_exports(self) -> None:
+        self._runs.exports.stop()
+        self._end()
 
 
 def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:

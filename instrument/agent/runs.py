@@ -1,0 +1,445 @@
+"""The runs that an agent serves: who joins, leaves and vanishes, what is saved and said of it, when one is over.
+
+It looks into no recording itself: `jobs` has that done.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from instrument.agent import departure, exit_status, journal, run_report, telling
+from instrument.agent.exports import Exports
+from instrument.agent.glance import rows_held
+from instrument.agent.jobs import Jobs
+from instrument.agent.loop import EventLoop
+from instrument.agent.peer import Connection
+from instrument.agent.processes import GOODBYE, REPLACED, VANISHED, Process, Run, exit_fd_of, image_of
+from instrument.recording import export_place
+
+GRACE_S = 0.3
+"""How long nobody must have been left of a run before it is over: a child may be about to join."""
+
+AGAIN_S = 5.0
+"""How often it is looked whether a run is over, whatever has been heard of it."""
+
+STATUS_S = 0.3
+"""How long after a process vanished the one who reaps it may still tell its exit status."""
+
+CAPTURES = 20
+"""Of so many processes of a run that vanished captures are saved."""
+
+DISK_BYTES = 1 << 30
+"""What captures of processes may take that do not tell their `limits.disk`."""
+
+MOST_ROWS = 10_000
+"""So many spans a process saves itself as it leaves, with all that it knows of them."""
+
+ENDED = 16
+"""How many processes that have ended are kept with their spans; then of half of them only the totals are."""
+
+START_S = 10.0
+"""How long after its start somebody of a run must have joined, or it is said that nobody has."""
+
+
+class Runs:
+    """The runs of an agent: its `own`, None for one that serves whoever joins.
+
+    `folder` is where processes save what a run's report is made of, `captures` that for what those leave that vanish.
+    `says` is told each line where no process of a run can be told it. `changed` is called where they may be done now:
+    as a run has ended, and as a recording needs no export any more.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        folder: Path,
+        own: Run | None,
+        captures: Path | None,
+        says: Callable[[str], object] | None,
+        changed: Callable[[], object],
+    ) -> None:
+        self._loop = loop
+        self._folder = folder
+        self._own = own
+        self._captures = captures
+        self._says = says
+        self._changed = changed
+        self._runs: dict[str, Run] = {} if own is None else {own.name: own}
+        self._members: dict[Connection, Process] = {}
+        self._jobs = Jobs(loop.selector)
+        self.exports = Exports(loop.selector, self._exports_changed, self.say_everywhere, self._leave_export_to)
+        self._has_told_exports = False
+        self.own_is_over = False
+        """Whether the run that is the agent's own is over, and has been told of."""
+        if own is not None:
+            if own.first and own.first_fd < 0:
+                own.first_fd = exit_fd_of(own.first, 0)
+            if own.first_fd >= 0:
+                loop.selector.register(own.first_fd, selectors.EVENT_READ, self._first_exited)
+            loop.after(START_S, self._say_if_nobody_joined)
+        loop.after(AGAIN_S, self._look_again)
+        loop.after(0, self._take_over)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(list(self._runs.values()))
+
+    def member(self, connection: Connection) -> Process | None:
+        """The process that has joined by a connection."""
+        return self._members.get(connection)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nobody lives of them, and nothing is being done about those that have ended."""
+        return self._jobs.is_idle and not any(run.living() for run in self)
+
+    def close(self) -> None:
+        """Leave all as it is."""
+        self._jobs.stop()
+        self.exports.stop()
+        for run in self:
+            for process in run.processes:
+                process.release()
+            if run.first_fd >= 0:
+                os.close(run.first_fd)
+
+    # ---------------------------------------------------------------- who joins
+
+    def joined(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
+        """A process joins, or comes back. Returns those of its descriptors that are kept."""
+        if connection in self._members:
+            raise ValueError("a connection joins once")
+        name = str(facts.get("run", ""))[:64]
+        run = self._run_of(name)
+        pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
+        image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
+        memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
+        known = next((one for one in run.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
+        is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
+        if known is not None and is_back and not known.has_become_another_program():
+            known.facts, known.connection, self._members[connection] = facts, connection, known
+            self._export(known)
+            return []  # it has lost its connection, and comes back with the same recording
+        if known is not None:
+            self._replaced(known)
+        process = Process(
+            run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
+            exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image or image_of(connection.pid),
+        )  # fmt: skip
+        self._members[connection] = process
+        process.has_recorded = bool(facts.get("records"))
+        if process.has_recorded:
+            journal.note(self._folder, process)
+        process.memory_events = exit_status.memory_events(connection.pid)
+        process.oom_kills = exit_status.oom_kills(process.memory_events)
+        run.processes.append(process)
+        if facts.get("is_first") and not run.first:
+            run.first = pid
+        if not run.stderr or pid == run.first:
+            run.stderr = str(facts.get("stderr", ""))
+        if process.exit_fd >= 0:
+            self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
+        self._export(process)
+        return [memory] if memory >= 0 else []
+
+    def _take_over(self) -> None:
+        """Tell of the processes that have ended since an agent before this one did."""
+        for process in journal.missed(self._folder, self._run_of):
+            self._loop.attempt(partial(self.exports.add_missed, process))
+            self._vanished(process)
+
+    def _run_of(self, name: str) -> Run:
+        return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
+
+    def records(self, process: Process) -> None:
+        """A process records now, whether or not it had when it joined."""
+        process.has_recorded = True
+        process.run.is_told = False
+        journal.note(self._folder, process)
+
+    # ---------------------------------------------------------------- who leaves
+
+    def said_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
+        """A process leaves. Of several that have recorded, each saves it, and the last one gets the run's report."""
+        connection, run = process.connection, process.run
+        process.goodbye = facts
+        process.has_recorded = process.has_recorded or bool(facts.get("calls"))
+        is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
+        if is_answered and connection is not None:
+            answer: dict[str, Any] = {}
+            is_part = process.has_recorded and not (is_last and run.recorded() == [process])
+            process.is_saving = is_part
+            # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
+            by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_held(process.memory) > MOST_ROWS
+            if is_part and by_agent:
+                self._save(process)
+            elif is_part:
+                process.saves_itself = True
+                process.saved = answer["save"] = str(self._folder / f"{process.pid}-{time.monotonic_ns()}.npz")
+            if not is_last:
+                answer["others"] = True
+            elif run.recorded() not in ([], [process]):
+                answer["wait"] = True
+                run.waiting = connection
+            run.is_told = run.is_told or is_last
+            self._loop.send(connection, {"goodbye": answer})
+        self._ended(process, GOODBYE)
+        if not process.is_saving:
+            process.release()
+        self._report_if_due(run)
+
+    def _report_if_due(self, run: Run) -> None:
+        """Make the report for the process that waits for it, once the others have saved what they recorded."""
+        connection = run.waiting
+        if connection is None or any(one.is_saving for one in run.processes) or not self._jobs.is_idle:
+            return
+        run.waiting = None
+
+        def then(answer: Any) -> None:
+            if self._loop.has(connection):
+                self._loop.send(connection, {"goodbye": answer})
+            elif answer.get("report"):
+                self._say(run, str(answer["report"]))  # who waited for it has not waited so long
+            self._end_of(run)
+
+        self._jobs.start(departure.report_of(run), then)
+
+    def saved(self, process: Process) -> None:
+        """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
+        process.is_saving = False
+        process.release()
+        self._report_if_due(process.run)
+        self._end_of(process.run)
+
+    def _exited(self, process: Process) -> None:
+        """The system says that the process has ended: what it has said before that comes first."""
+        if process.connection is not None:
+            self._loop.receive(process.connection)
+        if process.lives:
+            self._vanished(process)
+
+    def dropped(self, connection: Connection) -> None:
+        """A connection has ended: of a process, or of one that waits for the report of its run."""
+        process = self._members.pop(connection, None)
+        if process is not None and process.connection is connection:
+            process.connection, process.hears = None, False
+            self._lost(process)
+        for run in self:
+            if run.waiting is connection:
+                run.waiting = None
+
+    def _lost(self, process: Process) -> None:
+        """Its connection has ended. It may run on: with another program, or having closed all that it found open."""
+        if not process.lives:
+            if process.is_saving and process.saves_itself:  # it has gone over it
+                self._save(process)
+            return
+        has_exited = process.has_exited()
+        if has_exited is None or has_exited:
+            self._vanished(process)
+        elif process.has_become_another_program():
+            self._replaced(process)
+
+    # ---------------------------------------------------------------- who vanishes
+
+    def _vanished(self, process: Process) -> None:
+        process.is_saving = process.look()
+        self._ended(process, VANISHED)
+        if process.has_recorded:
+            self._loop.after(STATUS_S, lambda: self._capture(process))
+
+    def _replaced(self, process: Process) -> None:
+        """Its program has gone without a word, and for a good reason: what it recorded is part of the run's report."""
+        process.is_saving = process.look()
+        self._ended(process, REPLACED)
+        if process.has_recorded:
+            self._save(process)
+
+    def _save(self, process: Process) -> None:
+        """Save for the run's report what a process has left in memory."""
+        process.saves_itself = False
+        process.saved = str(self._folder / f"{process.pid}-{time.monotonic_ns()}.npz")
+
+        def then(answer: Any) -> None:
+            process.saved = str(answer.get("path", ""))
+            self.saved(process)
+
+        self._jobs.start(departure.capture_of(process, process.saved), then)
+
+    def _ended(self, process: Process, how: str) -> None:
+        process.ended_ns, process.how = time.monotonic_ns(), how
+        journal.forget(self._folder, process)
+        self.exports.note_ended(process)
+        if process.exit_fd >= 0:
+            self._loop.selector.unregister(process.exit_fd)
+            if how == VANISHED and process.status is None:
+                process.status = exit_status.status_of(process.exit_fd, process.pid)
+            os.close(process.exit_fd)
+            process.exit_fd = -1
+        self._trim(process.run)
+        self._loop.after(GRACE_S, lambda: self._end_of(process.run))
+
+    def told_status(self, pid: int, status: int) -> None:
+        """Who reaps the processes tells how one has ended."""
+        for run in self:
+            for process in run.processes:
+                if process.pid == pid and process.status is None:
+                    process.status = status
+
+    def _capture(self, process: Process) -> None:
+        """Save what a process that vanished has left, and say so."""
+        run = process.run
+        run.captures += 1
+        if process.memory < 0:
+            self._captured(process, {"error": departure.why_unread(process)})
+            return
+        if run.captures > CAPTURES:
+            error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
+            self._say(run, departure.line_of(process, error), process)
+            self._save(process)
+            return
+        path = departure.place_of_capture(process, self._captures)
+        self._jobs.start(departure.capture_of(process, path), partial(self._captured, process))
+
+    def _captured(self, process: Process, answer: Any) -> None:
+        process.saved = str(answer.get("path", ""))
+        if process.saved:
+            service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
+            kept = {one.saved for run in self for one in run.processes}
+            departure.make_room(Path(process.saved), service, kept, disk_bytes)
+        self._say(process.run, departure.line_of(process, answer), process)
+        self.saved(process)
+
+    # ---------------------------------------------------------------- the end of a run
+
+    def _say(self, run: Run, text: str, process: Process | None = None) -> None:
+        """Say something where the run's processes write their errors."""
+        if telling.tell(run, text, process):
+            return
+        if self._says is not None:
+            self._says(text)
+        elif process is not None and process.saved:
+            telling.leave_beside(process.saved, text)
+
+    def say_everywhere(self, text: str) -> None:
+        """Say something where the processes of all runs write their errors."""
+        for run in self:
+            self._say(run, text)
+
+    def _first_exited(self, descriptor: int) -> None:
+        self._loop.selector.unregister(descriptor)
+        if self._own is not None:
+            run = self._own
+            self._loop.after(GRACE_S, lambda: self._end_of(run))
+
+    def _trim(self, run: Run) -> None:
+        """Keep nothing of processes that have ended and had recorded nothing, and of many others only their totals."""
+        ended = [one for one in run.processes if one.ended_ns and not one.is_saving]
+        for process in [one for one in ended if not one.has_recorded]:
+            run.processes.remove(process)
+            process.release()
+        kept = [one for one in ended if one.has_recorded]
+        if len(kept) < ENDED or run.waiting is not None or not self._jobs.is_idle:
+            return
+        for process in kept[: ENDED // 2]:
+            run.processes.remove(process)
+            process.release()
+        run.folded_count += ENDED // 2
+        paths = [path for path in [run.folded, *(one.saved for one in kept[: ENDED // 2])] if path]
+        into = str(self._folder / f"before-{time.monotonic_ns()}.npz")
+
+        def then(answer: Any) -> None:
+            run.folded = str(answer.get("path", ""))
+            self._report_if_due(run)
+            self._end_of(run)
+
+        if paths:
+            self._jobs.start(lambda: run_report.fold(paths, into), then)
+
+    def _end_of(self, run: Run) -> None:
+        """Tell of the run and let it go, once nobody is left of it; of one that nobody could tell, tell now."""
+        now_ns = time.monotonic_ns()
+        if not run.is_over() or any(now_ns - one.ended_ns < GRACE_S * 1e9 for one in run.processes):
+            if run.is_over():
+                self._loop.after(GRACE_S, lambda: self._end_of(run))
+            return
+        if not self._jobs.is_idle or any(one.is_saving for one in run.processes):
+            return  # what is being saved of it calls again
+        if not run.is_told and any(one.facts.get("report") for one in run.recorded()):
+            run.is_told = True
+            self._jobs.start(departure.report_of(run), lambda answer: self._told(run, answer))
+            return
+        if run is self._own:
+            self.own_is_over = True
+        elif self.exports.waits_for(run):
+            return  # it calls again
+        else:
+            for process in run.processes:
+                process.release()
+            self._runs.pop(run.name, None)
+        self._changed()
+
+    def _told(self, run: Run, answer: Any) -> None:
+        if answer.get("report"):
+            self._say(run, str(answer["report"]))
+        self._end_of(run)
+
+    def _say_if_nobody_joined(self) -> None:
+        run = self._own
+        if run is not None and run.first_lives() and not run.living() and not run.recorded():
+            self._say(run, departure.nobody_joined(run.first, START_S))
+
+    def _look_again(self) -> None:
+        """Whether a run is over without anything having said so."""
+        self._loop.after(AGAIN_S, self._look_again)
+        for run in self:
+            for process in run.living():
+                if process.exit_fd < 0 and process.connection is None and process.has_exited() is not False:
+                    self._vanished(process)
+            self._report_if_due(run)
+            self._end_of(run)
+
+    # ---------------------------------------------------------------- what is exported of them
+
+    def _export(self, process: Process) -> None:
+        self._loop.attempt(partial(self.exports.add, process))
+        self._say_of_exports()
+
+    def _exports_changed(self) -> None:
+        self._say_of_exports()
+        self._changed()
+        for run in self:
+            self._end_of(run)
+
+    def _say_of_exports(self) -> None:
+        """Say once why the agent does not export what a process records."""
+        if self.exports.problem and not self._has_told_exports:
+            self._has_told_exports = True
+            text = f"instrument: the agent could not export what a process records: {self.exports.problem}"
+            self.say_everywhere(text)
+
+    def _leave_export_to(self, process: Process) -> None:
+        """Have a process that lives export what it records itself, and at once."""
+        if process.lives and process.connection is not None:
+            self._loop.send(process.connection, {"yours": True})
+
+    def tell_of_exports(self) -> None:
+        """Say what has not reached the collector, at the end."""
+        for process in self.exports.forget_missed():
+            self._say(process.run, departure.line_of_missed(process))
+        lost = export_place.told(self.exports.fates)
+        if lost:
+            self.say_everywhere(departure.line_of_export(lost))
+
+
+def _is_same(one: int, other: int) -> bool:
+    with suppress(OSError):
+        return other >= 0 and os.path.sameopenfile(one, other)
+    return False
