@@ -1,21 +1,27 @@
 """Reads damaged recordings, as many as asked for: `python tests/fuzz_recordings.py [inputs] [seed]`.
 
 Whatever another process finds in memory must be read as far as it goes or refused with a `TraceError`, in bounded
-memory and time. Exits with 1 and says which input it was if not. The inputs are those of the seed: each is a small
-recording, of the native recorder or of its twin, with some bytes changed where it lies, and put right again.
+memory and processor time. Exits with 1 and says which input it was if not. The inputs are those of the seed: each is a
+small recording, of the native recorder or of its twin, with some bytes changed where it lies, and put right again.
+
+No two runs record the same times and ids, so an input that fails is told as text, which
+`python tests/fuzz_recordings.py again TEXT` reads once more.
 """
 
 from __future__ import annotations
 
 import array
+import base64
 import contextlib
+import faulthandler
+import lzma
+import mmap
 import os
 import random
 import resource
 import sys
 import threading
 import time
-import traceback
 from functools import partial
 from typing import Any
 
@@ -30,8 +36,9 @@ from instrument.trace.of_memory import saved_of
 
 MOST_BYTES = 600 << 20
 SLOWEST_S = 10.0
-EACH = 500
-"""Inputs between two looks at the memory that this process takes."""
+"""Of processor time, for one input."""
+HANGS_S = 200.0
+"""An input that has not been read by then never will be."""
 
 
 def copied(recorder: Any, times: int = 40) -> int:
@@ -105,50 +112,110 @@ def look_at_all(fd: int) -> None:
         mapped.close()
 
 
-def main(inputs: int, seed: int) -> int:
-    """Read so many. Returns the exit code."""
-    rng, refused, slowest_s, begin_s = random.Random(seed), 0, 0.0, time.monotonic()
-    recordings = []
+def as_text(fd: int) -> str:
+    """What lies in a recording, as `from_text` takes it."""
+    size_bytes = os.fstat(fd).st_size
+    found, at = [size_bytes.to_bytes(8, "little")], 0
+    with contextlib.suppress(OSError):  # at the last hole
+        while at < size_bytes:
+            at = os.lseek(fd, at, os.SEEK_DATA)
+            length = os.lseek(fd, at, os.SEEK_HOLE) - at
+            found += [at.to_bytes(8, "little"), length.to_bytes(8, "little"), os.pread(fd, length, at)]
+            at += length
+    return base64.urlsafe_b64encode(lzma.compress(b"".join(found))).decode()
+
+
+def from_text(text: str) -> int:
+    """The descriptor of a recording in which the same lies."""
+    found, at = lzma.decompress(base64.urlsafe_b64decode(text)), 8
+    fd = os.memfd_create("again")
+    os.ftruncate(fd, int.from_bytes(found[:8], "little"))
+    while at < len(found):
+        offset, length = (int.from_bytes(found[begin : begin + 8], "little") for begin in (at, at + 8))
+        os.pwrite(fd, found[at + 16 : at + 16 + length], offset)
+        at += 16 + length
+    return fd
+
+
+def recorded() -> list[int]:
+    """The descriptors of recordings, one of each recorder that there is."""
+    found = []
     for kind in dict.fromkeys((Recorder, PureRecorder)):
         recorder = kind(1 << 16)
         recorder.begin(1 << 16, {"origin": {"service": "fuzzed"}})
         if recorder.memory_fd < 0:
-            print(f"no memory to read: {recorder.no_memory}", file=sys.stderr)
-            return 1
+            sys.exit(f"no memory to read: {recorder.no_memory}")
         recorder.on = True
-        fd = copied(recorder, 5)
-        recordings.append((fd, used_of(fd)))
-    for number in range(inputs):
-        fd, used = recordings[number % len(recordings)]
-        changes = _changes(fd, used, rng)
+        found.append(copied(recorder, 5))
+    return found
+
+
+class Inputs:
+    """Reads damaged recordings, and puts each right again that was read as it is to be."""
+
+    def __init__(self, fds: list[int], seed: int) -> None:
+        self._recordings = [(fd, used_of(fd)) for fd in fds]
+        self._rng = random.Random(seed)
+        self.slowest_s = 0.0
+        self.refused = 0
+
+    def read(self, number: int) -> None:
+        """Read one. Ends the process where that takes too long."""
+        fd, used = self._recordings[number % len(self._recordings)]
+        changes = _changes(fd, used, self._rng)
         before = [(at, os.pread(fd, len(other), at)) for at, other in changes.items()]
         for at, other in changes.items():
             os.pwrite(fd, other, at)
-        read_s = time.monotonic()
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        begin_s = time.process_time()
         try:
             look_at_all(fd)
         except TraceError:
-            refused += 1
-        except BaseException:
-            traceback.print_exc()
-            print(f"input {number} of seed {seed}: no TraceError; changed: {changes}", file=sys.stderr)
-            return 1
-        took_s = time.monotonic() - read_s
+            self.refused += 1
+        faulthandler.cancel_dump_traceback_later()
+        took_s = time.process_time() - begin_s
+        if took_s > SLOWEST_S:
+            sys.exit(f"it took {took_s:.1f} s")
+        most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if most_bytes > MOST_BYTES:
+            sys.exit(f"it took {most_bytes >> 20} MiB")
+        self.slowest_s = max(self.slowest_s, took_s)
         for at, own in reversed(before):
             os.pwrite(fd, own, at)
-        slowest_s = max(slowest_s, took_s)
-        most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 if number % EACH == 0 else 0
-        if took_s > SLOWEST_S or most_bytes > MOST_BYTES:
-            print(f"input {number} of seed {seed}: {took_s:.1f} s, {most_bytes >> 20} MiB", file=sys.stderr)
-            return 1
+
+
+def read_all(inputs: Inputs, count: int, reached: mmap.mmap) -> None:
+    """Read so many, and tell which one is read; ends the process at the first that is not read as it is to be."""
+    begin_s = time.monotonic()
+    for number in range(count):
+        reached[:8] = number.to_bytes(8, "little")
+        inputs.read(number)
     most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     print(
-        f"recordings: {inputs} inputs of seed {seed}, {refused} refused, the slowest took {1e3 * slowest_s:.0f} ms, "
-        f"at most {most_bytes >> 20} MiB, {time.monotonic() - begin_s:.0f} s"
+        f"recordings: {count} inputs, {inputs.refused} refused, the slowest took {1e3 * inputs.slowest_s:.0f} ms of "
+        f"processor time, at most {most_bytes >> 20} MiB, {time.monotonic() - begin_s:.0f} s"
     )
-    return 1 if most_bytes > MOST_BYTES or refused > inputs / 2 else 0
+    if inputs.refused > count / 2:
+        sys.exit("more than half of them were refused")
+
+
+def main(count: int, seed: int) -> int:
+    """Read so many, in a child: whatever that does, what it was reading is still there. Returns the exit code."""
+    fds, reached = recorded(), mmap.mmap(-1, 8)
+    child = os.fork()
+    if not child:
+        read_all(Inputs(fds, seed), count, reached)
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        number = int.from_bytes(reached[:8], "little")
+        print(f"input {number} of seed {seed}: exit code {code}; again {as_text(fds[number % len(fds)])}")
+    return 1 if code else 0
 
 
 if __name__ == "__main__":
-    numbers = [*map(int, sys.argv[1:]), *(1000, 7)[len(sys.argv) - 1 :]]
-    sys.exit(main(*numbers))
+    if sys.argv[1:2] == ["again"]:
+        look_at_all(from_text(sys.argv[2]))
+    else:
+        numbers = [*map(int, sys.argv[1:]), *(1000, 7)[len(sys.argv) - 1 :]]
+        sys.exit(main(*numbers))

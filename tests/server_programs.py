@@ -21,8 +21,7 @@ from instrument.recording.spans import Span
 SERVED = Path(__file__).parent / "served"
 """Where the apps are."""
 
-START_LIMIT_S = 120.0
-END_LIMIT_S = 60.0
+START_LIMIT_S, END_LIMIT_S = 240.0, 120.0
 
 
 @dataclass

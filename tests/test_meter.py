@@ -384,10 +384,14 @@ CASES = {
     "uvicorn": (uvicorn("starlette_app:app"), STARLETTE),
     "4 workers of uvicorn": (uvicorn("starlette_app:app", "--workers", "4"), STARLETTE),
     "3 workers that gunicorn forks from one that has the app": (
-        gunicorn("flask_app:app", "-w", "3", "--preload"),
+        # Which kills workers that it has heard nothing of, on a machine that stood still, too.
+        gunicorn("flask_app:app", "-w", "3", "--preload", "--timeout", "120", "--graceful-timeout", "60"),
         FLASK,
     ),
 }
+UNTOLD = ("metrics did not get through", "series of metrics dropped")
+"""What the report says of processes to which this one, their collector, did not answer within the time that an end may
+take: the machine had no time for it."""
 
 
 @pytest.mark.slow
@@ -396,28 +400,39 @@ CASES = {
 def test_what_servers_answered_and_what_their_processes_told_are_the_same(
     case: str, preference: str, tmp_path: Path
 ) -> None:
+    for _ in range(3):
+        found, wanted, output = told_and_wanted(case, preference, tmp_path)
+        if not any(words in output for words in UNTOLD):
+            break
+    assert found == wanted, f"lacking: {wanted - found}; too many: {found - wanted}; {output}"
+
+
+def told_and_wanted(
+    case: str, preference: str, folder: Path
+) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]], str]:
+    """How often requests were told of by method, route and status, how often they were answered, and the output."""
     command, asks = CASES[case]
     with collecting(take) as server:
         export = f"{{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
-        (tmp_path / "profile.yaml").write_text(f"requests: {{ignore: [/health]}}\nexport: {export}")
+        (folder / "profile.yaml").write_text(f"requests: {{ignore: [/health]}}\nexport: {export}")
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
-        with serving(command, tmp_path, environ, ours=True) as (port, served):
+        with serving(command, folder, environ, ours=True) as (port, served):
             answers = ask_all(port, asks, -(-200 // len(asks)))
-        wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
-        counts: dict[tuple[Any, ...], int] = Counter()
-        for point in points(server.metrics):
-            labels = told(point.attributes)
-            names = ("http.request.method", "http.route", "http.response.status_code")
-            endpoint = (labels[names[0]], labels.get(names[1], ""), labels.get(names[2]))
-            if preference == "delta":
-                counts[endpoint] += point.count
-            else:  # a process is known by its start
-                of_process = (*endpoint, labels.get("error.type"), point.start_time_unix_nano)
-                counts[of_process] = max(counts[of_process], point.count)
-        found: Counter[tuple[Any, ...]] = Counter()
-        for endpoint, count in counts.items():
-            found[endpoint[:3]] += count
-        assert found == wanted, served.output
+    counts: dict[tuple[Any, ...], int] = Counter()
+    for point in points(server.metrics):
+        labels = told(point.attributes)
+        names = ("http.request.method", "http.route", "http.response.status_code")
+        endpoint = (labels[names[0]], labels.get(names[1], ""), labels.get(names[2]))
+        if preference == "delta":
+            counts[endpoint] += point.count
+        else:  # a process is known by its start
+            of_process = (*endpoint, labels.get("error.type"), point.start_time_unix_nano)
+            counts[of_process] = max(counts[of_process], point.count)
+    found: Counter[tuple[Any, ...]] = Counter()
+    for endpoint, count in counts.items():
+        found[endpoint[:3]] += count
+    wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
+    return found, wanted, served.output
 
 
 # ---------------------------------------------------------------- calls
