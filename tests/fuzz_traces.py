@@ -266,7 +266,7 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
     for number, data in zip(range(count), inputs(folder, chance), strict=False):
         path = folder / "damaged"
         path.write_bytes(data)
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             try:
                 saved = chrome.load_columns(path)
@@ -285,8 +285,8 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
             print(f"input {number} of seed {seed}, kept as {kept}:", file=sys.stderr)
             raise
         finally:
-            slowest = max(slowest, time.perf_counter() - started)
-    assert slowest < SLOWEST_S, f"one input took {slowest:.1f} s"
+            slowest = max(slowest, time.process_time() - started)
+    assert slowest < SLOWEST_S, f"one input took {slowest:.1f} s of processor time"
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-START_LIMIT_S = 20.0
+START_LIMIT_S = 120.0
 PROGRAM = "ddapm-test-agent"
 
 
@@ -100,7 +100,7 @@ class Receiver:
         self._get("/test/session/clear")
 
     def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=120) as answer:
             return bytes(answer.read())
 
 
@@ -165,7 +165,7 @@ def _wait(process: subprocess.Popen[bytes], found: Receiver) -> None:
 
 def _answers(found: Receiver) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", found.grpc_port), timeout=1).close()
+        socket.create_connection(("127.0.0.1", found.grpc_port), timeout=60).close()
         found.spans()
     except OSError:
         return False

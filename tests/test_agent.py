@@ -708,7 +708,7 @@ def test_live_draws_its_screen_anew_until_it_is_told_to_end(service: subprocess.
     while b"GET /fast" not in shown.rpartition(b"Endpoint")[2]:
         shown += os.read(ours, 1 << 16)
     looking.send_signal(signal.SIGINT)
-    assert looking.wait(30) == 0
+    assert looking.wait(120) == 0
     os.close(ours)
 
 

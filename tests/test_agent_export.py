@@ -447,7 +447,7 @@ def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         with Path("errors").open("w") as errors:
             assert subprocess.run(command, stderr=errors, timeout=60).returncode == 0
-        until(lambda: not run_folder.found(), 15)
+        until(lambda: not run_folder.found())
         assert f"{spans_of(10)} spans failed by the OTLP export" in Path("errors").read_text()
 
 

@@ -295,7 +295,7 @@ def test_a_signal_to_check_ends_the_command_and_its_verdicts_are_told() -> None:
         assert checking.stdout is not None
         assert checking.stdout.readline() == "ready\n"
         checking.send_signal(signal.SIGTERM)
-        text, _ = checking.communicate(timeout=30)
+        text, _ = checking.communicate(timeout=120)
     finally:
         checking.kill()
     assert checking.returncode == 0

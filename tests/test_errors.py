@@ -61,5 +61,5 @@ def test_a_fault_inside_the_count_of_another_on_the_same_thread_does_not_hang(mo
 
     thread = threading.Thread(target=nested, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

@@ -13,6 +13,6 @@ import pytest
 def test_damaged_files_load_or_are_refused(inputs: int) -> None:
     # A process of its own, because its memory is measured.
     command = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz_traces.py")), str(inputs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert f"traces: {inputs} inputs" in done.stdout

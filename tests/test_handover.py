@@ -114,7 +114,7 @@ def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(agent: socket
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(session._flush_by_agent(math.inf, 0.05)), daemon=True)
     waiting.start()
-    waiting.join(30)
+    waiting.join(120)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(False, 2)]
     place.close()
 
@@ -232,8 +232,8 @@ def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_eac
 
     ending = threading.Thread(target=stop, daemon=True)
     ending.start()
-    ending.join(30)
-    taker.join(30)
+    ending.join(120)
+    taker.join(120)
     assert not ending.is_alive()
     assert not taker.is_alive()
 

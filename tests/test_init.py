@@ -887,7 +887,7 @@ def test_an_engine_in_a_spawned_process_behind_starlette_is_known_by_the_keys_of
 
             def stop(self):
                 self.inbox.put(None)
-                self.process.join(5)
+                self.process.join(60)
 
         async def generate(request):
             return JSONResponse({"text": await client.submit(Request(str(uuid.uuid4()), 4))})

@@ -715,7 +715,7 @@ def test_what_a_process_recorded_that_was_killed_is_all_there(
             threading.Event().wait(deadline)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
         # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack,
         # in Python those of one for each thread.
         _is_whole(mapped, unfinished=2 if pure or _native is None else 1)

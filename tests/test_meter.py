@@ -708,7 +708,7 @@ def test_what_waits_for_a_thread_of_an_executor_is_told_by_pool() -> None:
                     for _ in range(count):
                         pool.submit(work)
                 for _ in range(4):
-                    assert started.acquire(timeout=30)
+                    assert started.acquire(timeout=120)
                 lengths = told_lengths(server)
                 assert lengths["test_meter_pool"] == 5
                 assert lengths["ThreadPoolExecutor"] == before + 7

@@ -422,7 +422,7 @@ class Server:
 
     def ask(self, method: str, path: str, body: str | None = None) -> tuple[int, str, str]:
         """Status, text and the header that says which process has answered."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body else {})
         connection.connect()
         with contextlib.closing(connection), connection.sock.dup() as same:
@@ -459,7 +459,7 @@ def serve_words(words: Sequence[str], use: Callable[[Server], list[Any]], stop: 
         server.wait_until_it_listens()
         answers = use(server)
         process.send_signal(stop)
-        code = process.wait(timeout=30)
+        code = process.wait(timeout=120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

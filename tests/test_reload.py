@@ -838,7 +838,7 @@ def served(*command: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield service
         service.terminate()
-        assert service.wait(timeout=30) == 0, Path("log").read_text()
+        assert service.wait(timeout=120) == 0, Path("log").read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(service.pid, signal.SIGKILL)
@@ -1024,7 +1024,7 @@ def test_every_worker_of_gunicorn_follows_its_file() -> None:
             )
         )
         for _ in range(30):
-            assert urllib.request.urlopen(address[1], timeout=20).read() == b"ok"
+            assert urllib.request.urlopen(address[1], timeout=120).read() == b"ok"
     spans = [span for path in Path("traces").iterdir() for span in chrome.load(path)[0].spans]
     assert {span.site.name for span in spans} == {"first"}
     assert len(spans) == 30

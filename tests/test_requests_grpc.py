@@ -557,7 +557,7 @@ export:
 def is_ready(port: int) -> bool:
     """Whether the server at a port takes calls."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, contextlib.suppress(grpc.FutureTimeoutError):
-        grpc.channel_ready_future(channel).result(1)
+        grpc.channel_ready_future(channel).result(10)
         return True
     return False
 

@@ -309,7 +309,7 @@ def test_decoupled_requests_of_a_coroutine_are_one_each_though_they_overlap(load
     assert recorder.current_id() == 0
     model.go.set()
     for one in begun:
-        one.result(10)
+        one.result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
