@@ -320,7 +320,9 @@ def conserved(service: subprocess.Popen[str], collector: Collector) -> Counter[s
     requests = sum(done for _, done in eval(service.stdout.readline()))
     total: Counter[str] = Counter()
     for fates in until(settled):
-        assert fates["seen"] == sum(fates[name] for name in ("passed", "beyond", "kept", "abandoned")), fates
+        assert fates["seen"] + fates["intervals"] == sum(
+            fates[name] for name in ("passed", "beyond", "kept", "abandoned")
+        ), fates
         assert fates["kept"] == sum(fates[name] for name in SENT), fates
         total.update(fates)
     assert total["seen"] + total["missed"] >= spans_of(requests) - 100

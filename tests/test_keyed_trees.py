@@ -20,6 +20,7 @@ class Serving:
     """A process, with the keys of its open requests."""
 
     is_over = False
+    lag_ns = 0
 
     def __init__(self, requests: KeyedRequests, number: int) -> None:
         self.ids = Ids([number, number, number], str(number))

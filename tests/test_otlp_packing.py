@@ -301,6 +301,14 @@ def test_a_value_arrives_as_otlp_can_say_it(value: Any, arrives: Any) -> None:
     assert attributes_of(message)["value"] == arrives
 
 
+def test_two_who_send_for_one_process_give_no_two_device_intervals_one_id() -> None:
+    own = Ids()
+    other = Ids(own.seeds, own.instance)
+    assert own.span_id(7) == other.span_id(7)
+    found = [ids.device_span_id() for ids in (own, other) for _ in range(1_000)]
+    assert len(set(found)) == len(found)
+
+
 def test_numbers_of_numpy_arrive_as_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     (message,) = decoded([span(attributes={"i": numpy.int32(-3), "f": numpy.float32(0.5), "a": numpy.ones(9)})], Ids())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from instrument.recording.spans import Origin, Site, Span
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.sessions import outbox
 from instrument.sessions.outbox import Outbox
 
@@ -32,15 +32,16 @@ class Timing:
 
     def __init__(self) -> None:
         self.timer = object()
-        self.intervals = SimpleNamespace(count=0)
+        self.intervals = SimpleNamespace(count=0, of=self.of)
         self.settled = 0
         self.joined: list[tuple[int, int]] = []
 
     def settled_ns(self) -> int:
         return self.settled
 
-    def join(self, spans: Iterable[Span], since: int = 0) -> None:
-        self.joined.append((len(list(spans)), since))
+    def of(self, span_ids: Collection[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
+        self.joined.append((len(span_ids), since))
+        return {}
 
 
 def tree(site: Site, end_ns: int) -> list[Span]:
@@ -55,7 +56,7 @@ def parts() -> Any:
 
 def test_a_tree_waits_only_where_one_of_its_sites_is_timed_on_the_device(parts: Any) -> None:
     box, exporter, timing = parts
-    end_ns = time.monotonic_ns() - outbox.SETTLED_NS
+    end_ns = time.monotonic_ns()
     box.put(tree(ON_HOST, end_ns))
     box.put(tree(ON_DEVICE, end_ns))
     box.send_settled(is_last=False)
@@ -78,6 +79,7 @@ def test_it_is_sent_without_its_device_times_where_it_cannot_wait(
         box.put(tree(ON_DEVICE, now - 2 * outbox.SETTLE_NS if why == "long enough" else now))
     box.send_settled(is_last=why == "the last time")
     assert exporter.offered == ["decode"]
+    assert box.untimed == 1
 
 
 def test_only_intervals_that_came_since_the_first_span_began_are_gone_through(parts: Any) -> None:

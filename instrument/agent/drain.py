@@ -5,6 +5,8 @@ It stands where the process's own recorder does when a session reads its rings i
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,9 +37,15 @@ class Drain:
         self.details_at = progress.details
         self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
         self.has_more = False
+        self.left: tuple[int, int] = (0, 0)
+        """Rows that ended after the first of two times are left where they are: none that is sound ended after the
+        second one."""
+        self.lag_ns = 0
+        """How long ago what was left may have ended; 0 where nothing was."""
         self.opened: Mapping[int, OpenSpan] = {}
         """The spans that were open as rows were read the last time, by their ids."""
-        self._recent: Mapping[int, tuple[int, bytes]] = {}
+        self._recent: deque[tuple[int, Mapping[int, tuple[int, bytes]]]] = deque()
+        self._details_read = progress.details
         self._shelves: list[ColumnShelf] = []
 
     # ---------------------------------------------------------------- what the tail sampler asks a recorder
@@ -76,7 +84,7 @@ class Drain:
         below_keys = self._below_keys()
         for shelf in self._shelves:
             shelf.open_below_keys = below_keys
-        rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
+        rings = self._mapped.rows(self.places, ROWS_AT_ONCE, before=self.left)
         self._take_details()
         found, written = [], ended
         for ring in rings:
@@ -89,6 +97,10 @@ class Drain:
         self.has_more = sum(len(ring.rows) for ring in rings) >= ROWS_AT_ONCE
         self.places = {ring.ring: ring.head for ring in rings}
         self.missed = max(self.missed, written - self.seen)
+        until_ns, now_ns = self.left
+        is_left = now_ns > 0 and any(self.places.get(ring, 0) < head for ring, head in self._mapped.heads().items())
+        self.lag_ns = now_ns - until_ns if is_left else 0
+        self._forget_details()
         return found
 
     def _below_keys(self) -> set[int]:
@@ -108,12 +120,21 @@ class Drain:
         return found.union(*(shelf.held_keys() for shelf in self._shelves))
 
     def _take_details(self) -> None:
-        """What rows have is written before them, perhaps since the last time, when they were not there yet."""
-        found, self.details_at = self._mapped.details_since(self.details_at)
-        both = {**self._recent, **found}
-        self._recent = found
+        """What rows have is written before them, perhaps since a time before, when they were not there yet."""
+        found, self._details_read = self._mapped.details_since(self._details_read)
+        self._recent.append((time.monotonic_ns(), found))
+        every = {span_id: detail for _, details in self._recent for span_id, detail in details.items()}
         for shelf in self._shelves:
-            shelf.details = both
+            shelf.details = every
+
+    def _forget_details(self) -> None:
+        """Keep those of rows that are still to be read, and the newest, whose rows may be about to be written."""
+        if self.has_more:
+            return
+        while len(self._recent) > 1 and (not self.lag_ns or self._recent[1][0] < self.left[0]):
+            self._recent.popleft()
+        if not self.lag_ns:
+            self.details_at = self._details_read
 
     def adopt(self) -> int:
         """Put aside again what lies before the place where it goes on, of requests that nobody has decided about.

@@ -175,6 +175,7 @@ class ExportLoop:
     def _look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
         """Look at all of them once; returns whether any has more by now."""
         self._has_more = self._is_behind = False
+        self._decisions.lag_ns = self._requests.lag_ns
         for number, found in list(self._recordings.items()):
             self._attempt(number, partial(self._look_at, number, found, is_last=is_last, at_once=at_once))
         return self._has_more

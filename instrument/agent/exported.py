@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from instrument import clock
@@ -18,11 +18,14 @@ from instrument.agent.drain import Drain
 from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
+from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
+from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
+from instrument.recording.mapped_intervals import MappedIntervals
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
@@ -115,18 +118,21 @@ class Exported:
         self.is_behind = False
         if reading is None or self._mapped.generation != self._progress.generation:
             reading = self._begin(facts)
-        kept = reading.take(is_last=is_last, at_once=at_once)
+        drain = reading.drain
+        is_crowded = drain.lag_ns > 0 and self._mapped.unread_share(drain.places) >= CROWDED
+        waits = not (self.has_ended or is_crowded)
+        kept = reading.take(is_last=is_last, at_once=at_once, waits=waits)
         if self._mapped.generation != self._progress.generation:
             return True  # another session has begun meanwhile
-        self._note_read(reading, sum(map(len, kept)))
+        self._note_read(reading, kept)
         for spans in kept:
             self._exporter.offer(spans, reading.source)
-        return reading.drain.has_more
+        return drain.has_more
 
     def _is_new(self) -> bool:
         """Whether there is anything that has not been read."""
         heads = self._mapped.heads()
-        has_more = self._reading is None or self._reading.drain.has_more or self._reading.lingers
+        has_more = self._reading is None or self._reading.is_behind or self._reading.lingers
         is_new = has_more or heads != self._heads or self._mapped.generation != self._progress.generation
         self._heads = heads
         return is_new
@@ -169,20 +175,25 @@ class Exported:
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
             reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
             reading.base["abandoned"] += max(unsettled - reading.drain.adopt(), 0)
-        self._note_read(reading, 0)
+        self._note_read(reading, [])
         return reading
 
     # ---------------------------------------------------------------- the books
 
-    def _note_read(self, reading: _Reading, kept: int) -> None:
+    def _note_read(self, reading: _Reading, kept: Sequence[Sequence[Span]]) -> None:
         drain, base = reading.drain, reading.base
+        intervals = sum(len(span.device) for spans in kept for span in spans)
         with self._lock:
-            base["kept"] += kept
+            base["intervals"] += intervals
+            base["kept"] += sum(map(len, kept)) + intervals
             fates = self._progress.fates
             fates.update(seen=drain.seen, missed=drain.missed, kept=base["kept"], abandoned=base["abandoned"])
+            fates["intervals"] = base["intervals"]
+            fates["untimed"] = base["untimed"] + reading.times.untimed
             fates["beyond"] = base["beyond"] + drain.beyond
             known = fates["kept"] + fates["beyond"] + fates["abandoned"]
-            fates["passed"] = max(fates["seen"] - known - drain.held - reading.keyed.waiting, 0)
+            found = fates["seen"] + fates["intervals"]
+            fates["passed"] = max(found - known - drain.held - reading.keyed.waiting, 0)
             self._progress.places, self._progress.details = drain.places, drain.details_at
             self.note_settled()
 
@@ -201,9 +212,14 @@ class Exported:
         reading = self._reading
         if reading is not None:
             kept = reading.keyed.take([], {}, 1.0, is_last=True)
-            self._note_read(reading, sum(map(len, kept)))
+            self._note_read(reading, kept)
             for spans in kept:
                 self._exporter.offer(spans, reading.source)
+
+    @property
+    def lag_ns(self) -> int:
+        """How far what was read of it lies behind what is there, for device times that are still to come."""
+        return 0 if self._reading is None else self._reading.drain.lag_ns
 
     @property
     def undecided(self) -> int:
@@ -259,6 +275,7 @@ class _Reading:
         self._kept: list[list[Span]] = []
         self.base = Counter(progress.fates)
         self.drain = Drain(mapped, progress)
+        self.times = DeviceTimes(lambda: MappedIntervals(mapped))
         self.keyed = keyed
         self._trees = Trees(
             self.drain,
@@ -281,9 +298,22 @@ class _Reading:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
         return self._trees.lingers or self.keyed.waiting > 0
 
-    def take(self, *, is_last: bool = False, at_once: bool = False) -> list[list[Span]]:
-        """Read on; returns the trees that can be sent, or parts of such."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are rows that were not read."""
+        return self.drain.has_more or self.drain.lag_ns > 0
+
+    def take(self, *, is_last: bool = False, at_once: bool = False, waits: bool = True) -> list[list[Span]]:
+        """Read on; returns the trees that can be sent, or parts of such.
+
+        Where a device is timed it `waits` with rows whose device times may still come.
+        """
+        self.times.look()
+        settled_ns, now_ns = self._mapped.settled_ns(), time.monotonic_ns()
+        until_ns = max(settled_ns, now_ns - SETTLE_NS)
+        self.drain.left = (until_ns, now_ns) if settled_ns and waits and until_ns < now_ns else (0, 0)
         self._trees.take()
+        self.times.join([span for spans in self._kept for span in spans], settled_ns or NOTHING_TO_COME)
         self._threads = self._mapped.threads()
         opened = self.drain.opened
         if any(not spans[0].root_id & REQUEST_BIT for spans in self._kept):  # which may lie below what began meanwhile

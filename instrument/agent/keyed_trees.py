@@ -69,6 +69,10 @@ class _Process(Protocol):
     def undecided(self) -> int:
         """Its kept requests that wait, for they may be parts of others."""
 
+    @property
+    def lag_ns(self) -> int:
+        """How far it is behind."""
+
     def open_keys(self) -> set[str]:
         """The keys of its requests that have not ended."""
 
@@ -156,6 +160,11 @@ class KeyedRequests:
             self._open = {id(one): one.open_keys() for one in self.members.values() if not one.is_over}
             self._open_until_ns = now_ns + OPEN_KNOWN_NS
         return any(key in keys for whose, keys in self._open.items() if whose != id(besides))
+
+    @property
+    def lag_ns(self) -> int:
+        """How far the farthest of all processes is behind."""
+        return max((one.lag_ns for one in self.members.values()), default=0)
 
     @property
     def are_over(self) -> bool:
@@ -304,12 +313,13 @@ class KeyedTrees:
 
     def _due(self, *, is_last: bool, at_once: bool) -> Iterator[list[Span]]:
         waiting, self._waiting = self._waiting, []
-        size, now_ns = sum(len(one.spans) for one in waiting), time.monotonic_ns()
+        size = sum(len(one.spans) for one in waiting)
+        read_ns = time.monotonic_ns() - self._requests.lag_ns
         is_last = is_last or self._requests.are_over
         # Requests first: what they hand over may wait here, too.
         for one in sorted(waiting, key=lambda one: not one.is_request):
             is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
-            age_ns = PATIENCE_NS + LOOKED_NS if at_once else now_ns - one.since_ns
+            age_ns = PATIENCE_NS + LOOKED_NS if at_once else read_ns - one.since_ns
             if self._is_awaited(one, age_ns, is_over=is_over) or (
                 at_once and not one.is_request and self._requests.undecided
             ):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import get_native_id
 from types import ModuleType
@@ -30,7 +30,7 @@ from instrument.device.torch_events import TorchDriver
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.interval_ring import LABELS, IntervalRing
 from instrument.recording.rows import STREAM
-from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
+from instrument.recording.spans import NO_DEVICE_TIME, Site, Work
 from instrument.runtime import imports
 from instrument.runtime.unpatched import Lock, sleep
 
@@ -407,10 +407,6 @@ class Timing:
             self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
                 self._ranges.time_by(self.timer.begin)
-
-    def join(self, spans: Iterable[Span], since: int = 0) -> None:
-        """Give spans the intervals that are known by now, those after the first `since`."""
-        self.intervals.join(spans, since)
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
         """The intervals that are known by now of spans by their ids, as columns."""

@@ -53,6 +53,7 @@ _NEVER_NS = 1 << 63
 _OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
 _EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
 _FATES = ("offered", *_OUTCOMES, "pending")
+_INTERVALS = "intervals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Exporter:
         self._queue: deque[_Tree] = deque()
         self._queued_spans = 0
         self._in_flight: set[_Tree] = set()
-        self._counts = dict.fromkeys((*_FATES, *(f"{fate}_trees" for fate in _FATES), "requests"), 0)
+        self._counts = dict.fromkeys((*_FATES, *(f"{fate}_trees" for fate in _FATES), _INTERVALS, "requests"), 0)
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -344,7 +345,7 @@ class Exporter:
         """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
 
         offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
-        an offer as a tree, and a tree as exported only if all its spans surely were.
+        and among the ``intervals``, an offer as a tree, and a tree as exported only if all its spans surely were.
         """
         held = self._lock.acquire(timeout=_PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
         try:
@@ -377,6 +378,7 @@ class Exporter:
         counts = self._counts
         while self._inbox:
             tree = self._inbox.popleft()
+            counts[_INTERVALS] += tree.size - len(tree.spans)
             for fate in ("offered", "pending"):
                 counts[fate] += tree.size
                 counts[f"{fate}_trees"] += 1
@@ -579,6 +581,7 @@ class Exporter:
         """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
         with self._lock:
             if tree in self._in_flight:
+                self._counts[_INTERVALS] += size - tree.left
                 for counts in (self._counts, tree.source.counts):
                     for fate in ("offered", "pending"):
                         counts[fate] += size - tree.left

@@ -75,7 +75,8 @@ class Ids:
 
         found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
         self._seed, self._trace_seeds = found[0], (found[1], found[2])
-        self._device_numbers = itertools.count(1 << 63)
+        # Whoever else sends with the same seeds has other numbers.
+        self._device_numbers = itertools.count((1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0))
         self.instance = instance or str(uuid.uuid4())
 
     @property

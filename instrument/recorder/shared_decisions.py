@@ -27,6 +27,8 @@ class Decisions:
         self.by_key = by_key
         self._kept: OrderedDict[int, None] = OrderedDict()
         self.members = 1
+        self.lag_ns = 0
+        """How far the farthest of them is behind."""
 
     @property
     def are_shared(self) -> bool:

@@ -223,8 +223,8 @@ class Trees:
             held = self._decide(row, keep=False, wanted=is_early or is_shared)
             if is_early:
                 self._wait(root, held)
-            if is_shared:
-                both, until_ns = [root, *held], time.monotonic_ns() + LINGER_NS
+            if is_shared and self._decisions is not None:
+                both, until_ns = [root, *held], time.monotonic_ns() + LINGER_NS + self._decisions.lag_ns
                 self._lingering.append((until_ns, self._trace_of(row, remote), _keys_of(both), both))
                 self._lingering_rows += len(held) + 1
             self._pass(root, held)

@@ -17,15 +17,20 @@ from dataclasses import dataclass, field
 from instrument.recording import memory_layout as layout
 
 FATES = (
-    "seen", "missed", "passed", "beyond", "kept", "exported", "rejected", "failed", "dropped", "abandoned",
+    "seen", "intervals", "missed", "untimed",
+    "passed", "beyond", "kept", "exported", "rejected", "failed", "dropped", "abandoned",
 )  # fmt: skip
 """Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
-were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, of which each was
-`exported`, `rejected`, `failed` or `dropped`, or waits. `abandoned` are those that were none of this as who exported
-them was ended, and those of requests that had not ended as their process did."""
+were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, each with its
+device `intervals`, which are spans to a collector. Of these each was `exported`, `rejected`, `failed` or `dropped`, or
+waits; some of them are `untimed`: their device times had not come. `abandoned` are those that were none of this as who
+exported them was ended, and those of requests that had not ended as their process did."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """What becomes of those that were kept."""
+
+UNTIMED = "spans exported before their device times were known"
+"""What is said of those that are `untimed`."""
 
 INSIDE = (1 << 64) - 1
 """In place of a generation: the process exports what it records itself, and has not said how far it has come."""
@@ -58,8 +63,8 @@ class Progress:
     @property
     def unsettled(self) -> int:
         """Spans that were seen and whose fate is not known."""
-        told = sum(self.fates[name] for name in FATES[2:]) - self.fates["kept"]
-        return max(self.fates["seen"] - told, 0)
+        told = sum(self.fates[name] for name in ("passed", "beyond", "abandoned", *SENT))
+        return max(self.fates["seen"] + self.fates["intervals"] - told, 0)
 
 
 class ExportPlace:
@@ -191,5 +196,6 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans dropped by the OTLP export": "dropped",
         "spans overwritten before the export read them": "missed",
         "spans that an agent had read and not exported as it was ended": "abandoned",
+        UNTIMED: "untimed",
     }
     return {name: fates[fate] for name, fate in names.items() if fates[fate]}

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from struct import Struct
 
 from instrument.recording.slot_ring import FindRoom, SlotRing
-from instrument.recording.spans import DeviceInterval, Span
+from instrument.recording.spans import DeviceInterval
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """What is known of an interval.
@@ -61,21 +61,21 @@ class IntervalRing:
         """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""
         return self._slots.since(0)
 
-    def join(self, spans: Iterable[Span], since: int = 0) -> None:
-        """Give each span its intervals, those that are still here and came after the first `since`, by time."""
-        wanted = {span.span_id: span for span in spans if span.site.device} if self.count > since else {}
-        for span_id, intervals in self.of(wanted, since).items():
-            wanted[span_id].device = intervals
-
     def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
-        """The same intervals by the id of their span."""
-        found: dict[int, list[DeviceInterval]] = {}
-        cells = _CELLS.iter_unpack(self._slots.since(since))
-        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
-            if span_id in span_ids:
-                interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
-                found.setdefault(span_id, []).append(interval)
-        return {
-            span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
-            for span_id, intervals in found.items()
-        }
+        """Those that are still here and came after the first `since`, by the id of their span, each span's by time."""
+        return intervals_by_span(_CELLS.iter_unpack(self._slots.since(since)), span_ids)
+
+
+def intervals_by_span(
+    cells: Iterable[tuple[int, ...]], span_ids: Container[int]
+) -> dict[int, tuple[DeviceInterval, ...]]:
+    """Of intervals, as numbers in the order of their fields, those of some spans."""
+    found: dict[int, list[DeviceInterval]] = {}
+    for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
+        if span_id in span_ids:
+            interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
+            found.setdefault(span_id, []).append(interval)
+    return {
+        span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
+        for span_id, intervals in found.items()
+    }

@@ -300,10 +300,13 @@ class Mapped:
         parts = [(ring.head - places.get(ring.number, 0)) / ring.capacity for ring in self._rings() if ring.capacity]
         return max(parts, default=0.0)
 
-    def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
+    def rows(
+        self, since: Mapping[int, int] | None = None, most: int = 1 << 62, *, before: tuple[int, int] = (0, 0)
+    ) -> list[RingRows]:
         """The newest rows of each ring, or of each by its number those from a row's number on; at most so many of all.
 
-        The slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
+        Of each only those `before` the first that ended after the first of two times and not after the second one. The
+        slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
         each is where to go on.
         """
         copied = []
@@ -315,7 +318,11 @@ class Mapped:
             rows = self._copied(ring, first, end)
             now = self._ring_now(ring)
             late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
-            copied.append((ring, begin, first + late, end, rows[late:]))
+            rows, first = rows[late:], first + late
+            ends = rows["end_ns"]
+            if (left := np.flatnonzero((ends > before[0]) & (ends <= before[1]))).size:
+                rows, end = rows[: left[0]], first + int(left[0])
+            copied.append((ring, begin, first, end, rows))
             most -= len(rows)
         known = len(self.tree())  # of all of these rows, for a call path is told before the rows that are of it
         return [
@@ -425,15 +432,23 @@ class Mapped:
         }
         return found, used
 
-    def intervals(self) -> Records:
-        """The newest device intervals, the oldest first: those whose numbers are such as intervals have."""
-        found = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]))
+    def intervals(self, since: int = 0) -> Records:
+        """The newest device intervals that came after the first so many, the oldest first.
+
+        Those whose numbers are such as intervals have.
+        """
+        found = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
         sound = (found["span_id"] != 0) & (found["span_id"] >> np.uint64(63) == 0) & (found["device"] >= 0)
         sound &= (found["device"] < MOST_DEVICES) & (found["stream"] >> np.uint64(63) == 0)
         sound &= (found["start_ns"] >= 0) & (found["start_ns"] < FARTHEST_NS) & (found["end_ns"] < FARTHEST_NS)
         sound &= (found["label"] >= 0) & (found["label"] < len(LABELS))
         sound &= (found["uncertainty_ns"] >= 0) & (found["uncertainty_ns"] < FARTHEST_NS)
         return np.asarray(found[sound])
+
+    def interval_count(self) -> int:
+        """How many device intervals there ever were."""
+        self._read_head()
+        return self._parts["intervals"].used
 
     def settled_ns(self) -> int:
         """All device intervals are there of what had ended by then; 0 where no device has been timed."""
@@ -450,12 +465,12 @@ class Mapped:
             if (name := one["name"].decode("ascii", "replace")) in GAUGES
         ]
 
-    def _newest(self, name: str, kind: np.dtype[np.void], slots: int) -> Records:
+    def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
         """What a ring of slots holds. The slot that is written next is left out, for it may be half written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
-        first = max(used - slots + 1, 0)
+        first = max(used - slots + 1, since, 0)
         if not slots or first >= used:
             return np.zeros(0, kind)
         at, count = first % slots, used - first

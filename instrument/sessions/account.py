@@ -16,11 +16,12 @@ from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
-from instrument.recording import board
+from instrument.recording import board, export_place
 from instrument.recording.spans import Cost, Site
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
+from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 
 COMPLAINTS_KEPT = 20
@@ -47,6 +48,7 @@ class Account:
     imports: ImportTimes
     timing: Timing | None
     exporter: otlp.Exporter | None
+    outbox: Outbox | None
     handover: Handover
     tells_waiting: bool = True
     refused: tuple[str, ...] = ()
@@ -147,6 +149,7 @@ class Account:
             sent = self.exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
             counts["spans overwritten before the export read them"] = self.reader.lost
+            counts.update({export_place.UNTIMED: self.outbox.untimed if self.outbox is not None else 0})
             counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 

@@ -219,7 +219,7 @@ class Handover:
         rings = export_place.threads(place)
         places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
         fates, sent = dict(self._fates), exporter.counts()
-        own = Counter({fate: sent[fate] - self._counted[fate] for fate in SENT})
+        own = Counter({fate: sent[fate] - self._counted[fate] for fate in (*SENT, "intervals")})
         own["missed"] = standing.missed - self._written["missed"]  # which tells of all times that it has read
         for fate, count in own.items():
             fates[fate] += count
@@ -227,7 +227,7 @@ class Handover:
         generation, ended_rows = export_place.counted(place)
         fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
         known = fates["kept"] + fates["beyond"] + fates["abandoned"]
-        fates["passed"] = max(fates["seen"] - known - standing.held, 0)
+        fates["passed"] = max(fates["seen"] + fates["intervals"] - known - standing.held, 0)
         place.write(Progress(generation, places, fates))
         self._written.update(own)
 

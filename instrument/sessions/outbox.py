@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from instrument import otlp
 from instrument.device.timer import Timing
+from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recording.spans import Origin, Span
 from instrument.sessions.batch_links import BatchLinks
 
@@ -19,14 +20,8 @@ CLOCK_DRIFT_NS = 10**6
 """How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
 Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
 
-SETTLE_NS = 2 * 10**9
-SETTLED_NS = 10**7
 WAITING_SPANS = 20_000
-"""How long, and how many, spans wait for their device times before they are sent without; and how long at least, for a
-span's row is there a little before the device is asked for its end."""
-
-INTERVALS_KNOWN = 4_096
-"""How many past looks tell which device intervals came after the begin of a span."""
+"""How many spans wait for their device times before they are sent without."""
 
 
 class Outbox:
@@ -42,8 +37,9 @@ class Outbox:
         self._begin()
 
     def _begin(self) -> None:
-        self._waiting: deque[tuple[int, int, list[Span]]] = deque()
-        self._intervals_known: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
+        self._waiting: deque[tuple[int, list[Span]]] = deque()
+        timing = self._timing
+        self._times = None if timing is None else DeviceTimes(lambda: timing.intervals)
         self._clock_renewed_ns = time.monotonic_ns()
 
     def after_fork_in_child(self) -> None:
@@ -51,45 +47,47 @@ class Outbox:
         self._links.begin()
         self._begin()
 
+    @property
+    def waits(self) -> bool:
+        """Whether anything waits for its device times."""
+        return bool(self._waiting)
+
+    @property
+    def untimed(self) -> int:
+        """Spans that were sent before their device times were known."""
+        return 0 if self._times is None else self._times.untimed
+
     def put(self, spans: list[Span]) -> None:
         """Take in one tree, or a part of it."""
         self._links.put(spans)
 
     def _put_linked(self, spans: list[Span]) -> None:
         if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
-            start_ns = min(span.start_ns for span in spans)
-            self._waiting.append((max(span.end_ns for span in spans), start_ns, spans))
+            self._waiting.append((max(span.end_ns for span in spans), spans))
         else:
             self._exporter.offer(spans)
 
     def send_settled(self, *, is_last: bool) -> None:
         """Send the trees that have their device times, or have waited for them long enough; the last time, all."""
         self._links.send_due(is_last=is_last)
-        timing = self._timing
-        if timing is None:
+        timing, times = self._timing, self._times
+        if timing is None or times is None:
             return
-        known, now = timing.intervals.count, time.monotonic_ns()
-        size = sum(len(spans) for _, _, spans in self._waiting)
+        times.look()
+        now = time.monotonic_ns()
+        size = sum(len(spans) for _, spans in self._waiting)
         settled_ns = timing.settled_ns() if self._waiting else 0
         ready: list[list[Span]] = []
-        first_ns = now
         while self._waiting:
-            end_ns, start_ns, spans = self._waiting[0]
-            is_settled = now - end_ns > SETTLED_NS and settled_ns >= end_ns
-            if not (is_settled or size > WAITING_SPANS or now - end_ns > SETTLE_NS or is_last):
+            end_ns, spans = self._waiting[0]
+            if not (settled_ns >= end_ns or size > WAITING_SPANS or now - end_ns > SETTLE_NS or is_last):
                 break
             self._waiting.popleft()
             size -= len(spans)
-            first_ns = min(first_ns, start_ns)
             ready.append(spans)
-        if ready:
-            # At once for all, for each time goes through all intervals since the first of these spans began.
-            since = next((count for at_ns, count in reversed(self._intervals_known) if at_ns <= first_ns), 0)
-            timing.join((span for spans in ready for span in spans), since)
-            for spans in ready:
-                self._exporter.offer(spans)
-        if not self._intervals_known or self._intervals_known[-1][1] != known:
-            self._intervals_known.append((now, known))
+        times.join([span for spans in ready for span in spans], settled_ns)
+        for spans in ready:
+            self._exporter.offer(spans)
 
     def renew_clock(self, make_origin: Callable[[], Origin]) -> None:
         """Send by the wall clock as it is now, where it has drifted from the one that spans are sent by."""

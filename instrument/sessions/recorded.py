@@ -106,6 +106,7 @@ class Recorded:
             imports=self._imports,
             timing=self._timing,
             exporter=self._exporter,
+            outbox=self._outbox,
             handover=self.handover,
             tells_waiting=profile.source != EVERYTHING.source,
         )

@@ -21,6 +21,7 @@ from instrument.errors import ExportError, InstrumentError
 from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
+from instrument.otlp.interval_join import SETTLE_NS
 from instrument.profile.model import Profile
 from instrument.recorder.meter import Ended
 from instrument.recorder.recorder import RECORDER
@@ -37,6 +38,7 @@ from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import Standing
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import REPORT_S, Membership, RunFacts
+from instrument.sessions.outbox import Outbox
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
@@ -197,25 +199,32 @@ class Session(Recorded):
         exporter, outbox = self._exporter, self._outbox
         with self._lock.held():
             self._reader.look()
-            if outbox is not None:
-                outbox.send_settled(is_last=True)
             standing = self._standing()
             self.handover.is_own = False
+        if outbox is not None:
+            self._send_settled(outbox)
         if exporter is not None:
             exporter.stop(HAND_BACK_NS)
             if self._sends() and not self._stopped:
                 exporter.start()
         return standing
 
+    def _send_settled(self, outbox: Outbox) -> None:
+        """Send what waits for its device times as they come, and after a while without."""
+        end_ns = time.monotonic_ns() + HAND_BACK_NS
+        is_last = False
+        while not is_last:
+            is_last = time.monotonic_ns() > end_ns or not outbox.waits
+            with self._lock.held():
+                outbox.send_settled(is_last=is_last)
+            if not is_last:
+                time.sleep(FLUSH_S)
+
     def _standing(self) -> Standing:
         return Standing(dict(self._reader.places), self._reader.lost, self._reader.held)
 
     def look_after_export(self, *, is_joined: bool) -> None:
         """Export here, or have the agent do so, as things stand: called now and then."""
-        if self.times_devices and self.handover.has_agent and not self.handover.is_own:
-            # What a device did is not in the recording, and known here alone.
-            self._membership.tell({"exports": True})
-            self.handover.insist()
         self._tell_resource()
         self.handover.look(self._membership.joins if is_joined else 0)
 
@@ -354,6 +363,8 @@ class Session(Recorded):
         Of an agent that for `patience_s` takes no notice of what it has not seen nothing more is awaited.
         """
         recorded = self._recorded()
+        if self._timing is not None:  # the agent waits for device times, too
+            self._timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + SETTLE_NS / 1e9))
         self._membership.tell({"flush": True})
         seen, seen_at = -1, 0.0
         while True:

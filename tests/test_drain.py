@@ -1,0 +1,74 @@
+"""The drain of a recording: what is read of it a piece at a time, and what is left for later."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from instrument.agent import drain as drain_module
+from instrument.agent.drain import Drain
+from instrument.recording.export_place import Progress
+from instrument.recording.mapped import Mapped
+
+
+class Reading:
+    """A recording that is drained of all spans."""
+
+    def __init__(self, recorder: Any) -> None:
+        if recorder.memory_fd < 0:
+            pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+        self.mapped = Mapped(recorder.memory_fd)
+        self.drain = Drain(self.mapped, Progress())
+        self.cursor = self.drain.cursor(self.drain.shelf(1.0, 1_000_000).sort)
+
+    def numbers(self) -> list[int | None]:
+        """What the spans of one piece bear."""
+        return [(row[10] or {}).get("number") for _, rows in self.cursor.read() for row in rows]
+
+
+@pytest.fixture
+def recorder(make_recorder: Any) -> Any:
+    made = make_recorder()
+    made.begin(1 << 20, {})
+    return made
+
+
+def record(recorder: Any, *numbers: int) -> int:
+    """Record spans that bear these; when they had ended."""
+    for number in numbers:
+        with recorder.scope("span", attributes={"number": number}):
+            pass
+    ended_ns = time.monotonic_ns()
+    time.sleep(0.001)
+    return ended_ns
+
+
+def test_what_is_read_in_many_pieces_bears_its_attributes(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "ROWS_AT_ONCE", 10)
+    record(recorder, *range(45))
+    reading, found = Reading(recorder), []
+    while not found or reading.drain.has_more:
+        found += reading.numbers()
+    assert found == list(range(45))
+
+
+def test_what_is_left_for_later_comes_then_with_its_attributes(recorder: Any) -> None:
+    until_ns = record(recorder, 1, 2)
+    record(recorder, 3)
+    reading = Reading(recorder)
+    drain = reading.drain
+    drain.left = until_ns, time.monotonic_ns()
+    assert reading.numbers() == [1, 2]
+    assert (drain.lag_ns > 0, drain.seen, drain.missed) == (True, 2, 0)
+    for number in (4, 5):
+        record(recorder, number)
+        drain.left = until_ns, time.monotonic_ns()
+        assert reading.numbers() == []
+    other = Drain(reading.mapped, Progress(1, dict(drain.places), {**Progress().fates, "seen": 2}, drain.details_at))
+    for one, cursor in ((drain, reading.cursor), (other, other.cursor(other.shelf(1.0, 100).sort))):
+        one.left = 0, 0
+        rows = [row for _, rows in cursor.read() for row in rows]
+        assert [row[10]["number"] for row in rows] == [3, 4, 5]
+        assert (one.lag_ns, one.seen, one.missed) == (0, 5, 0)
