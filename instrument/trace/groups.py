@@ -111,3 +111,8 @@ def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     place_of = np.empty(len(rows), dtype=np.int64)
     place_of[order] = np.arange(len(rows))
     return place_of[numbers], rows[order]
+
+
+def firsts_of(groups: NDArray[Any]) -> Int64s:
+    """The places at which a group begins, of numbers that lie together by their group."""
+    return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])

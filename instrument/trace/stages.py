@@ -13,20 +13,20 @@ steps are: what is shorter is routine. It says which batches, of others then, to
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from math import sqrt
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
 from instrument.recording.generations import GENERATION
 from instrument.recording.spans import BATCH_WEIGHTS, AttributeValue, Site, Span
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Int64s, Trace
+from instrument.trace.groups import firsts_of
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, served_stretches
+from instrument.trace.ledger import QUEUE, STALL, Stretches, served_stretches
+from instrument.trace.request_steps import last_of_firsts, prefills, steps_of, usual_ns
+from instrument.trace.step_kinds import Parts, StepKinds
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -38,12 +38,6 @@ STEPS = "instrument.decode.steps"
 
 MOST_STALLS = 16
 """Stalls of a request that are told: the longest."""
-
-APART = 8
-"""The heaviest batch of a request is a prompt's for certain if it takes so many times what the lightest one does."""
-
-CLEARLY = 2
-"""What takes more than so many times as much takes clearly more."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),)) for name in (QUEUE, PREFILL, DECODE, STALL)
@@ -80,164 +74,73 @@ class Stages:
             yield STALL, *one
 
 
-def stages(trace: Trace, joined: Joined) -> list[Stages]:
-    """The stages of each request that a batch serves, and that is there from its begin to its end."""
-    batches, between = served_stretches(trace, joined)
-    queues: dict[int, tuple[int, int]] = {}
-    gaps: dict[int, list[tuple[int, int]]] = {}
-    for place, what, start_ns, end_ns in zip(
-        *(column.tolist() for column in (between.request, between.row, between.start_ns, between.end_ns)), strict=True
-    ):
-        if what == 0:
-            queues[place] = start_ns, end_ns
-        elif what == 1:
-            gaps.setdefault(place, []).append((start_ns, end_ns))
-    firsts = np.flatnonzero(np.diff(batches.request, prepend=-1))
-    says_weight = np.isin(batches.row, trace.attributes.having(BATCH_WEIGHTS))
-    names = [site.name for site in trace.sites]
-    weights, threads = joined.served.weight[batches.pair], trace.thread_id[batches.row]
-    columns = (trace.site[batches.row], threads, batches.start_ns, batches.end_ns, weights, says_weight)
+def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
+    """The stages of each request that a batch serves, and that is there from its begin to its end.
 
-    def parts_of(first: int, last: int) -> list[_Part]:
-        of_all = zip(*(column[first:last].tolist() for column in columns), strict=True)
-        return [_Part(names[site], *more) for site, *more in of_all]
-
-    ranges = list(pairwise([*firsts.tolist(), len(batches.request)]))
-    kinds = _kinds_of_steps(parts_of(*its) for its in ranges)
-    found = []
-    for place, (first, last) in zip(batches.request[firsts].tolist(), ranges, strict=True):
-        if trace.clipped[joined.rows[place]]:
-            continue
-        its = parts_of(first, last)
-        steps = _steps(its, kinds)
-        long_ns = sorted(one.lead.end_ns - one.lead.start_ns for one in steps)[len(steps) // 2]
-        stalls = sorted(gaps.get(place, ()), key=lambda gap: gap[0] - gap[1])[:MOST_STALLS]
-        notable = tuple(sorted(gap for gap in stalls if gap[1] - gap[0] >= long_ns))
-        prefill = decode = None
-        count = _prefills([one.lead.weight for one in steps], [one.lead.name for one in steps])
-        if len(steps) > 1:
-            until_ns, last_ns = max(one.end_ns for one in steps[:count]), max(one.end_ns for one in its)
-            prefill = its[0].start_ns, until_ns
-            decode = (until_ns, last_ns) if last_ns > until_ns else None
-        found.append(Stages(place, queues.get(place), prefill, decode, len(steps) - count, notable))
-    return found
-
-
-class _Part(NamedTuple):
-    """One batch of a request: `weight` is what the request takes of it, 1 for each where it does not say so."""
-
-    name: str
-    thread_id: int
-    start_ns: int
-    end_ns: int
-    weight: int
-    says_weight: bool
-
-
-class _Step(NamedTuple):
-    """A step of an engine for a request: the batch that stands for it, and when the last part of it ended."""
-
-    lead: _Part
-    end_ns: int
-
-
-def _kinds_of_steps(asked: Iterable[Sequence[_Part]]) -> dict[str, tuple[str, str]]:
-    """Of each name of batches the kind of steps that they are parts of, and the name that stands for these.
-
-    Two names are parts of one kind where they take turns in at least half of the requests that tell. Where none has
-    either twice they are if they serve it by the same weight, or one alone says any.
+    What kinds of steps there are is told by these requests, and by those that `kinds` has learnt from before.
     """
-    turns, told = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    alike, unlike = set[tuple[str, str]](), set[tuple[str, str]]()
-    spent_ns, weighed = Counter[str](), set[str]()
-    for its in asked:
-        by_name: dict[str, list[_Part]] = {}
-        for part in its:
-            by_name.setdefault(part.name, []).append(part)
-            spent_ns[part.name] += part.end_ns - part.start_ns
-            if part.says_weight:
-                weighed.add(part.name)
-        for one, other in combinations(sorted(by_name), 2):
-            here, there = by_name[one], by_name[other]
-            if max(len(_of_longest_thread(here)), len(_of_longest_thread(there))) > 1:
-                told[one, other] += 1
-                take_turns = here[0].start_ns < there[-1].start_ns and there[0].start_ns < here[-1].start_ns
-                turns[one, other] += take_turns
-            elif here[0].says_weight or there[0].says_weight:
-                is_alike = here[0].weight == there[0].weight or here[0].says_weight != there[0].says_weight
-                (alike if is_alike else unlike).add((one, other))
-    kind = {name: name for name in spent_ns}
-    for one, other in sorted({*told, *alike}):
-        is_one_step = turns[one, other] * 2 >= told[one, other] if told[one, other] else (one, other) not in unlike
-        if is_one_step and kind[one] != kind[other]:
-            was = kind[other]
-            kind.update({name: kind[one] for name, its_kind in kind.items() if its_kind == was})
-    leads: dict[str, str] = {}
-    for name in sorted(kind, key=lambda name: (name in weighed, spent_ns[name], name)):
-        leads[kind[name]] = name
-    return {name: (its_kind, leads[its_kind]) for name, its_kind in kind.items()}
-
-
-def _of_longest_thread(parts: Sequence[_Part]) -> list[_Part]:
-    """Those of the thread on which they took longest."""
-    spent_ns = Counter[int]()
-    for part in parts:
-        spent_ns[part.thread_id] += part.end_ns - part.start_ns
-    longest = max(spent_ns, key=lambda thread_id: spent_ns[thread_id])
-    return [part for part in parts if part.thread_id == longest]
-
-
-def _steps(its: Sequence[_Part], kinds: Mapping[str, tuple[str, str]]) -> list[_Step]:
-    """The steps that served a request, in the order of time."""
-    series: dict[str, dict[str, dict[int, list[_Part]]]] = {}
-    for part in its:
-        series.setdefault(kinds[part.name][0], {}).setdefault(part.name, {}).setdefault(part.thread_id, []).append(part)
-    found: list[_Step] = []
-    for of_kind in series.values():
-        known = next(iter(of_kind))
-        name = kinds[known][1] if kinds[known][1] in of_kind else known
-        leads = _leads(list(of_kind[name].values()))
-        ends = [lead.end_ns for lead in leads]
-        for parts in (parts for threads in of_kind.values() for parts in threads.values()):
-            if len(parts) == len(leads):
-                ends = [max(end_ns, part.end_ns) for end_ns, part in zip(ends, parts, strict=True)]
-        found += map(_Step, leads, ends)
-    return sorted(found, key=lambda one: one.lead.start_ns)
-
-
-def _leads(threads: Sequence[Sequence[_Part]]) -> list[_Part]:
-    """Batches of one name on several threads, each step once: threads that run as many at once are workers that do
-    the same steps, others take steps in turn."""
-    threads = sorted(threads, key=lambda parts: sum(part.start_ns - part.end_ns for part in parts))
-    longest = threads[0]
-    taken = list(longest)
-    for parts in threads[1:]:
-        is_at_once = parts[0].start_ns < longest[-1].end_ns and longest[0].start_ns < parts[-1].end_ns
-        if not is_at_once or len(parts) != len(longest):
-            taken += parts
-    taken.sort(key=lambda part: (part.start_ns, part.end_ns))
-    found = taken[:1]
-    for part in taken[1:]:
-        if part.start_ns >= found[-1].end_ns or part.thread_id == found[-1].thread_id:
-            found.append(part)
+    batches, between = served_stretches(trace, joined)
+    if not len(batches.request):
+        return []
+    names = sorted({site.name for site in trace.sites})
+    numbers = {name: number for number, name in enumerate(names)}
+    first = firsts_of(batches.request)
+    place = batches.request[first]
+    parts = Parts(
+        names=names,
+        first=first,
+        request=np.repeat(np.arange(len(first)), np.diff(first, append=len(batches.request))),
+        name=np.array([numbers[site.name] for site in trace.sites], dtype=np.int64)[trace.site[batches.row]],
+        thread_id=trace.thread_id[batches.row],
+        start_ns=batches.start_ns,
+        end_ns=batches.end_ns,
+        weight=joined.served.weight[batches.pair],
+        says_weight=np.isin(batches.row, trace.attributes.having(BATCH_WEIGHTS)),
+    )
+    kinds = StepKinds() if kinds is None else kinds
+    kinds.learn(parts)
+    steps = steps_of(parts, kinds.kinds())
+    counts = prefills(parts, steps)
+    is_whole = ~trace.clipped[joined.rows[place]]
+    columns = (
+        place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
+        steps.count, counts, is_whole,
+    )  # fmt: skip
+    queues, stalls = _queues(between), _stalls(between, place, usual_ns(parts, steps))
+    found = []
+    for request, start_ns, until_ns, last_ns, count, of_prefill, its in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
+        if its:
+            prefill = (start_ns, until_ns) if count > 1 else None
+            decode = (until_ns, last_ns) if count > 1 and last_ns > until_ns else None
+            left = count - of_prefill
+            found.append(Stages(request, queues.get(request), prefill, decode, left, stalls.get(request, ())))
     return found
 
 
-def _prefills(weights: Sequence[int], names: Sequence[str]) -> int:
-    """How many of a request's steps, of which there are these in order, make its first token."""
-    least, most = max(min(weights), 1), max(weights)
-    if most <= least:
-        return next((place for place, name in enumerate(names) if name != names[0]), 1)
-    count = 0
-    if most >= APART * least:
-        between = sqrt(most) * sqrt(least)
-        count = next((place for place, weight in enumerate(weights) if weight <= between), len(weights))
-    # Of a prompt in chunks the last one may be small, and some tokens at once later on are no prompt.
-    while len(later := sorted(weights[count + 1 :])) > (count > 0):
-        if weights[count] <= CLEARLY * later[(len(later) - 1) // 2]:
-            break
-        count += 1
-    return max(count, 1)
+def _queues(between: Stretches) -> Mapping[int, tuple[int, int]]:
+    its = np.flatnonzero(between.row == 0)
+    times = zip(between.start_ns[its].tolist(), between.end_ns[its].tolist(), strict=True)
+    return dict(zip(between.request[its].tolist(), times, strict=True))
+
+
+def _stalls(between: Stretches, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
+    """The longest of those times between batches of the requests at these places that are no routine."""
+    lengths = between.end_ns - between.start_ns
+    its = np.flatnonzero(between.row == 1)
+    its = its[lengths[its] >= least_ns[np.searchsorted(place, between.request[its])]]
+    its = its[np.lexsort((its, -lengths[its], between.request[its]))]
+    first = firsts_of(between.request[its])
+    rank = np.arange(len(its)) - np.repeat(first, np.diff(first, append=len(its)))
+    its = its[rank < MOST_STALLS]
+    its = its[np.lexsort((between.end_ns[its], between.start_ns[its], between.request[its]))]
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    pairs = list(zip(between.start_ns[its].tolist(), between.end_ns[its].tolist(), strict=True))
+    first = firsts_of(between.request[its])
+    for begin, end in pairwise([*first.tolist(), len(its)]):
+        found[int(between.request[its[begin]])] = tuple(pairs[begin:end])
+    return found
 
 
 class _Batches:
@@ -261,15 +164,15 @@ class _Batches:
         return max(sums, key=lambda name: (sums[name], name), default="")
 
 
-def stage_spans(trace: Trace, joined: Joined, first_id: int = 0) -> Mapping[int, list[Span]]:
+def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> Mapping[int, list[Span]]:
     """Spans of the stages by the row of their request, below which they hang, on the thread and task of that.
 
-    They are numbered from `first_id` on, or from the first number that no span of the trace has.
+    They are numbered from the first number on that no span of the trace has.
     """
-    number = first_id or int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
+    number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     found: dict[int, list[Span]] = {}
     batches = _Batches(trace, joined)
-    for one in stages(trace, joined):
+    for one in stages(trace, joined, kinds):
         row = int(joined.rows[one.place])
         span_id, root_id, thread_id, task_id = (
             int(column[row]) for column in (trace.span_id, trace.root_id, trace.thread_id, trace.task_id)

@@ -1,0 +1,185 @@
+"""The steps that served requests: one for each that an engine did, of however many batches, and which are prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+
+import numpy as np
+
+from instrument.trace.columns import Bools, Int64s
+from instrument.trace.groups import firsts_of
+from instrument.trace.step_kinds import Parts
+
+APART = 8
+"""The heaviest batch of a request is a prompt's for certain if it takes so many times what the lightest one does."""
+
+CLEARLY = 2
+"""What takes more than so many times as much takes clearly more."""
+
+FARTHEST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of each request, in the order of time: `first` is the first one of each request.
+
+    Each is told by the batch that stands for it, its `lead`, a place among the parts, and ends with its last part.
+    """
+
+    request: Int64s
+    first: Int64s
+    lead: Int64s
+    end_ns: Int64s
+
+    @cached_property
+    def count(self) -> Int64s:
+        """How many each request has."""
+        return np.diff(self.first, append=len(self.lead))
+
+    @cached_property
+    def ordinal(self) -> Int64s:
+        """Of each its place among those of its request."""
+        return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
+
+
+def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
+    """The steps that served each request, by what is known of the names of batches."""
+    series, named = parts.series, parts.named
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
+    told = [kinds.get(name, (name, name)) for name in parts.names]
+    kind_of_name = np.array([numbers.get(kind, 0) for kind, _ in told], dtype=np.int64)
+    is_lead = np.array([lead == name for name, (_, lead) in zip(parts.names, told, strict=True)], dtype=np.bool_)
+    of_name = series.name[named.first]
+    which = series.request[named.first] * len(numbers) + kind_of_name[of_name]
+    # Of the names of one kind that a request has the one that stands for them all, else the first.
+    order = np.lexsort((named.begin, ~is_lead[of_name], which))
+    first = firsts_of(which[order])
+    chosen = order[first]
+    kind_of_named = np.empty(len(order), dtype=np.int64)
+    kind_of_named[order] = np.repeat(np.arange(len(first)), np.diff(first, append=len(order)))
+    appears = np.minimum.reduceat(named.begin[order], first)
+    named_of = np.repeat(np.arange(len(named.first)), np.diff(named.first, append=len(series.first)))
+    longest = named.longest[chosen]
+    lead, counts = _leads(parts, named_of, chosen, longest)
+    begins = np.cumsum(counts) - counts
+    ends = parts.end_ns[lead]
+    of_series = kind_of_named[named_of]
+    alike = np.flatnonzero(series.size == counts[of_series])
+    for_steps = _spread(begins[of_series[alike]], series.size[alike])
+    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_spread(series.first[alike], series.size[alike])]])
+    request = np.repeat(series.request[longest], counts)
+    order = np.lexsort((np.repeat(appears, counts), parts.start_ns[lead], request))
+    request = request[order]
+    return Steps(request, firsts_of(request), lead[order], ends[order])
+
+
+def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
+    """The numbers from each of the first ones on, as many as there are of each."""
+    begins = np.cumsum(counts) - counts
+    return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
+
+
+def _leads(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
+    """The batches that stand for steps, those of each request and kind together, and how many these are.
+
+    Threads that run as many batches of a name at once are workers that do the same steps, others take steps in turn.
+    """
+    series = parts.series
+    of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
+    of_chosen[chosen] = np.arange(len(chosen))
+    place = of_chosen[named_of]
+    others = np.flatnonzero((place >= 0) & (np.append(longest, -1)[place] != np.arange(len(place))))
+    its = longest[place[others]]
+    is_at_once = (parts.start_ns[series.begin[others]] < parts.end_ns[series.last[its]]) & (
+        parts.start_ns[series.begin[its]] < parts.end_ns[series.last[others]]
+    )
+    others = others[~is_at_once | (series.size[others] != series.size[its])]
+    counts = series.size[longest].copy()
+    if not len(others):
+        return series.order[_spread(series.first[longest], counts)], counts
+    merged = {
+        number: _merged(parts, [int(longest[number]), *others[place[others] == number].tolist()])
+        for number in np.unique(place[others]).tolist()
+    }
+    for number, taken in merged.items():
+        counts[number] = len(taken)
+    begins = np.cumsum(counts) - counts
+    found = np.empty(int(counts.sum()), dtype=np.int64)
+    alone = np.ones(len(longest), dtype=np.bool_)
+    alone[list(merged)] = False
+    found[_spread(begins[alone], counts[alone])] = series.order[_spread(series.first[longest[alone]], counts[alone])]
+    for number, taken in merged.items():
+        found[begins[number] : begins[number] + len(taken)] = taken
+    return found, counts
+
+
+def _merged(parts: Parts, which: Sequence[int]) -> list[int]:
+    """Batches of several series, each step once: of other threads none that began before the last one ended."""
+    series = parts.series
+    taken = [
+        place
+        for one in sorted(which, key=lambda one: (-series.spent_ns[one], series.begin[one]))
+        for place in series.order[series.first[one] : series.first[one] + series.size[one]].tolist()
+    ]
+    starts, ends = (dict(zip(taken, column[taken].tolist(), strict=True)) for column in (parts.start_ns, parts.end_ns))
+    threads = dict(zip(taken, parts.thread_id[taken].tolist(), strict=True))
+    taken.sort(key=lambda place: (starts[place], ends[place]))
+    found = taken[:1]
+    for place in taken[1:]:
+        if starts[place] >= ends[found[-1]] or threads[place] == threads[found[-1]]:
+            found.append(place)
+    return found
+
+
+def prefills(parts: Parts, steps: Steps) -> Int64s:
+    """How many steps of each request make its first token."""
+    counts = np.ones(len(steps.first), dtype=np.int64)
+    if not len(counts):
+        return counts
+    weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.ordinal
+    is_first = ordinal == 0
+    least = np.maximum(np.minimum.reduceat(weights, steps.first), 1)
+    most = np.maximum.reduceat(weights, steps.first)
+    is_called_otherwise = names != np.repeat(names[steps.first], steps.count)
+    first_other = np.minimum.reduceat(np.where(is_called_otherwise, ordinal, FARTHEST), steps.first)
+    are_alike = most <= least
+    counts[are_alike] = np.where(first_other < FARTHEST, first_other, 1)[are_alike]
+    later_least = np.minimum.reduceat(np.where(is_first, FARTHEST, weights), steps.first)
+    later_most = np.maximum.reduceat(np.where(is_first, -1, weights), steps.first)
+    # Where all but the first take alike the first one is it, whatever it takes.
+    unlike = np.flatnonzero(~are_alike & (later_least != later_most))
+    pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.count[unlike].tolist(), strict=True)
+    for request, first, count in pieces:
+        counts[request] = _prefills(weights[first : first + count].tolist())
+    return counts
+
+
+def _prefills(weights: Sequence[int]) -> int:
+    """How many of a request's steps, which do not take alike, make its first token."""
+    least, most = max(min(weights), 1), max(weights)
+    count = 0
+    if most >= APART * least:
+        between = sqrt(most) * sqrt(least)
+        count = next((place for place, weight in enumerate(weights) if weight <= between), len(weights))
+    # Of a prompt in chunks the last one may be small, and some tokens at once later on are no prompt.
+    while len(later := sorted(weights[count + 1 :])) > (count > 0):
+        if weights[count] <= CLEARLY * later[(len(later) - 1) // 2]:
+            break
+        count += 1
+    return max(count, 1)
+
+
+def usual_ns(parts: Parts, steps: Steps) -> Int64s:
+    """Of each request how long the middle one of its steps took, that is the batch which stands for it."""
+    lengths = (parts.end_ns - parts.start_ns)[steps.lead]
+    order = np.lexsort((lengths, steps.request))
+    return np.asarray(lengths[order][steps.first + steps.count // 2])
+
+
+def last_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
+    """Of each request when the last of its first steps ended."""
+    is_first: Bools = steps.ordinal < np.repeat(counts, steps.count)
+    return np.asarray(np.maximum.reduceat(np.where(is_first, steps.end_ns, -FARTHEST), steps.first))
