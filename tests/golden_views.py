@@ -10,8 +10,9 @@ from pathlib import Path
 
 from instrument.recording.spans import Origin, Trace
 from instrument.recording.tally import Tally
+from instrument.report.section import View
 from instrument.report.table import LINE, columns
-from instrument.report.view import Recording, View
+from instrument.report.view import Recording
 
 FOLDER = Path(__file__).parent / "golden" / "views"
 

@@ -24,7 +24,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import KEY, Origin, Site, Span, Trace
 from instrument.report.page import device_lanes, html_page, kept_spans, page_document
 from instrument.report.page.html_page import SCRIPTS, write_page
-from instrument.report.page.page_tables import TABLES
+from instrument.report.page.page_tables import ON_PAGE
 from instrument.report.page.varints import column_text, steps_text
 from instrument.report.requests_view import joined_requests, request_ledger, requests
 from instrument.report.summary import VIEW_OF
@@ -136,7 +136,7 @@ def test_no_name_ends_an_element_or_begins_one() -> None:
 @pytest.mark.parametrize("trace", TRACES)
 def test_no_trace_breaks_a_page(trace: str, options: Options) -> None:
     document = document_of(TRACES[trace], options)
-    assert [view["name"] for view in document["views"]] == list(TABLES)
+    assert [view["name"] for view in document["views"]] == list(ON_PAGE)
     for view in document["views"]:
         assert bool(view["tables"]) != bool(view.get("why")), view["name"]
         for table in view["tables"]:
@@ -144,7 +144,7 @@ def test_no_trace_breaks_a_page(trace: str, options: Options) -> None:
 
 
 def test_every_view_but_the_brief_one_has_tables_and_their_columns_are_there() -> None:
-    assert set(TABLES) == set(VIEW_OF) - {"brief"}
+    assert set(ON_PAGE) == set(VIEW_OF) - {"brief"}
     shown = document_of(TRACES["a service beside torch"])
     full = [view["name"] for view in shown["views"] if view["tables"]]
     assert set(full) >= {"requests", "events", "ops", "kernels", "device", "copies", "memory", "startup", "cost"}

@@ -16,8 +16,14 @@ from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.requests_view import joined_requests, request_device_ledger
-from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths, title
-from instrument.report.view import UNITS, Options, Recording
+from instrument.report.section import Section, section_lines
+from instrument.report.table import (
+    bounded,
+    four_digits,
+    share,
+    title,
+)
+from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
 from instrument.trace.joined import THOUSANDTHS, Served
@@ -52,6 +58,22 @@ class NamedBatches:
     uneven_ns: int | None = None
     remaining: int = 0
 
+    def a_second(self) -> float | None:
+        """Items, or their weight where it is told, in a second of batches."""
+        return share((self.weight or self.items) * 1e9, self.summed_ns)
+
+    def device_ratio(self) -> float | None:
+        """The device time by that of the batches."""
+        return share(self.device_ns or 0, self.summed_ns)
+
+    def device_per_item_ns(self) -> float | None:
+        """The device time by the items."""
+        return share(self.device_ns or 0, self.items)
+
+    def uneven_ratio(self) -> float | None:
+        """What of the device time was padding."""
+        return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
@@ -61,67 +83,44 @@ class BatchTimes:
     rows: tuple[NamedBatches, ...]
     _options: Options
 
+    def sections(self) -> list[Section]:
+        """Sizes, times, and device times where there are any."""
+        return [
+            Section(
+                "Sizes", self.rows,
+                "name=Batch|batches=Count|items=Items|mean_size=Mean|p50_size=p50|max_size=Max|fill=Fill|weight=Weight|"
+                "uneven=Uneven|unbound=Unbound",
+                (
+                    "Fill: the mean size over the largest one. Uneven: of the heaviest item's weight times the size,",
+                    "what no item had: padding where the engine pads to the heaviest item, no waste where it does not.",
+                    "Unbound: items with keys that no request is known by.",
+                ),
+            ),
+            Section(
+                "Times", self.rows,
+                "name=Batch|summed_ns=Sum|p50_ns=p50|p99_ns=p99|per_item_ns=An item|a_second=A second",
+                ("A second: items, or the weight of items where it is told, in a second of batches.",),
+                time=four_digits,
+            ),
+            Section(
+                "Device time", [one for one in self.rows if one.device_ns is not None],
+                "name=Batch|device_ns=Sum|device_ratio=Of time|device_per_item_ns=An item|uneven_ns=Uneven|"
+                "uneven_ratio=Of sum",
+                (
+                    "Of time: of the batches' own, beyond 100% where several devices work, or go on after it. Uneven:",
+                    "of each batch's device time what was padding, if the engine pads to the heaviest item.",
+                ),
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
-        """A table of sizes and one of times."""
+        """The text."""
         unit = self._options.unit
         lines = [*title("Batches Report"), *self.coverage.lines(), f"Time unit: {unit}", ""]
         if not self.rows:
             otherwise = "No batch was recorded: a rule with `batch:` says which requests a call serves."
             return [*lines, *none_held("batch", otherwise, complete=self.coverage.complete), ""]
-        lines += section_title("Sizes")
-        header = ["Batch", "Count", "Items", "Mean", "p50", "Max", "Fill", "Weight", "Uneven", "Unbound"]
-        cells = [
-            [
-                _name(one),
-                str(one.batches),
-                str(one.items),
-                compact(one.mean_size),
-                str(one.p50_size),
-                str(one.max_size),
-                tenths(one.fill, 1),
-                MISSING if one.weight is None else compact(one.weight),
-                tenths(one.uneven, 1),
-                str(one.unbound),
-            ]
-            for one in self.rows
-        ]
-        lines += named_table(header, cells, 0)
-        lines += [
-            "Fill: the mean size over the largest one. Uneven: of the heaviest item's weight times the size,",
-            "what no item had: padding where the engine pads to the heaviest item, no waste where it does not.",
-            "Unbound: items with keys that no request is known by.",
-            "",
-            *section_title("Times"),
-        ]
-        cells = []
-        for one in self.rows:
-            times = (one.summed_ns, one.p50_ns, one.p99_ns, one.per_item_ns)
-            shown = [MISSING if time_ns is None else compact(time_ns / UNITS[unit]) for time_ns in times]
-            rate = MISSING if not one.summed_ns else compact((one.weight or one.items) * 1e9 / one.summed_ns)
-            cells.append([_name(one), *shown, rate])
-        lines += named_table(["Batch", "Sum", "p50", "p99", "An item", "A second"], cells, 0)
-        lines += ["A second: items, or the weight of items where it is told, in a second of batches.", ""]
-        return [*lines, *self._device_lines(unit)]
-
-    def _device_lines(self, unit: str) -> list[str]:
-        cells = []
-        for one in self.rows:
-            if one.device_ns is not None:
-                times = (one.device_ns, one.device_ns / one.items if one.items else None, one.uneven_ns)
-                sum_ns, item_ns, uneven_ns = (in_unit(time_ns, unit) for time_ns in times)
-                ratios = (share(one.device_ns, one.summed_ns), share(one.uneven_ns or 0, one.device_ns))
-                of_wall, uneven = (tenths(ratio, 1) for ratio in ratios)
-                uneven = MISSING if one.uneven_ns is None else uneven
-                cells.append([_name(one), sum_ns, of_wall, item_ns, uneven_ns, uneven])
-        if not cells:
-            return []
-        return [
-            *section_title("Device time"),
-            *named_table(["Batch", "Sum", "Of time", "An item", "Uneven", "Of sum"], cells, 0),
-            "Of time: of the batches' own, beyond 100% where several devices work, or go on after it. Uneven:",
-            "of each batch's device time what was padding, if the engine pads to the heaviest item.",
-            "",
-        ]
+        return [*lines, *section_lines(self.sections(), unit)]
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
@@ -189,7 +188,3 @@ def _batches(
         uneven_ns=round(float(uneven_ns.sum())) if has_weights and on_device_ns.any() else None,
         remaining=remaining,
     )
-
-
-def _name(one: NamedBatches) -> str:
-    return f"(remaining {one.remaining})" if one.remaining else one.name

@@ -6,7 +6,7 @@ The stretches are spans that `requests:` in the profile sees to, of callbacks lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,11 @@ class Blocker:
     longest_ns: int
     remaining: int = 0
 
+    def indented(self) -> Blocker:
+        """The same with a name that stands below that of the whole."""
+        name = f"(remaining {self.remaining})" if self.remaining else self.name or "(no name)"
+        return replace(self, name=f"  {name}", remaining=0)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
@@ -35,6 +40,10 @@ class BlockedLoops:
     summed_ns: int
     longest_ns: int
     by: tuple[Blocker, ...]
+
+    def whole(self) -> Blocker:
+        """All of them as a row."""
+        return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
 
 
 def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:

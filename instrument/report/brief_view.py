@@ -17,6 +17,7 @@ from instrument.report.endpoint_times import EndpointTimes, PhaseTime
 from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
+from instrument.report.section import Section
 from instrument.report.self_times_view import FunctionTimes, ops, path_text
 from instrument.report.table import (
     LINE,
@@ -72,6 +73,10 @@ class Brief:
     losses: Mapping[str, int]
     notes: tuple[str, ...]
     _options: Options = field(repr=False)
+
+    def sections(self) -> list[Section]:
+        """None: its numbers are those of other views."""
+        return []
 
     def lines(self) -> list[str]:
         """One screen."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from instrument.report.calls import CallTimes, PlaceCalls, device_times, host_times
+from instrument.report.section import Section
 from instrument.report.table import LINE, MISSING, in_unit, named_table, safe, section_title, share, shorten, tenths
 from instrument.report.view import Options, SortKey
 
@@ -187,6 +188,15 @@ def sorting(options: Options) -> str:
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     what = column if key.column == "calls" else f"{key.part.upper()} {column}"
     return f"sorted by {what}, {'least' if key.ascending else 'greatest'} first"
+
+
+def block_section(block: CallBlock) -> Section:
+    """The block with host and device times of a row in one line."""
+    columns = (
+        "name=Name|calls=Calls|cpu.total_ns=Host|cpu.ave_ns=Mean|cpu.max_ns=Max|cpu.min_ns=Min|cpu_ratio=Of host|"
+        "gpu.total_ns=Device|gpu.ave_ns=Mean|gpu.max_ns=Max|gpu_ratio=Of device"
+    )
+    return Section(block.name or "All threads", block.rows, columns)
 
 
 def block_lines(blocks: Sequence[CallBlock], options: Options, what: str) -> list[str]:

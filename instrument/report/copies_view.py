@@ -15,7 +15,8 @@ from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
+from instrument.report.section import Section, Text, section_lines
+from instrument.report.table import MISSING, bounded, in_unit, number, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.device_times import device_times
@@ -33,7 +34,6 @@ ENDS = {
     "": "not said",
 }
 
-SUMS = ("Calls", "MB", "Device", "Host", "GB/s", "Over")
 COLUMN_WIDTH = 9
 
 NO_COPY = (
@@ -81,6 +81,18 @@ class CopyUse:
             return self.timed_bytes / self.device_ns
         return self.waited_bytes / self.waited_ns if self.waited_ns else None
 
+    def moved_mb(self) -> float:
+        """10^6 bytes that were moved."""
+        return self.moved_bytes / 1e6
+
+    def memory(self) -> str:
+        """What the host's side is, as far as it is known of one call."""
+        return {True: "pinned", False: "pageable", None: ""}[self.pinned]
+
+    def mode(self) -> str:
+        """Whether the call waits for the copy, as far as it is known of one call; with a star for what is staged."""
+        return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
+
 
 def copy_uses(trace: Trace) -> list[CopyUse]:
     """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
@@ -124,6 +136,26 @@ class CopiesView:
     is_ours: bool
     _options: Options
 
+    def sections(self) -> list[Section]:
+        """The copies of each direction, and of each call."""
+        sums = "calls=Calls|moved_mb=MB|device_ns=Device|host_ns=Host|rate_gb_s=GB/s|base=Over|"
+        texts: dict[str, Text] = {
+            "moved_mb": lambda use, unit: number(use.moved_mb()),
+            "device_ns": lambda use, unit: in_unit(use.device_ns, unit) if use.timed else MISSING,
+            "rate_gb_s": lambda use, unit: _rate(use.rate_gb_s),
+            "base": lambda use, unit: "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
+        }
+        return [
+            Section(
+                "Directions", self.directions, f"direction=Direction|{sums}timed=Timed",
+                texts={**texts, "direction": lambda use, unit: _direction(use)}, widths=COLUMN_WIDTH,
+            ),
+            Section(
+                "Calls", self.calls, f"call=Call|direction=Way|{sums}memory=Memory|mode=Mode|+staged=Staged",
+                texts=texts,
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """A table of directions and one of calls."""
         unit = self._options.unit
@@ -137,12 +169,7 @@ class CopiesView:
             ]
         lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
         lines.append("")
-        header = ["Direction", *SUMS, "Timed"]
-        cells = [[_direction(use), *_sums(use, unit), str(use.timed)] for use in self.directions]
-        lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
-        cells = [[_call(use), use.direction or MISSING, *_sums(use, unit), *_modes(use)] for use in self.calls]
-        header = ["Call", "Way", *SUMS, "Memory", "Mode"]
-        lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
+        lines += section_lines(self.sections(), unit)
         return [*lines, *_notes(self), ""]
 
 
@@ -229,28 +256,8 @@ def _direction(use: CopyUse) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
 
 
-def _call(use: CopyUse) -> str:
-    return f"(remaining {use.remaining})" if use.remaining else use.call
-
-
-def _sums(use: CopyUse, unit: str) -> list[str]:
-    rate = use.rate_gb_s
-    return [
-        str(use.calls),
-        number(use.moved_bytes / 1e6),
-        in_unit(use.device_ns, unit) if use.timed else MISSING,
-        in_unit(use.host_ns, unit),
-        MISSING if rate is None else number(float(f"{rate:.4g}")),
-        "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
-    ]
-
-
-def _modes(use: CopyUse) -> list[str]:
-    if use.remaining:
-        return [MISSING, MISSING]
-    memory = {True: "pinned", False: "pageable", None: MISSING}[use.pinned]
-    mode = {True: "sync", False: "async", None: MISSING}[use.sync]
-    return [memory, mode + "*" * bool(use.staged)]
+def _rate(rate_gb_s: float | None) -> str:
+    return MISSING if rate_gb_s is None else number(float(f"{rate_gb_s:.4g}"))
 
 
 def _notes(view: CopiesView) -> list[str]:

@@ -18,11 +18,10 @@ from instrument.recording.spans import Cost, Site
 from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.line_sums import LineSums
+from instrument.report.section import Section, section_lines
 from instrument.report.table import (
     MISSING,
     compact,
-    in_unit,
-    named_table,
     number,
     safe,
     section_title,
@@ -65,10 +64,18 @@ class SiteCost:
     ratio: float | None
     remaining: int = 0
 
+    def label(self) -> str:
+        """Its name, and where it is."""
+        return _named(self.name, self.place)
+
     @property
     def burden(self) -> float | None:
         """The cost as a share of the calls' host time."""
         return share(self.cost_ns, self.host_ns)
+
+
+def _named(name: str, place: str) -> str:
+    return f"{name} [{place}]" if place and place != name else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,10 @@ class MutedSite:
     place: str
     calls: int
     now: bool
+
+    def label(self) -> str:
+        """Its name, and where it is."""
+        return _named(self.name, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,28 +142,48 @@ class InstrumentationCost:
         """The same where none of the probes' memory was in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
+    def sections(self) -> list[Section]:
+        """What it cost by part and by probe, what was lost, and what was passed over."""
+        each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
+        whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
+        return [
+            Section(
+                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window",
+                texts={"ratio": lambda part, unit: _percent(part.ratio)},
+            ),
+            Section(
+                "Probes", self.sites,
+                "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
+                tuple(wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}.")),
+                texts={"each_ns": lambda one, unit: number(float(f"{one.each_ns:.4g}"))},
+            ),
+            Section("Not kept", list(self.losses.items()), "0=Reason|1=Count"),
+            Section(
+                "Not observed", self.muted or (),
+                "label=Muted, to stay within the budget|kind=Kind|calls=Calls passed|now=Now",
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """What it cost, what is held, what was not kept and what was not observed."""
         unit = self._options.unit
         by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
         lines = [*title("Instrumentation Report"), *wrapped(by), f"Time unit: {unit}", ""]
-        lines += [*section_title("Cost"), *_cost_lines(self, unit), ""]
-        if self.sites:
-            lines += [*section_title("Probes"), *_site_lines(self, unit), ""]
+        parts, probes, losses, muted = self.sections()
+        lines += [*section_title("Cost"), *self._cost_lines(parts), ""]
+        lines += section_lines([probes], unit)
         lines += [*section_title("Held"), *self.coverage.lines(), *_held_lines(self), ""]
-        lines += section_title("Not kept")
-        if self.losses:
-            cells = [[reason, str(count)] for reason, count in self.losses.items()]
-            lines += [*named_table(["Reason", "Count"], cells, 0), ""]
-        else:
-            lines += ["Nothing was lost.", ""]
-        lines += section_title("Not observed")
-        if self.muted:
-            cells = [[_place(one), one.kind, str(one.calls), "yes" if one.now else "no"] for one in self.muted]
-            lines += named_table(["Muted, to stay within the budget", "Kind", "Calls passed", "Now"], cells, 0)
-            lines.append("")
+        lines += [*section_title("Not kept"), *(losses.table(unit) if self.losses else ["Nothing was lost."]), ""]
+        lines += section_lines([muted], unit) if self.muted else section_title("Not observed")
         lines += [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
         return [*lines, *([] if self.notes or self.muted else ["Nothing that was asked for was missed."]), ""]
+
+    def _cost_lines(self, parts: Section) -> list[str]:
+        if self.cost is None:
+            return ["What it cost is not known: the trace does not say it."]
+        calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
+        told = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
+        return [*parts.table(self._options.unit), *wrapped(told + uncached(self.cost, self.window_ns))]
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
@@ -268,43 +299,8 @@ def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
 # The text.
 
 
-def _cost_lines(view: InstrumentationCost, unit: str) -> list[str]:
-    if view.cost is None:
-        return ["What it cost is not known: the trace does not say it."]
-    cells = [[part.name, in_unit(part.time_ns, unit), _percent(part.ratio)] for part in view.parts]
-    cells.append(["in all", in_unit(view.cost.total_ns, unit), _percent(view.ratio)])
-    calls = f"{view.cost.calls} calls x {number(view.cost.per_call_ns)} ns"
-    return [
-        *named_table(["Part", "Time", "Of window"], cells, 0),
-        *wrapped(
-            f"{calls} in the mean; the window is {number(view.window_ns / 1e9)} s of wall time"
-            f"{uncached(view.cost, view.window_ns)}"
-        ),
-    ]
-
-
 def _percent(ratio: float | None) -> str:
     return MISSING if ratio is None else f"{compact(100 * ratio)}%"
-
-
-def _site_lines(view: InstrumentationCost, unit: str) -> list[str]:
-    cells = []
-    for one in view.sites:
-        times = number(float(f"{one.each_ns:.4g}")), in_unit(one.cost_ns, unit)
-        cells.append(
-            [_place(one), one.kind or MISSING, str(one.calls), *times, tenths(one.ratio, 1), tenths(one.burden, 1)]
-        )
-    each = "" if view.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
-    return [
-        *named_table(["Site", "Kind", "Calls", "Each, ns", "Cost", "Of cost", "Of calls"], cells, 0),
-        *wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}."),
-    ]
-
-
-def _place(one: SiteCost | MutedSite) -> str:
-    if isinstance(one, SiteCost) and one.remaining:
-        return f"(remaining {one.remaining})"
-    return f"{one.name} [{one.place}]" if one.place and one.place != one.name else one.name
 
 
 def _held_lines(view: InstrumentationCost) -> list[str]:

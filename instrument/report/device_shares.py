@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from instrument.report.table import bounded, in_unit, named_table, safe, share, tenths
+from instrument.report.section import Section
+from instrument.report.table import bounded, share
 from instrument.report.view import Options
 from instrument.trace.device_ledger import DeviceLedger
 
@@ -31,6 +32,10 @@ class EndpointShare:
         """All of it."""
         return self.own_ns + self.shared_ns
 
+    def mean_ns(self) -> float:
+        """Of a request."""
+        return self.device_ns / self.requests
+
 
 def device_shares(found: DeviceLedger, by_name: Mapping[str, Sequence[int]], options: Options) -> list[EndpointShare]:
     """By the places of the requests of each endpoint; nothing where no batch had device time."""
@@ -49,17 +54,7 @@ def device_shares(found: DeviceLedger, by_name: Mapping[str, Sequence[int]], opt
     return [*bounded(all_of_it, options, lambda one: one.device_ns, rest)]
 
 
-def share_lines(found: Sequence[EndpointShare], unit: str) -> list[str]:
+def device_share_section(found: Sequence[EndpointShare]) -> Section:
     """The table."""
-    cells = [
-        [
-            f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)",
-            str(one.requests),
-            in_unit(one.own_ns, unit),
-            in_unit(one.shared_ns, unit),
-            in_unit(one.device_ns / one.requests, unit),
-            tenths(one.ratio, 1),
-        ]
-        for one in found
-    ]
-    return [*named_table(["By request", "Requests", "Own", "Of batches", "Mean", "Of all"], cells, 0), *SHOWN]
+    columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
+    return Section("Device time by requests", found, columns, SHOWN)

@@ -7,16 +7,16 @@ stands below the table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instrument.recording.spans import GAUGES, HOST, Gauge, Gpu, Sample
-from instrument.report.table import GAP, LINE, MISSING, in_unit, number, safe, section_title, shorten, table, wrapped
+from instrument.report.section import Section
+from instrument.report.table import GAP, LINE, in_unit, number, safe, section_title, shorten, wrapped
 from instrument.report.view import Options
 
 NOT_TOLD = "n/a"
 """Stands for what a device does not tell."""
 
-HEADER = ("Device", "Gauge", "Unit", "Samples", "Mean", "Min.", "Max.", "Sum")
 NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
@@ -42,6 +42,21 @@ class DeviceRow:
     least: float | None = None
     most: float | None = None
     total: float | None = None
+
+    def unit(self) -> str:
+        """In which numbers are shown."""
+        return shown_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
+
+    def shown(self) -> DeviceRow:
+        """The same in that unit."""
+        scale = shown_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
+        numbers = (self.mean, self.least, self.most, self.total)
+        mean, least, most, total = (None if one is None else one / scale for one in numbers)
+        return replace(self, mean=mean, least=least, most=most, total=total)
+
+
+def _read(value: float | None, row: DeviceRow) -> str:
+    return number(value) if value is not None or row.samples else NOT_TOLD
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
@@ -76,6 +91,22 @@ class DeviceSummary:
     rows: tuple[DeviceRow, ...]
     _options: Options
 
+    def section(self) -> Section:
+        """The table."""
+        return Section(
+            "Gauges", [row.shown() for row in self.rows],
+            "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
+            texts={
+                "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
+                "unit": lambda row, unit: row.unit(),
+                "mean": lambda row, unit: _read(row.mean, row),
+                "least": lambda row, unit: _read(row.least, row),
+                "most": lambda row, unit: _read(row.most, row),
+                "total": lambda row, unit: number(row.total),
+            },
+            widths=WIDTHS,
+        )  # fmt: skip
+
     def lines(self) -> list[str]:
         """The section."""
         lines, unit = section_title("Device Summary"), self._options.unit
@@ -86,7 +117,7 @@ class DeviceSummary:
         lines.append(f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it")
         for gpu in self.gpus:
             lines.append(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE))
-        lines += ["", *table(HEADER, [_cells(row) for row in self.rows], WIDTHS), ""]
+        lines += ["", *self.section().table(unit), ""]
         for name in dict.fromkeys(row.gauge for row in self.rows):
             if name in GAUGES:
                 shown = f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}"
@@ -120,16 +151,3 @@ def _interval_ns(samples: Sequence[Sample]) -> int | None:
 def shown_unit(gauge: Gauge) -> tuple[str, float]:
     """The unit in which values of a gauge are shown, and how many of the gauge's own it has."""
     return UNITS.get(gauge.unit, (gauge.unit, 1))
-
-
-def _cells(row: DeviceRow) -> list[str]:
-    unit, scale = shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
-
-    def cell(value: float | None) -> str:
-        if value is None:
-            return MISSING if row.samples else NOT_TOLD
-        return number(value / scale)
-
-    numbers = [cell(value) for value in (row.mean, row.least, row.most)]
-    total = cell(row.total) if row.total is not None else MISSING
-    return [row.label, shorten(safe(row.gauge), NAME_WIDTH), unit, str(row.samples), *numbers, total]

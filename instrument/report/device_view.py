@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.recording.spans import UNTIMED
-from instrument.report.coverage import NO_EVENTS, Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_summary import DeviceSummary, device_summary
+from instrument.report.section import Section
 from instrument.report.table import (
     MISSING,
     bounded,
-    compact,
+    four_digits,
     in_unit,
-    named_table,
     number,
     safe,
     section_title,
@@ -27,13 +27,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
-from instrument.report.view import UNITS, Options, Recording
-
-REASONS = {
-    "captured": "captured into a graph, so nothing ran",
-    "dropped": "no event was free",
-    NO_EVENTS: "no pair of events came back",
-}
+from instrument.report.view import Options, Recording
 
 SHORT_NS = 10_000
 """Mean device time of a call below which a pair of events reads too long: published figures say six times."""
@@ -60,6 +54,22 @@ class DeviceView:
     requests_without: int
     is_ours: bool
     _options: Options
+
+    def sections(self) -> list[Section]:
+        """The devices, what each did, what was asked for in vain, and what gauges read."""
+        devices = Section(
+            "Devices", self.devices,
+            "device=Device|busy_ns=Busy|busy_ratio=Of window|compute_ns=Compute|copy_ns=Copies|starved_ns=Starved|"
+            "starved_ratio=Starved|unasked_ns=Unasked|overlap_ns=Two streams|most_streams=Streams",
+            ("Starved: idle while a request was in flight. Unasked: idle while none was.",),
+        )  # fmt: skip
+        of_each = [section for one in self.devices for section in _of_device(one)]
+        return [devices, *of_each, self.without(), *([] if self.gauges is None else [self.gauges.section()])]
+
+    def without(self) -> Section:
+        """Spans without device time, by name."""
+        columns = "name=Without device time|kind=Kind|spans=Spans|why=Why"
+        return Section("Without device time", self.unanswered, columns, widths=COLUMN_WIDTH)
 
     def lines(self) -> list[str]:
         """A section for each device, and what was asked for in vain."""
@@ -154,7 +164,8 @@ def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
     cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1), base] for label, part_ns, ratio, base in more]
     widths = [LABEL_WIDTH, COLUMN_WIDTH, COLUMN_WIDTH, 0]
     lines += ["", *table(["Unions of time", "Time", "Ratio", "Of"], cells, widths), ""]
-    lines += [*_stream_lines(one, unit), "", *_label_lines(one, unit), "", *_name_lines(one, unit), ""]
+    for section in _of_device(one)[:3]:
+        lines += [*section.table(unit), *section.notes, ""]
     lines += [*_request_lines(one, view), ""]
     if one.outside:
         are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
@@ -162,79 +173,56 @@ def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
     return lines
 
 
-def _stream_lines(one: DeviceUse, unit: str) -> list[str]:
-    header = ["Stream", "Stretches", "Busy", "Of window", "Sum"]
-    cells = [
-        [
-            str(stream.stream),
-            str(stream.intervals),
-            in_unit(stream.busy_ns, unit),
-            tenths(stream.window_ratio, 1),
-            in_unit(stream.summed_ns, unit),
-        ]
-        for stream in one.streams
-    ]
+def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
+    """What a device did by stream, label, name, and request."""
+    kinds = Counter(use.name for use in one.names)
     mean = MISSING if one.mean_streams is None else number(round(one.mean_streams, 3))
-    return [
-        *table(header, cells, [20, *[COLUMN_WIDTH] * 3, 0]),
-        f"Streams busy at once, in the busy time: {mean} in the mean, {one.most_streams} at most",
-    ]
-
-
-def _label_lines(one: DeviceUse, unit: str) -> list[str]:
-    cells = [[label.label, str(label.intervals), in_unit(label.summed_ns, unit)] for label in one.labels]
-    lines = named_table(["Label", "Stretches", "Sum"], cells, COLUMN_WIDTH)
+    clock: tuple[str, ...] = ()
     if one.uncertainty_ns is not None:
         least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
         spread = least if least == greatest else f"{least} to {greatest}"
-        lines.append(f"Place on the host's clock: known within {spread} us")
-    return lines
+        clock = (f"Place on the host's clock: known within {spread} us",)
+    return (
+        Section(
+            f"Streams of GPU {one.device}", one.streams,
+            "stream=Stream|intervals=Stretches|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
+            (f"Streams busy at once, in the busy time: {mean} in the mean, {one.most_streams} at most",),
+            widths=(20, *[COLUMN_WIDTH] * 3, 0),
+        ),
+        Section(
+            f"Labels on GPU {one.device}", one.labels, "label=Label|intervals=Stretches|summed_ns=Sum", clock,
+            widths=COLUMN_WIDTH,
+        ),
+        Section(
+            f"By name on GPU {one.device}", one.names,
+            "name=By name|+kind=Kind|calls=Calls|summed_ns=Sum|mean_ns=Mean|p50_ns=p50|p99_ns=p99|busy_ns=Busy|"
+            "busy_ratio=Of busy",
+            texts={
+                "name": lambda use, unit: f"{use.name} ({use.kind})" if kinds[use.name] > 1 else use.name,
+                "p50_ns": lambda use, unit: four_digits(use.p50_ns, unit),
+                "p99_ns": lambda use, unit: four_digits(use.p99_ns, unit),
+            },
+            widths=COLUMN_WIDTH,
+        ),
+        by_endpoint(f"By request on GPU {one.device}", one.endpoints),
+    )  # fmt: skip
 
 
-def _name_lines(one: DeviceUse, unit: str) -> list[str]:
-    kinds = Counter(use.name for use in one.names)
-    cells = [_name_cells(use, unit, with_kind=kinds[use.name] > 1) for use in one.names]
-    header = ["By name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
-    return named_table(header, cells, COLUMN_WIDTH)
-
-
-def _name_cells(use: NameUse, unit: str, *, with_kind: bool) -> list[str]:
-    name = f"{use.name} ({use.kind})" if with_kind else use.name
-    return [
-        f"(remaining {use.remaining})" if use.remaining else name,
-        str(use.calls),
-        in_unit(use.summed_ns, unit),
-        in_unit(use.mean_ns, unit),
-        *(_percentile(time_ns, unit) for time_ns in (use.p50_ns, use.p99_ns)),
-        in_unit(use.busy_ns, unit),
-        tenths(use.busy_ratio, 1),
-    ]
-
-
-def _percentile(time_ns: int | None, unit: str) -> str:
-    """As many digits as it is good for, in ns all of them."""
-    return in_unit(time_ns, unit) if time_ns is None or unit == "ns" else compact(time_ns / UNITS[unit])
-
-
-def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
+def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
     """What a device did within requests, by their name: means, and shares of the wall."""
-    cells = []
-    for endpoint in endpoints:
-        parts = [
-            (endpoint.own_mean_ns, endpoint.own_ratio),
-            (endpoint.others_mean_ns, endpoint.others_ratio),
-            (endpoint.starved_mean_ns, endpoint.starved_ratio),
-        ]
-        shares = [cell for mean_ns, ratio in parts for cell in (in_unit(mean_ns, unit), tenths(ratio, 1))]
-        name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
-        cells.append([name, str(endpoint.requests), in_unit(endpoint.wall_mean_ns, unit), *shares])
-    header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
-    return named_table(header, cells, 0)
+    return Section(
+        title, endpoints,
+        "name=By request|requests=Requests|wall_mean_ns=Wall|own_mean_ns=Own|own_ratio=|others_mean_ns=Others|"
+        "others_ratio=|starved_mean_ns=Starved|starved_ratio=",
+        (
+            "Within the wall of those that used it the device was busy with their own work, with that of",
+            "others alone, or idle (starved): means, and shares of the wall.",
+        ),
+    )  # fmt: skip
 
 
 def _request_lines(one: DeviceUse, view: DeviceView) -> list[str]:
-    unit = view._options.unit
-    lines = endpoint_table(one.endpoints, unit) if one.endpoints else []
+    lines = _of_device(one)[3].table(view._options.unit) if one.endpoints else []
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
     lines += [f"Requests left out: {told}"] if told else []
@@ -249,13 +237,7 @@ def _unanswered_lines(view: DeviceView) -> list[str]:
     lines = section_title("Device time asked for")
     lines.append(f"Spans that asked for device time: {view.asked}; that got none: {missing}")
     if missing:
-        cells = [
-            [f"(remaining {one.remaining})", MISSING, str(one.spans), MISSING]
-            if one.remaining
-            else [one.name, one.kind, str(one.spans), REASONS.get(one.reason, one.reason)]
-            for one in view.unanswered
-        ]
-        lines += ["", *named_table(["Without device time", "Kind", "Spans", "Why"], cells, COLUMN_WIDTH)]
+        lines += ["", *view.without().table(view._options.unit)]
     return [*lines, ""]
 
 

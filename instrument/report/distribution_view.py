@@ -22,7 +22,8 @@ import numpy as np
 from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
+from instrument.report.section import Section, section_lines
+from instrument.report.table import in_unit, number, share, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.device_times import device_times
@@ -59,6 +60,21 @@ class DistributionView:
     operations: tuple[OperationUse, ...]
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """Communication beside computation by place, and operations."""
+        return [
+            Section(
+                "Communication beside computation", self.places,
+                "name=Place|communication_ns=Communication|communication_ratio=|computation_ns=Computation|"
+                "computation_ratio=|overlap_ns=Overlap|overlap_ratio=|exposed_ns=Exposed|exposed_ratio=",
+            ),
+            Section(
+                "Operations", self.operations,
+                "name=Operation|calls=Calls|moved_mb=MB|host_ns=Calls took|waited_ns=Waits took|device_ns=Device",
+                texts={"moved_mb": lambda one, unit: number(one.moved_mb())}, widths=10,
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Distribution Report"), *self.coverage.lines()]
@@ -75,32 +91,9 @@ class DistributionView:
             "Exposed: communication beside which nothing computes.",
             "",
         ]
-        cells = [
-            [
-                place.name,
-                *_share_cells(place.communication_ns, place.communication_ratio, unit),
-                *_share_cells(place.computation_ns, place.computation_ratio, unit),
-                *_share_cells(place.overlap_ns, place.overlap_ratio, unit),
-                *_share_cells(place.exposed_ns, place.exposed_ratio, unit),
-            ]
-            for place in self.places
-        ]
-        header = ["Place", "Communication", "", "Computation", "", "Overlap", "", "Exposed", ""]
-        lines += [*named_table(header, cells, 0), ""]
+        places, operations = self.sections()
+        lines += [*places.table(unit), "", *section_lines([operations], unit)]
         if self.operations:
-            cells = [
-                [
-                    one.name,
-                    str(one.calls),
-                    number(one.moved_bytes / 1e6),
-                    in_unit(one.host_ns, unit),
-                    in_unit(one.waited_ns, unit),
-                    in_unit(one.device_ns, unit),
-                ]
-                for one in self.operations
-            ]
-            lines += section_title("Operations")
-            lines += [*named_table(["Operation", "Calls", "MB", "Calls took", "Waits took", "Device"], cells, 10), ""]
             lines += ["MB: 10^6 bytes, the larger of what a rank hands over and gets. Times are sums over calls."]
         return lines
 
@@ -155,6 +148,10 @@ class OperationUse:
     waited_ns: int
     device_ns: int | None
 
+    def moved_mb(self) -> float:
+        """10^6 bytes that were moved."""
+        return self.moved_bytes / 1e6
+
 
 def distribution(recording: Recording, options: Options) -> DistributionView:
     """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
@@ -192,10 +189,6 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
         places.append(DistributionUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
     operations = tuple(_operations(trace, found.calls, options))
     return DistributionView(told, found.of, base_ns, tuple(places), operations, options)
-
-
-def _share_cells(part_ns: int, ratio: float | None, unit: str) -> list[str]:
-    return [in_unit(part_ns, unit), tenths(ratio, 1)]
 
 
 def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> DistributionUse:

@@ -31,6 +31,7 @@ from instrument.report.event_rows import CopySum, EventRow, EventsBlock, blocks_
 from instrument.report.line_sums import LineSums
 from instrument.report.overhead import Overhead
 from instrument.report.overhead import overhead as split_of
+from instrument.report.section import Section
 from instrument.report.table import (
     GAP,
     LINE,
@@ -112,6 +113,16 @@ class Events:
     def wide(self) -> Events:
         """The same in lines as long as fluid's, or as names of functions and phases need that are not shortened."""
         return replace(self, _columns=WIDE)
+
+    def sections(self) -> list[Section]:
+        """The rows of each block, with all that is known of them, and the copies."""
+        columns = (
+            "name=Event|calls=Calls|errors=Errors|total_ns=Total|ave_ns=Ave|min_ns=Min|max_ns=Max|p50_ns=p50|"
+            "p99_ns=p99|self_ns=Self|host_ns=Host|device_ns=Device|ratio=Ratio"
+        )
+        note = "Of all calls, also of those whose spans are gone. Ratio: of the sum of the topmost rows."
+        blocks = [Section(block.name or "All threads", block.rows, columns, (note,)) for block in self.blocks]
+        return [*blocks, Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio")]
 
     def lines(self) -> list[str]:
         """The report as text: the one of all threads merged, and then the one with all blocks of threads."""

@@ -16,7 +16,8 @@ import numpy as np
 
 from instrument.recording.spans import FLOPS, flops_told
 from instrument.report.places import rows_open
-from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
+from instrument.report.section import Section
+from instrument.report.table import bounded, compact, share, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Int64s, Trace
@@ -64,26 +65,26 @@ class FlopTable:
     elsewhere: int
     rows: tuple[FlopRow, ...]
 
+    def section(self) -> Section:
+        """The table."""
+        return Section(
+            "Operations", self.rows,
+            "name=Operator|calls=Calls|flops=FLOPs|per_call=Per call|ratio=Of all|on=On|time_ns=Time|"
+            "rate_gflop_s=GFLOP/s",
+            (
+                "FLOPs: what calls and all below them were told to have done; a multiplication and an addition: two.",
+                "Time: of these calls; where each of them asked a device for work, of that.",
+            ),
+            texts={
+                "flops": lambda row, unit: compact(row.flops, 10),
+                "per_call": lambda row, unit: compact(row.per_call, 10),
+            },
+            widths=7,
+        )  # fmt: skip
+
     def lines(self, unit: str) -> list[str]:
         """The text, times in the unit."""
-        cells = [
-            [
-                f"(remaining {row.remaining})" if row.remaining else row.name,
-                str(row.calls),
-                *(compact(value, 10) for value in (row.flops, row.per_call)),
-                tenths(row.ratio, 1),
-                row.on or MISSING,
-                MISSING if row.time_ns is None else in_unit(row.time_ns, unit),
-                compact(row.rate_gflop_s),
-            ]
-            for row in self.rows
-        ]
-        lines = [
-            *section_title("Operations"),
-            *named_table(["Operator", "Calls", "FLOPs", "Per call", "Of all", "On", "Time", "GFLOP/s"], cells, 7),
-            "FLOPs: what calls and all below them were told to have done; a multiplication and an addition: two.",
-            "Time: of these calls; where each of them asked a device for work, of that.",
-        ]
+        lines = self.section().lines(unit)
         if self.elsewhere:
             part = tenths(self.elsewhere, self.flops)
             lines.append(f"{part} ran where no span was open, or those of several tasks: they are in no row.")

@@ -18,20 +18,17 @@ from numpy.typing import NDArray
 from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage
 from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
+from instrument.report.section import Section
 from instrument.report.table import (
     MISSING,
     bounded,
     columns,
     in_unit,
     name_of_site,
-    named_table,
     number,
     safe,
-    section_title,
     share,
     shorten,
-    table,
-    tenths,
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
@@ -143,25 +140,51 @@ class Kernels:
         """The time that was looked at."""
         return self.window[1] - self.window[0]
 
+    def sections(self) -> list[Section]:
+        """The kernels by device, by name, and by the place that asked for them."""
+        is_seen = self.source == KERNELS
+        heaviest = [use.heaviest for use in self.places if not use.remaining]
+        named = [use.name for use in self.kernels if not use.remaining]
+        labels = _labels(dict.fromkeys([*named, *heaviest])) if is_seen else {}
+        return [
+            Section(
+                "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
+                widths=(12, 10, 12, 12, 0),
+            ),
+            Section(
+                f"{'Kernels' if is_seen else 'Stretches'} by name", self.kernels,
+                f"name={'Kernel' if is_seen else 'Stretch of'}|calls=Calls|total_ns=Total|mean_ns=Avg|max_ns=Max|"
+                "min_ns=Min|busy_ns=Busy|ratio=Of sum",
+                texts={"name": lambda use, unit: labels.get(use.name, use.name)},
+            ),
+            Section(
+                "Kernels by place", self.places,
+                "name=Asked for in|+kind=Kind|kernels=Kernels|total_ns=Total|busy_ns=Busy|ratio=Of sum|"
+                "heaviest=Heaviest kernel",
+                texts={"heaviest": lambda use, unit: MISSING if use.remaining else _begin_of(labels[use.heaviest])},
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """The view as text."""
         lines = [*title("Kernels Report"), *self.coverage]
         if not self.calls:
             return [*lines, "", *_nothing(self)]
-        options = self._options
+        options, (devices, by_name, by_place) = self._options, self.sections()
         lines += [
             "From: a profiler that saw every kernel"
             if self.source == KERNELS
             else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel",
             f"Time unit: {options.unit}; sorted by {_sorting(options)}",
             "",
-            *_device_lines(self),
+            *devices.table(options.unit),
+            *_beside(self),
             "",
-            *_kernel_lines(self),
+            *by_name.lines(options.unit),
             "",
         ]
         if self.places:
-            lines += [*_place_lines(self), ""]
+            lines += [*by_place.lines(options.unit), ""]
         return [*lines, *_notes(self)]
 
 
@@ -376,52 +399,15 @@ def _nothing(view: Kernels) -> list[str]:
     ]
 
 
-def _device_lines(view: Kernels) -> list[str]:
+def _beside(view: Kernels) -> list[str]:
+    """The window, and what else the devices did in it."""
     unit = view._options.unit
-    cells = [
-        [f"GPU {one.device}", str(one.calls), in_unit(one.total_ns, unit), in_unit(one.busy_ns, unit),
-         tenths(one.busy_ns, view.window_ns)]
-        for one in view.devices
-    ]  # fmt: skip
-    lines = table(["Device", "Calls", "Sum", "Busy", "Of window"], cells, [12, 10, 12, 12, 0])
     beside = ", ".join(
         f"{one.calls} {SEVERAL[one.kind] if one.calls > 1 else one.kind} "
         f"({in_unit(one.total_ns, unit)} {unit}, busy {in_unit(one.busy_ns, unit)})"
         for one in view.others
     )
-    return [*lines, f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {beside}"] if beside else [])]
-
-
-def _kernel_lines(view: Kernels) -> list[str]:
-    unit = view._options.unit
-    labels = _labels(_names(view.kernels)) if view.source == KERNELS else {}
-    cells = [
-        [labels.get(use.name, use.name), str(use.calls), *(in_unit(value, unit) for value in (
-            use.total_ns, use.mean_ns, use.max_ns, use.min_ns, use.busy_ns)), tenths(use.ratio, 1)]
-        for use in view.kernels
-    ]  # fmt: skip
-    what, several = ("Kernel", "Kernels") if view.source == KERNELS else ("Stretch of", "Stretches")
-    return [
-        *section_title(f"{several} by name"),
-        *named_table([what, "Calls", "Total", "Avg", "Max", "Min", "Busy", "Of sum"], cells, 0),
-    ]
-
-
-def _place_lines(view: Kernels) -> list[str]:
-    unit = view._options.unit
-    heaviest = [use.heaviest for use in view.places if not use.remaining]
-    labels = _labels(dict.fromkeys([*_names(view.kernels), *heaviest]))
-    cells = [
-        [use.name, str(use.kernels), in_unit(use.total_ns, unit), in_unit(use.busy_ns, unit),
-         tenths(use.ratio, 1), MISSING if use.remaining else _begin_of(labels[use.heaviest])]
-        for use in view.places
-    ]  # fmt: skip
-    header = ["Asked for in", "Kernels", "Total", "Busy", "Of sum", "Heaviest kernel"]
-    return [*section_title("Kernels by place"), *named_table(header, cells, 0)]
-
-
-def _names(uses: Iterable[KernelUse]) -> list[str]:
-    return [use.name for use in uses if not use.remaining]
+    return [f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {beside}"] if beside else [])]
 
 
 def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:

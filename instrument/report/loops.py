@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from instrument.report.coverage import Coverage, none_held
+from instrument.report.section import Section
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
 from instrument.report.view import UNITS, Options
@@ -24,6 +25,14 @@ class Loops:
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
     _options: Options
+
+    def sections(self) -> list[Section]:
+        """The loops."""
+        columns = (
+            "name=Loop|steps=Steps|skipped=Skipped|batch.mean=Mean|batch.p50=p50|batch.p99=p99|batch.least=Min|"
+            "batch.most=Max|reader_ratio=Reader|rate.mean=A second|rate_of=Of"
+        )
+        return [Section("Steps", self.loops, columns)]
 
     def lines(self) -> list[str]:
         """A table for each loop."""

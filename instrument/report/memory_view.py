@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.allocation_sums import Allocator, Level, counted
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
+from instrument.report.section import Section, device_name, mebibytes, section_lines
 from instrument.report.table import (
     MISSING,
-    compact,
-    in_unit,
-    named_table,
     number,
     safe,
-    section_title,
     shorten,
     title,
     wrapped,
@@ -38,10 +35,6 @@ PEAK_OF: Mapping[str, str] = {
     "torch_reserved": "torch_reserved_peak",
 }
 """The gauges of memory in use, and what keeps the greatest of each between readings."""
-
-MIB = 2**20
-CELL = 8
-"""Characters of a size."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -77,6 +70,10 @@ class Peak:
     thread: str
     begin_bytes: int
     end_bytes: int
+
+    def label(self) -> str:
+        """Whose memory it is."""
+        return f"{device_name(self.device)} {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +135,10 @@ class GaugedMemory:
     most_ns: int
     peak_bytes: float | None
 
+    def label(self) -> str:
+        """Which gauge of what."""
+        return f"{'Process' if self.device == HOST else device_name(self.device)}: {self.gauge}"
+
     @property
     def growth_bytes(self) -> float:
         """From the first reading to the last."""
@@ -164,16 +165,45 @@ class MemoryView:
     is_ours: bool
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """Peaks, what was taken and given back by place and in all, and what gauges read."""
+        of_all = [
+            PlaceMemory(
+                one.device, "(all)", "", "", one.allocations, one.frees, one.allocated_bytes, one.freed_bytes,
+                one.held_bytes,
+            )
+            for one in self.devices
+        ]  # fmt: skip
+        at, thread = f"At, {self._options.unit}", "thread=Thread|" if self._options.threads == "apart" else ""
+        cut = {"thread": lambda one, unit: _cut(one.thread, THREAD_ROOM) or MISSING}
+        return [
+            Section(
+                "Peaks", self.peaks,
+                f"label=Memory|peak_bytes=Peak|since_ns={at}|place=Reached in|thread=Thread|begin_bytes=Begin|"
+                "end_bytes=End",
+                texts={**cut, "place": lambda peak, unit: _cut(peak.place, NAME_ROOM) or "(no name)"},
+            ),
+            Section(
+                "Memory by place", [*self.places, *of_all],
+                f"name=Place|+kind=Kind|device=On|{thread}allocations=Allocs|frees=Frees|allocated_bytes=Allocated|"
+                "freed_bytes=Freed|increase_bytes=Increase|held_bytes=Held",
+                texts=cut,
+            ),
+            Section(
+                "Read by gauges", self.gauged,
+                "label=Gauge, MiB|samples=Samples|first_bytes=First|last_bytes=Last|growth_bytes=Growth|"
+                f"most_bytes=Most|most_ns={at}|peak_bytes=Ever",
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """The view as text."""
-        lines = title("Memory Report")
+        lines, unit = title("Memory Report"), self._options.unit
+        peaks, by_place, gauged = self.sections()
         if self.devices:
-            lines += [
-                *_seen(self), f"Sizes in MiB (2^20 bytes); time unit: {self._options.unit}", "", *_peak_lines(self), "",
-                *_place_lines(self), "",
-            ]  # fmt: skip
-        if self.gauged:
-            lines += [*_gauge_lines(self), ""]
+            lines += [*_seen(self), f"Sizes in MiB (2^20 bytes); time unit: {unit}", ""]
+            lines += [*peaks.lines(unit), "", *by_place.lines(unit), ""]
+        lines += section_lines([gauged], unit)
         if not self.devices:
             lines += wrapped(NO_ALLOCATIONS if self.since_ns is None else NOT_ASKED)
         if not self.gauged:
@@ -269,14 +299,6 @@ def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
 # Text
 
 
-def _device_name(device: int | None) -> str:
-    return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
-
-
-def _mib(size_bytes: float | None) -> str:
-    return compact(None if size_bytes is None else size_bytes / MIB, CELL)
-
-
 def _cut(name: str, room: int) -> str:
     return shorten(safe(name), room)
 
@@ -291,48 +313,6 @@ def _seen(view: MemoryView) -> list[str]:
         f"Allocations: all that {whose} saw from {since} s to {until} s{beside}",
         *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]
-
-
-def _peak_lines(view: MemoryView) -> list[str]:
-    unit = view._options.unit
-    cells = [
-        [f"{_device_name(peak.device)} {peak.what}", _mib(peak.peak_bytes), in_unit(peak.since_ns, unit),
-         _cut(peak.place, NAME_ROOM) or "(no name)", _cut(peak.thread, THREAD_ROOM) or MISSING,
-         _mib(peak.begin_bytes), _mib(peak.end_bytes)]
-        for peak in view.peaks
-    ]  # fmt: skip
-    header = ["Memory", "Peak", f"At, {unit}", "Reached in", "Thread", "Begin", "End"]
-    return [*section_title("Peaks"), *named_table(header, cells, 0)]
-
-
-def _place_lines(view: MemoryView) -> list[str]:
-    apart = view._options.threads == "apart"
-    cells = []
-    for use in view.places:
-        name = f"(remaining {use.remaining})" if use.remaining else use.name
-        cells.append([name, _device_name(use.device), _cut(use.thread, THREAD_ROOM) or MISSING, *_counts(use)])
-    cells += [["(all)", _device_name(one.device), MISSING, *_counts(one)] for one in view.devices]
-    header = ["Place", "On", "Thread", "Allocs", "Frees", "Allocated", "Freed", "Increase", "Held"]
-    if not apart:
-        header, *cells = ([*row[:2], *row[3:]] for row in (header, *cells))
-    return [*section_title("Memory by place"), *named_table(header, cells, 0)]
-
-
-def _counts(use: PlaceMemory | DeviceMemory) -> list[str]:
-    sizes = (use.allocated_bytes, use.freed_bytes, use.increase_bytes, use.held_bytes)
-    return [str(use.allocations), str(use.frees), *map(_mib, sizes)]
-
-
-def _gauge_lines(view: MemoryView) -> list[str]:
-    unit = view._options.unit
-    cells = [
-        [f"{_device_name(one.device) if one.device != HOST else 'Process'}: {one.gauge}", str(one.samples),
-         *(_mib(size) for size in (one.first_bytes, one.last_bytes, one.growth_bytes, one.most_bytes)),
-         in_unit(one.most_ns, unit), _mib(one.peak_bytes)]
-        for one in view.gauged
-    ]  # fmt: skip
-    header = ["Gauge, MiB", "Samples", "First", "Last", "Growth", "Most", f"At, {unit}", "Ever"]
-    return [*section_title("Read by gauges"), *named_table(header, cells, 0)]
 
 
 def _notes(view: MemoryView) -> list[str]:
@@ -355,7 +335,7 @@ def _notes(view: MemoryView) -> list[str]:
             lines.append(f"CPU: what {whose}'s own allocator gave since it first was watched, not all of the process.")
         for one in view.devices:
             if one.earlier_bytes:
-                about = f"{_mib(one.earlier_bytes)} MiB of {_device_name(one.device)}"
+                about = f"{mebibytes(one.earlier_bytes)} MiB of {device_name(one.device)}"
                 lines.append(f"Freed of what had been allocated before: {about}")
     if view.gauged:
         lines.append("Most: of the readings. Ever: the greatest since the process or torch began, also between them.")

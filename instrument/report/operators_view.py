@@ -22,6 +22,7 @@ from instrument.report.call_rows import (
     CallBlock,
     CallRow,
     block_lines,
+    block_section,
     blocks_of,
     by_name,
     note_of_rest,
@@ -33,6 +34,7 @@ from instrument.report.call_rows import (
 from instrument.report.calls import CallTimes, PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.flop_rows import FlopTable, flop_table
+from instrument.report.section import Section
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording
 from instrument.trace.groups import distinct
@@ -96,6 +98,11 @@ class Operators:
     operations: FlopTable | None
     _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
+
+    def sections(self) -> list[Section]:
+        """The blocks, and the operations."""
+        operations = [] if self.operations is None else [self.operations.section()]
+        return [*map(block_section, self.blocks), *operations]
 
     def lines(self) -> list[str]:
         """The text."""

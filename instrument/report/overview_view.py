@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
+from instrument.report.section import Section, section_lines
+from instrument.report.table import share, title
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
@@ -78,36 +79,53 @@ class Overview:
     _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """The kinds of spans below the window, and what each device did."""
+        if not self.kinds and not self.devices and self._options.state != "GPU":
+            return []
+        steps = "|step_ratio=Of steps" if self.steps_ns is not None else ""
+        window = KindUse(
+            "window", 0, self.window_ns, self.steps_ns or 0, share(self.window_ns, self.window_ns),
+            share(self.steps_ns or 0, self.steps_ns or 0),
+        )  # fmt: skip
+        of_devices = {
+            device: [use for use in self.devices if use.device == device]
+            for device in dict.fromkeys(use.device for use in self.devices)
+        }
+        return [
+            Section(
+                "By kind", [window, *self.kinds], f"kind=Kind|calls=Calls|time_ns=Time|ratio=Of window{steps}",
+                ("Unions of time: what ran side by side counts once.",),
+                {
+                    "kind": lambda use, unit: use.kind if use is window else f"  {use.kind}",
+                    "calls": lambda use, unit: "" if use is window else str(use.calls),
+                },
+                widths=12,
+            ),
+            *(
+                Section(
+                    "All devices" if device == ALL_DEVICES else f"Device {device}", uses,
+                    f"work=Work|stretches=Stretches|time_ns=Time|ratio=Of window{steps}",
+                    texts={"work": lambda use, unit: "  " * (use.work == "communication") + use.work}, widths=12,
+                )
+                for device, uses in of_devices.items()
+            ),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Overview Report"), *self.coverage]
-        if not self.kinds and not self.devices and self._options.state != "GPU":
+        if not self.sections():
             otherwise = "No span was recorded in it: name functions or layers in the profile, or open a scope."
             return [*lines, "", *none_held("span of that time", otherwise, complete=self._complete)]
-        unit, with_steps = self._options.unit, self.steps_ns is not None
+        unit, (by_kind, *of_devices) = self._options.unit, self.sections()
         lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
-        if with_steps:
+        if self.steps_ns is not None:
             lines.append("Of steps: the part of the row that lies in steps, of the time in steps")
-        ratios = ["Of window", *["Of steps"] * with_steps]
-        first = ["window", "", in_unit(self.window_ns, unit), tenths(self.window_ns, self.window_ns)]
-        cells = [first + [tenths(self.steps_ns, self.steps_ns)] * with_steps if self.steps_ns is not None else first]
-        cells += [[f"  {use.kind}", str(use.calls), *self._shares(use)] for use in self.kinds]
-        lines += ["", *named_table(["Kind", "Calls", "Time", *ratios], cells, 12), ""]
-        for device in dict.fromkeys(use.device for use in self.devices):
-            of_it = [use for use in self.devices if use.device == device]
-            cells = [
-                [("  " if use.work == "communication" else "") + use.work, str(use.stretches), *self._shares(use)]
-                for use in of_it
-            ]
-            lines += section_title("All devices" if device == ALL_DEVICES else f"Device {device}")
-            lines += [*named_table(["Work", "Stretches", "Time", *ratios], cells, 12), ""]
+        lines += ["", *by_kind.table(unit), "", *section_lines(of_devices, unit)]
         if not self.devices and self._options.state != "CPU":
             lines += ["No device time was recorded in it."]
         return lines
-
-    def _shares(self, use: KindUse | DeviceWork) -> list[str]:
-        cells = [in_unit(use.time_ns, self._options.unit), tenths(use.ratio, 1)]
-        return cells if self.steps_ns is None else [*cells, tenths(use.step_ratio, 1)]
 
 
 def overview(recording: Recording, options: Options) -> Overview:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.phase_calls import StreamUses, calls_of, streams_of
-from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
+from instrument.report.section import Section, section_lines
+from instrument.report.table import MISSING, in_unit, number, share, title
 from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
 
@@ -33,6 +34,8 @@ ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
 """The phases of a training step, in its order; then come the others that a span may be declared to be."""
 
 OTHERS = "others"
+
+DEVICE_NOTE = ("", "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.")
 
 NO_PHASE = (
     "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of torch; others are "
@@ -103,18 +106,10 @@ class PhasesView:
                 "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
                 "ratios are.",
                 "",
-                *section_title("Host time"),
-                *self._table({row.name: row.host for row in self.rows}),
-                "",
             ]
-        on_device = {row.name: row.device for row in self.rows if row.device is not None}
-        if on_device and self._options.state != "CPU":
-            lines += [*section_title("Device time"), *self._table(on_device), ""]
-            lines += [
-                "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.",
-                "",
-            ]
-        elif self._options.state == "GPU":
+        sections = self.sections()
+        lines += section_lines(sections, self._options.unit)
+        if not sections:
             lines += ["", "No device time was recorded in it.", ""]
         if self._options.state != "GPU":
             lines += self._propagation()
@@ -134,20 +129,23 @@ class PhasesView:
         also += [f"{self.cut} cut at an edge"] * bool(self.cut)
         return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
 
-    def _table(self, times: Mapping[str, PhaseTimes]) -> list[str]:
-        unit = self._options.unit
-        calls = {row.name: row.calls for row in self.rows}
-        cells = [
-            [
-                name if not index else f"  {name}",
-                MISSING if calls[name] is None else str(calls[name]),
-                *(in_unit(value, unit) for value in (one.total_ns, one.mean_ns, one.max_ns, one.min_ns)),
-                tenths(one.ratio, 1),
-            ]
-            for index, (name, one) in enumerate(times.items())
-        ]
+    def sections(self) -> list[Section]:
+        """The phases on the host and on devices, as far as the state asks for either and there is any."""
         base = "Of window" if self.of == "window" else f"Of {self.of}s"
-        return named_table(["Phase", "Calls", "Total", "Avg", "Max", "Min", base], cells, 10)
+        wanted: list[tuple[str, str, tuple[str, ...]]] = []
+        if self._options.state != "GPU":
+            wanted.append(("host", "Host time", ()))
+        if self._options.state != "CPU" and any(row.device is not None for row in self.rows):
+            wanted.append(("device", "Device time", DEVICE_NOTE))
+        return [
+            Section(
+                heading, [row for row in self.rows if getattr(row, on) is not None],
+                f"name=Phase|calls=Calls|{on}.total_ns=Total|{on}.mean_ns=Avg|{on}.max_ns=Max|{on}.min_ns=Min|"
+                f"{on}.ratio={base}",
+                notes, {"name": lambda row, unit: row.name if row is self.rows[0] else f"  {row.name}"}, widths=10,
+            )
+            for on, heading, notes in wanted
+        ]  # fmt: skip
 
     def _propagation(self) -> list[str]:
         """SINGA's lines, which put into backward whatever is not forward; here it has names of its own."""

@@ -23,15 +23,16 @@ import numpy as np
 from instrument.report.answers import CLASSES
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.device_shares import EndpointShare, device_shares, share_lines
-from instrument.report.device_view import endpoint_table, other_endpoints
+from instrument.report.device_shares import EndpointShare, device_share_section, device_shares
+from instrument.report.device_view import by_endpoint, other_endpoints
 from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, phase_times
+from instrument.report.section import Section, section_lines
 from instrument.report.table import (
     LINE,
     MISSING,
-    WHOLE_DIGITS,
     bounded,
     compact,
+    four_digits,
     named_table,
     number,
     safe,
@@ -43,13 +44,13 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.utilisation import EndpointUse, request_of_spans, requests_within, utilisation
-from instrument.report.view import UNITS, Options, Recording, SortKey
+from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
 from instrument.trace.device_ledger import DeviceLedger, device_ledger
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import Ledger, ledger
+from instrument.trace.ledger import UNKNOWN, Ledger, ledger
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -119,6 +120,48 @@ class RequestTimes:
     device_shares: tuple[EndpointShare, ...]
     _options: Options
 
+    def sections(self) -> list[Section]:
+        """The endpoints, what their time went to, streamed answers, what blocked loops, devices within requests, and
+        their shares of devices."""
+        blocked = [] if self.blocked is None else [self.blocked.whole(), *(one.indented() for one in self.blocked.by)]
+        return [
+            Section(
+                "Endpoints", self.endpoints,
+                "name=Request|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
+                "+wall_ns=Sum|ratio=Of all",
+                ("Of all: of the sum of the walls of all requests.",), time=_eleven,
+            ),
+            Section(
+                "Where the time went", [(_name(one), part) for one in self.endpoints for part in parts_of(one)],
+                "0=Endpoint|1.name=Part|1.requests=Requests|1.mean_ns=Mean|1.p50_ns=p50|1.p99_ns=p99|1.summed_ns=Sum|"
+                "1.ratio=Of wall", tuple(PARTS_NOTE),
+            ),
+            Section(
+                "Streamed answers", [one for one in self.endpoints if one.streams],
+                "name=Request|streams.count=Streams|streams.items=Items|streams.first_p50_ns=First p50|"
+                "streams.first_p99_ns=First p99|streams.item_p50_ns=Item p50|streams.item_p99_ns=Item p99|"
+                "streams.longest_gap_ns=Longest",
+                (
+                    "First: from the begin of the request to its first item. Item: from the first to the last one, for "
+                    "each",
+                    "after the first. Longest: between two items that came one by one.",
+                ),
+                time=_eleven,
+            ),
+            Section(
+                "Loop blocked", blocked,
+                "name=Event loops, and by what|stretches=Count|summed_ns=Sum|longest_ns=Longest",
+                (
+                    "One callback or step of a task each, while which no request on its loop could go on: by the "
+                    "innermost",
+                    "span that was there for most of it, or else its function.",
+                ),
+                time=_eleven,
+            ),
+            *(by_endpoint(f"Device {one.device}", one.endpoints) for one in self.devices),
+            device_share_section(self.device_shares),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """A table of endpoints, one of what their time went to, devices within them, and the slowest requests."""
         unit = self._options.unit
@@ -131,24 +174,14 @@ class RequestTimes:
             how = "A request is what a rule with `kind: request` names in the profile, or a scope around the handling"
             otherwise = f'{why} {how} of one: with scope(name, kind="request").'
             return [*lines, *none_held("request", otherwise, complete=complete), ""]
-        lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
+        endpoints, _, streams, *others = self.sections()
+        lines += section_lines([endpoints], unit)
         if any(one.statuses for one in self.endpoints):
             lasted_ns = self.coverage.until_ns - self.coverage.since_ns
             lines += [*section_title("Answers"), *_answer_lines(self.endpoints, lasted_ns), ""]
-        if any(one.streams for one in self.endpoints):
-            lines += [*section_title("Streamed answers"), *_stream_lines(self.endpoints, unit), ""]
+        lines += section_lines([streams], unit)
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
-        if self.blocked is not None:
-            lines += [*section_title("Loop blocked"), *_blocked_lines(self.blocked, unit), ""]
-        for one in self.devices:
-            lines += [*section_title(f"Device {one.device}"), *endpoint_table(one.endpoints, unit)]
-            lines += [
-                "Within the wall of those that used it the device was busy with their own work, with that of",
-                "others alone, or idle (starved): means, and shares of the wall.",
-                "",
-            ]
-        if self.device_shares:
-            lines += [*section_title("Device time by requests"), *share_lines(self.device_shares, unit), ""]
+        lines += section_lines(others, unit)
         lines += section_title("Slowest requests")
         for place, request in enumerate(self.slowest, start=1):
             lines += _slow_lines(place, request, unit)
@@ -273,14 +306,9 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
 # The text.
 
 
-def _endpoint_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
-    header = ["Request", "Count", "Errors", "Mean", "p50", "p90", "p99", "Max", "Of all"]
-    cells = []
-    for one in endpoints:
-        times = (one.mean_ns, one.p50_ns, one.p90_ns, one.p99_ns, one.max_ns)
-        shown = [_time(time_ns, unit, 11) for time_ns in times]
-        cells.append([_name(one), str(one.requests), str(one.errors), *shown, tenths(one.ratio, 1)])
-    return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
+def _eleven(time_ns: float | None, unit: str) -> str:
+    """A time in a table of many."""
+    return four_digits(time_ns, unit, 11)
 
 
 def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[str]:
@@ -292,72 +320,43 @@ def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[st
     return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
 
 
-def _stream_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
-    header = ["Request", "Streams", "Items", "First p50", "First p99", "Item p50", "Item p99", "Longest"]
-    cells = []
-    for one in endpoints:
-        found = one.streams
-        if found is not None:
-            first = (found.first_p50_ns, found.first_p99_ns)
-            times = (*first, found.item_p50_ns, found.item_p99_ns, found.longest_gap_ns)
-            cells.append([_name(one), str(found.count), str(found.items), *(_time(ns, unit, 11) for ns in times)])
-    return [
-        *named_table(header, cells, 0),
-        "First: from the begin of the request to its first item. Item: from the first to the last one, for each",
-        "after the first. Longest: between two items that came one by one.",
-    ]
-
-
-def _time(time_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
-    """Four digits in a unit; ns in full where there is room."""
-    if time_ns is None:
-        return MISSING
-    return compact(round(time_ns), room) if unit == "ns" else compact(time_ns / UNITS[unit])
-
-
-def _blocked_lines(blocked: BlockedLoops, unit: str) -> list[str]:
-    def row(name: str, one: BlockedLoops | Blocker) -> list[str]:
-        return [name, str(one.stretches), _time(one.summed_ns, unit, 11), _time(one.longest_ns, unit, 11)]
-
-    cells = [row("loop blocked", blocked), *(row(f"  {_name(one)}", one) for one in blocked.by)]
-    return [
-        *named_table(["Event loops, and by what", "Count", "Sum", "Longest"], cells, 0),
-        "One callback or step of a task each, while which no request on its loop could go on: by the innermost",
-        "span that was there for most of it, or else its function.",
-    ]
-
-
 def _name(one: EndpointTimes | PhaseTime | Blocker) -> str:
     return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
 
 
+PARTS_NOTE = (
+    "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
+    "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
+    "phase: over the requests that had it, which Requests counts.",
+)
+
+
+def parts_of(one: EndpointTimes) -> list[PhaseTime]:
+    """What the wall of an endpoint's requests is made of."""
+    unknown = PhaseTime(
+        UNKNOWN, one.requests, one.unknown_ns, one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns,
+        one.unknown_ratio,
+    )  # fmt: skip
+    return [*one.phases, unknown]
+
+
 def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
-    cells = []
+    rows = []
     for one in endpoints:
-        whole = "100.0%" if one.wall_ns else MISSING
-        times = (one.mean_ns, one.p50_ns, one.p99_ns)
-        cells.append([_name(one), str(one.requests), *(_time(time_ns, unit) for time_ns in times), whole])
-        for phase in one.phases:
-            times_of_phase = (phase.mean_ns, phase.p50_ns, phase.p99_ns)
-            shown = [_time(time_ns, unit) for time_ns in times_of_phase]
-            count = MISSING if phase.requests is None else str(phase.requests)
-            cells.append(["  " + _name(phase), count, *shown, tenths(phase.ratio, 1)])
-        unknown = (one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns)
-        shown = [_time(time_ns, unit) for time_ns in unknown]
-        cells.append(["  unknown (no phase ran)", str(one.requests), *shown, tenths(one.unknown_ratio, 1)])
-    return [
-        *named_table(["Request, and its phases", "Requests", "Mean", "p50", "p99", "Of wall"], cells, 10),
-        "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
-        "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
-        "phase: over the requests that had it, which Requests counts.",
-    ]
+        *phases, unknown = parts_of(one)
+        whole = 1.0 if one.wall_ns else None
+        rows.append(PhaseTime(_name(one), one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, whole))
+        rows += [replace(phase, name=f"  {_name(phase)}", remaining=0) for phase in phases]
+        rows.append(replace(unknown, name="  unknown (no phase ran)"))
+    columns = "name=Request, and its phases|requests=Requests|mean_ns=Mean|p50_ns=p50|p99_ns=p99|ratio=Of wall"
+    return [*Section("", rows, columns, time=four_digits, widths=10).table(unit), *PARTS_NOTE]
 
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(one.error)}" if one.error else ""
     name = shorten(safe(one.name) or "(no name)", LINE // 2)
     key = f", key {shorten(safe(one.keys[0]), LINE // 2)}" if one.keys else ""
-    lines = wrapped(f"{place}. {name}: {_time(one.wall_ns, unit)} {unit}{error}{key}")
+    lines = wrapped(f"{place}. {name}: {four_digits(one.wall_ns, unit)} {unit}{error}{key}")
     at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
     lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
     if one.trace_id:
@@ -375,7 +374,7 @@ def blame_text(told: Blame, unit: str) -> str:
     if told.cause is not None:
         whose = f" of {shorten(safe(told.cause.request), LINE // 3)}" if told.cause.request else ""
         name = shorten(safe(told.cause.name), LINE // 3)
-        cause = f"; {_time(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
+        cause = f"; {four_digits(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
     part = shorten(safe(told.part), LINE // 3)
-    typical = f"{_time(told.part_ns, unit)} {unit}, typical {_time(told.typical_ns, unit)}"
+    typical = f"{four_digits(told.part_ns, unit)} {unit}, typical {four_digits(told.typical_ns, unit)}"
     return f"slower by {part}: {typical}{cause}"

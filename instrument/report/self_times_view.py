@@ -29,17 +29,16 @@ from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_blocked_loop, is_collection, is_operator
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows
+from instrument.report.section import Section
 from instrument.report.table import (
     LINE,
     MISSING,
     in_unit,
-    named_table,
     percent,
     safe,
     section_title,
     share,
     shorten,
-    tenths,
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
@@ -70,6 +69,10 @@ class SelfRow:
     calls: int
     instances: int
     number: int | None
+
+    def path(self) -> str:
+        """The names as one."""
+        return path_text(self.names)
 
     @property
     def per_call_ns(self) -> float | None:
@@ -133,6 +136,10 @@ class SelfTimes:
     corrected: bool
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """The rows of each function."""
+        return [self._rows(function) for function in self.functions]
+
     def lines(self) -> list[str]:
         """The text."""
         lines = title(f"{self.of.capitalize()} Report")
@@ -162,6 +169,15 @@ class SelfTimes:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
         return lines
 
+    def _rows(self, function: FunctionTimes) -> Section:
+        last = "number=Id" if self.of == "instances" else "instances=Instances"
+        return Section(
+            function.name or ("(no name)" if function.kind else "All functions"), function.rows,
+            f"path={_SINGULAR[self.of].capitalize()}|ratio=Time%|running=Sum%|time_ns=Time|per_call_ns=Per call|"
+            f"where=On|calls=Calls|{last}",
+            ("Self times: rows add up to 100 %.",), widths=7,
+        )  # fmt: skip
+
     def _function_lines(self, function: FunctionTimes) -> list[str]:
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
@@ -185,22 +201,7 @@ class SelfTimes:
             lines.append("(spans on other threads and tasks, in calls not ended, and across other spans are in it)")
         if function.work_ns > function.outer_ns:
             lines.append("(work on several threads is summed, so it may exceed the calls)")
-        last = "Id" if self.of == "instances" else "Instances"
-        header = [_SINGULAR[self.of].capitalize(), "Time%", "Sum%", "Time", "Per call", "On", "Calls", last]
-        cells = [
-            [
-                path_text(row.names),
-                tenths(row.ratio, 1),
-                tenths(row.running, 1),
-                in_unit(row.time_ns, unit),
-                in_unit(row.per_call_ns, unit),
-                row.where,
-                str(row.calls),
-                str(row.instances if row.number is None else row.number),
-            ]
-            for row in function.rows
-        ]
-        lines += ["", *named_table(header, cells, 7)]
+        lines += ["", *self._rows(function).table(unit)]
         rest = function.remaining
         if rest is not None:
             ratio = MISSING if rest.ratio is None else f"{100 * rest.ratio:.2f}%"

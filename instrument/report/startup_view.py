@@ -16,6 +16,7 @@ from instrument.profile.kinds import PREPARING
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
+from instrument.report.section import Section
 from instrument.report.table import (
     GAP,
     LINE,
@@ -23,7 +24,6 @@ from instrument.report.table import (
     bounded,
     in_unit,
     name_of_site,
-    named_table,
     number,
     safe,
     section_title,
@@ -45,6 +45,12 @@ UNKNOWN = (
     "How this process came to serve is not in this trace: only a session's own trace tells it, and a window before "
     "which nothing had run."
 )
+NOT_WATCHED = [
+    "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
+    "compiles.",
+]
+NO_PREPARATION = "Nothing was seen to load or compile a model."
+NO_WARM_UP = "No first call took longer than those after it."
 LABEL_WIDTH = 46
 COLUMN_WIDTH = 12
 
@@ -171,13 +177,48 @@ class StartupView:
     warm_ups: tuple[WarmUp, ...]
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """The tables of the text, but for the way to serving, of which they have the parts alone."""
+        of_it, unit = "", self._options.unit
+        if self.imports_in_spans_ns:
+            of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
+        return [
+            Section(
+                "Imports", self.imports or (),
+                "package=Package|entries=Entered|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
+                (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=COLUMN_WIDTH,
+            ),
+            Section(
+                "Load and compile", self.preparations,
+                "name=Name|phase=Phase|calls=Calls|total_ns=Total|self_ns=Self|max_ns=Longest|"
+                "in_requests_ns=In requests",
+            ),
+            Section(
+                "First calls", self.warm_ups,
+                "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Times|extra_ns=Extra",
+                texts={"times": lambda one, unit: MISSING if one.times is None else number(round(one.times, 1))},
+            ),
+            Section("The way to the first request", self.way, "name=Part|total_ns=Time|ratio=Of the way"),
+            Section("Later, outside of requests", self.late, "name=Part|total_ns=Time"),
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
         """The view as text."""
         lines = title("Startup Report")
         if not self.is_known:
             return [*lines, *wrapped(UNKNOWN)]
-        lines += [f"Time unit: {self._options.unit}", "", *_way_lines(self), "", *_import_lines(self), ""]
-        return [*lines, *_preparation_lines(self), "", *_warm_up_lines(self), "", *_notes(self)]
+        unit, (imports, preparations, warm_ups, *_) = self._options.unit, self.sections()
+        lines += [f"Time unit: {unit}", "", *_way_lines(self), "", *self._import_lines(imports), ""]
+        lines += [*(preparations.lines(unit) if self.preparations else [NO_PREPARATION]), ""]
+        lines += [*(warm_ups.lines(unit) if self.warm_ups else [NO_WARM_UP]), ""]
+        return [*lines, *_notes(self)]
+
+    def _import_lines(self, imports: Section) -> list[str]:
+        if self.imports is None:
+            return NOT_WATCHED
+        if not self.imports:
+            return ["Nothing was imported since the session began."]
+        return [*section_title(imports.title), *imports.notes, "", *imports.table(self._options.unit)]
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
@@ -426,55 +467,6 @@ def _way_lines(view: StartupView) -> list[str]:
         *lines,
         f"Each place that was called had run once after {in_unit(view.ran_ns, unit)} {unit}; the last: {ran}",
     ]
-
-
-def _import_lines(view: StartupView) -> list[str]:
-    unit = view._options.unit
-    if view.imports is None:
-        return [
-            "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
-            "compiles.",
-        ]
-    if not view.imports:
-        return ["Nothing was imported since the session began."]
-    cells = [
-        [one.package, str(one.entries), in_unit(one.total_ns, unit), in_unit(one.self_ns, unit), tenths(one.ratio, 1)]
-        for one in view.imports
-    ]
-    of_it = f", {in_unit(view.imports_in_spans_ns, unit)} of it within spans" if view.imports_in_spans_ns else ""
-    return [
-        *section_title("Imports"),
-        f"All imports: {in_unit(view.imports_ns, unit)} {unit}{of_it}",
-        "",
-        *named_table(["Package", "Entered", "Total", "Self", "Of imports"], cells, COLUMN_WIDTH),
-    ]
-
-
-def _preparation_lines(view: StartupView) -> list[str]:
-    unit = view._options.unit
-    if not view.preparations:
-        return ["Nothing was seen to load or compile a model."]
-    cells = [
-        [one.name, one.phase or MISSING, str(one.calls), *(in_unit(value, unit) for value in (
-            one.total_ns, one.self_ns, one.max_ns, one.in_requests_ns))]
-        for one in view.preparations
-    ]  # fmt: skip
-    header = ["Name", "Phase", "Calls", "Total", "Self", "Longest", "In requests"]
-    return [*section_title("Load and compile"), *named_table(header, cells, 0)]
-
-
-def _warm_up_lines(view: StartupView) -> list[str]:
-    unit = view._options.unit
-    if not view.warm_ups:
-        return ["No first call took longer than those after it."]
-    cells = [
-        [one.name, one.kind if not one.remaining else MISSING, str(one.calls),
-         *(in_unit(value, unit) for value in (one.first_ns, one.median_ns)),
-         number(round(one.times, 1)) if one.times is not None else MISSING, in_unit(one.extra_ns, unit)]
-        for one in view.warm_ups
-    ]  # fmt: skip
-    header = ["Name", "Kind", "Calls", "First", "Median after", "Times", "Extra"]
-    return [*section_title("First calls"), *named_table(header, cells, 0)]
 
 
 def _notes(view: StartupView) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
 from instrument.report.instrumentation import instrumentation
+from instrument.report.section import View
 from instrument.report.table import safe, wrapped
-from instrument.report.view import Options, Recording, View, document
+from instrument.report.view import Options, Recording, document
 
 SELF_TIMES = ("classes", "ops", "instances")
 """Views that one module makes."""

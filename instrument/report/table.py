@@ -180,6 +180,13 @@ def in_unit(value_ns: float | None, unit: str) -> str:
     return f"{value:g}"
 
 
+def four_digits(value_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
+    """Nanoseconds in a unit of time in four digits; ns in full where there is room."""
+    if value_ns is None:
+        return MISSING
+    return compact(round(value_ns), room) if unit == "ns" else compact(value_ns / UNITS[unit])
+
+
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
     """So many significant digits, or fewer, in at most `room` columns; whole numbers in full where they fit.
 

@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.call_rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
+from instrument.report.call_rows import (
+    CallBlock,
+    block_lines,
+    block_section,
+    blocks_of,
+    by_name,
+    note_of_rest,
+    sorting,
+    top_rows,
+)
 from instrument.report.calls import PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
+from instrument.report.section import Section
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
 
@@ -29,6 +39,10 @@ class User:
     blocks: tuple[CallBlock, ...]
     _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
+
+    def sections(self) -> list[Section]:
+        """The blocks."""
+        return [*map(block_section, self.blocks)]
 
     def lines(self) -> list[str]:
         """The text."""

@@ -37,6 +37,12 @@ from instrument.trace.intervals import (
 )
 from instrument.trace.owners import owners
 
+REASONS = {
+    "captured": "captured into a graph, so nothing ran",
+    "dropped": "no event was free",
+    NO_EVENTS: "no pair of events came back",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
@@ -239,6 +245,10 @@ class Unanswered:
     kind: str
     spans: int
     remaining: int = 0
+
+    def why(self) -> str:
+        """The reason in words."""
+        return REASONS.get(self.reason, self.reason)
 
 
 @dataclass(frozen=True, slots=True)

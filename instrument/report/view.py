@@ -338,13 +338,6 @@ class Recording:
         )
 
 
-class View(Protocol):
-    """The numbers of one view, and the text that shows them."""
-
-    def lines(self) -> list[str]:
-        """The text, times in the unit of the options. Names are escaped; no line holds a newline."""
-
-
 def document(value: Any) -> Any:
     """The numbers as JSON takes them: dataclasses with their public properties, sites by what is known of them."""
     if isinstance(value, Site):

@@ -24,8 +24,9 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span, Trace
 from instrument.recording.tally import Tally
+from instrument.report.section import View
 from instrument.report.summary import made, refuse_unknown, summary
-from instrument.report.view import Options, Recording, View
+from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread

@@ -49,8 +49,9 @@ from instrument.recording.spans import (
 )
 from instrument.recording.tally import Tally
 from instrument.report.coverage import NO_EVENTS
+from instrument.report.section import View
 from instrument.report.summary import made, summary, views_for
-from instrument.report.view import HeldSpans, Options, Recording, View
+from instrument.report.view import HeldSpans, Options, Recording
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first

@@ -13,8 +13,9 @@ from instrument.report.instrumentation import instrumentation
 from instrument.report.page.calls_tree import CallsTree
 from instrument.report.page.device_lanes import MOST_STRETCHES, DeviceLanes
 from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
-from instrument.report.page.page_tables import MOST_TABLE_ROWS, TABLES, TIME, number_text, views_of
+from instrument.report.page.page_tables import MOST_TABLE_ROWS, ON_PAGE, number_text, views_of
 from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes
+from instrument.report.section import TIME
 from instrument.report.summary import VIEW_OF
 from instrument.report.table import compact, safe, shorten, tenths
 from instrument.report.view import UNITS, Options, Recording
@@ -37,7 +38,7 @@ def page_document(
     kept = KeptSpans(recording, options, wanted, MOST_SPANS // part)
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept.number_of, MOST_STRETCHES // part)
     of_devices = lanes.document()
-    views = {name: VIEW_OF[name](recording, bounded) for name in TABLES}
+    views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
     shown_views = views_of(views, options.unit)
     served = views["requests"]
     pictures = kept.document(served.slowest if isinstance(served, RequestTimes) else ())
