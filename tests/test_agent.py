@@ -313,7 +313,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("source", "how"), ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize(
+    ("source", "how"),
+    [pytest.param(*end, id=name, marks=[pytest.mark.slow] * (name != "is killed")) for name, end in ENDS.items()],
+)
 def test_a_worker_that_vanishes_is_named_where_the_service_writes_its_errors(source: str, how: str) -> None:
     service = begin(f"""{ASK}
 import engine, signal, sys

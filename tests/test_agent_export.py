@@ -752,7 +752,7 @@ def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Co
     assert sorted(linked) == sorted(requests.items())
 
 
-@pytest.mark.parametrize("emit", ["", ", kind: request"])
+@pytest.mark.parametrize("emit", ["", pytest.param(", kind: request", marks=pytest.mark.slow)])
 def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
     spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}

@@ -27,7 +27,7 @@ def late_imports() -> None:
 
 
 BOTH = """
-import datetime, json, sys, time
+import datetime, json, os, sys, time
 import torch
 import torch.distributed as dist
 from instrument import chrome
@@ -110,8 +110,10 @@ if rank == 0:
         raise AssertionError("rank 1 was not waited for")
     except RuntimeError as error:
         assert "monitoredBarrier" in str(error)
+    open(sys.argv[2] + ".failed", "w").close()
 else:
-    time.sleep(1)
+    while not os.path.exists(sys.argv[2] + ".failed"):
+        time.sleep(0.01)
 ends("failing")
 
 print(json.dumps(told))

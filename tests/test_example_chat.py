@@ -275,7 +275,10 @@ def test_health_says_ok_and_other_paths_and_methods_are_refused(url: str) -> Non
     assert httpx.get(f"{url}/nothing", trust_env=False).status_code == 404
 
 
-@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [(signal.SIGTERM, -signal.SIGTERM), pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow)],
+)
 def test_a_signal_lets_open_requests_finish_and_ends_the_server(stop: signal.Signals, code: int) -> None:
     server, url = start_server("--slots", "1")
     ask = {"prompt": "Tell me about music", "max_tokens": 64, "stream": True, "seed": 3}

@@ -106,7 +106,7 @@ def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
     place.close()
 
 
-def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(agent: socket.socket, collector: Collector) -> None:
+def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(collector: Collector, agent: socket.socket) -> None:
     session = begin(collector)
     place = taken()
     serve(3)
@@ -217,8 +217,9 @@ def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
 
 
 def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_each_other(
-    collector: Collector, agent: socket.socket
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(handover, "LOCK_S", 0.1)
     session = begin(collector)
     agent.close()
     taker = threading.Thread(target=session.handover.insist, daemon=True)

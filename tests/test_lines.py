@@ -218,7 +218,7 @@ def text(view: Any) -> list[str]:
     return list(view.lines())
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 8)) for seed in range(25)])
 def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> None:
     chance = random.Random(seed)
     recorder = make_recorder()

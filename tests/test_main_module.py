@@ -93,7 +93,9 @@ def checked(profile: str, *words: str) -> tuple[dict[str, int | None], dict[str,
 RULES = 'functions: [{{match: ["{0}:*", "{0}:Engine.*"]}}]\nexport: {{summary: {{to: ./s.txt}}}}'
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in ("folder", "zip"))) for way in WAYS]
+)
 def test_a_program_is_recorded_and_is_the_same_to_itself_and_in_its_tracebacks(way: str) -> None:
     plain = run(*WAYS[way])
     write("p.yaml", RULES.format("__main__"))
@@ -152,7 +154,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("method", "words"),
-    [("fork", ["many.py"]), ("spawn", ["many.py"]), ("spawn", ["-m", "pkg.many"]), ("forkserver", ["many.py"])],
+    [
+        ("fork", ["many.py"]),
+        pytest.param("spawn", ["many.py"], marks=pytest.mark.slow),
+        ("spawn", ["-m", "pkg.many"]),
+        ("forkserver", ["many.py"]),
+    ],
 )
 def test_children_that_multiprocessing_starts_are_reached_by_the_same_rule(method: str, words: list[str]) -> None:
     write("many.py", CHILDREN)

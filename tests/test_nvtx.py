@@ -22,7 +22,9 @@ ROOT = Path(instrument.__file__).parent.parent
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="no gcc to build a tool with"),
-    pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"]),
+    pytest.mark.parametrize(
+        "pure", [pytest.param("", id="native"), pytest.param("1", id="pure", marks=pytest.mark.slow)]
+    ),
 ]
 
 PROGRAM = """

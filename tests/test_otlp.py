@@ -299,7 +299,7 @@ FATES: dict[str, tuple[Behave, str, str]] = {
         "",
     ),
     "is busy without saying for how long": (first(1, refuse_with(502)), "exported", ""),
-    "is busy for longer than one request may take": (first(1, refuse_with(503, Retry_After="4")), "exported", ""),
+    "is busy for longer than one request may take": (first(1, refuse_with(503, Retry_After="2")), "exported", ""),
     "stays busy": (refuse_with(504, Retry_After="soon"), "failed", "504"),
     "hangs up once": (first(1, hang_up), "exported", ""),
     "always hangs up": (hang_up, "failed", "RemoteDisconnected"),
@@ -312,7 +312,7 @@ FATES: dict[str, tuple[Behave, str, str]] = {
     "answers for ever": (drip, "failed", "TimeoutError"),
 }
 UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
-    "is busy for longer than one request may take": 3.0,
+    "is busy for longer than one request may take": 1.5,
     # Two more tries, after a quarter of a second and a half; then the time that is left is less than the next pause.
     "stays busy": 1.35,
     "always hangs up": 1.35,

@@ -339,6 +339,7 @@ def test_without_torch_or_before_it_has_run_the_verdict_says_what_is_waited_for(
     ]
 
 
+@pytest.mark.slow  # test_presets has one that is not
 def test_a_program_that_knows_nothing_of_us_has_its_phases_under_instrument_run(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text(
         "phases: auto\ntracer_option: OpDetail\nexport: {summary: {to: stdout, views: [events]}}"

@@ -46,6 +46,9 @@ export:
 """
 
 
+SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+
+
 def needs(*modules: str) -> pytest.MarkDecorator:
     """Skip where a module cannot be found. It is not imported: some take seconds, and the program imports it itself."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -253,6 +256,7 @@ def test_pytest_runs_tests_that_a_rule_names(folder: Path) -> None:
 
 
 @needs("magika", "onnxruntime")
+@pytest.mark.slow
 def test_magika_names_the_types_of_files_by_the_model_in_its_wheel(folder: Path) -> None:
     write_profile(
         """
@@ -531,7 +535,7 @@ def trees_by_worker(shape: str) -> Counter[int]:
 
 
 @needs("gunicorn")
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
+@pytest.mark.parametrize("stop", SIGNALS, ids=lambda stop: stop.name)
 def test_each_worker_that_gunicorn_forks_writes_a_trace(folder: Path, stop: signal.Signals) -> None:
     write("shop.py", SHOP)
     write_profile(
@@ -724,7 +728,7 @@ def test_instrument_run_says_that_another_sitecustomize_keeps_ours_away(folder: 
 
 
 @needs("uvicorn")
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
+@pytest.mark.parametrize("stop", SIGNALS, ids=lambda stop: stop.name)
 def test_uvicorn_alone_takes_signals_as_without_us(folder: Path, stop: signal.Signals) -> None:
     write("shop.py", SHOP)
     write_profile('functions: [{match: "shop:asgi", kind: request}]')
@@ -738,7 +742,7 @@ def test_uvicorn_alone_takes_signals_as_without_us(folder: Path, stop: signal.Si
     assert only_tree() == "asgi\nasgi"
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
+@pytest.mark.parametrize("stop", SIGNALS, ids=lambda stop: stop.name)
 def test_the_server_of_the_standard_library_is_main_and_its_threads_are_seen(
     folder: Path, stop: signal.Signals
 ) -> None:

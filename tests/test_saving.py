@@ -211,7 +211,9 @@ def test_check_says_that_no_file_can_be_written(as_json: bool, tmp_path: Path) -
         assert f"export: {saving.WITHOUT_NUMPY}" in without.stdout
 
 
-@pytest.mark.parametrize("export", ["recording: {path: a.npz}", "chrome: {path: a.json}"])
+@pytest.mark.parametrize(
+    "export", ["recording: {path: a.npz}", pytest.param("chrome: {path: a.json}", marks=pytest.mark.slow)]
+)
 def test_a_host_that_is_interrupted_ends_by_the_signal_all_the_same(export: str) -> None:
     Path("service.py").write_text(
         "import os, signal, instrument\nwith instrument.scope('x'): pass\nos.kill(os.getpid(), signal.SIGINT)\n"

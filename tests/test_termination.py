@@ -46,7 +46,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
 @pytest.mark.parametrize("source", ENDS.values(), ids=ENDS.keys())
 def test_a_service_that_resets_a_signal_leaves_its_summary_and_dies_of_the_signal(
     tmp_path: Path, source: str, number: signal.Signals
