@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.rmtree(runs)
 
 
-def until(found: Callable[[], Any], wait_s: float = 60) -> Any:
+def until(found: Callable[[], Any], wait_s: float = 240) -> Any:
     """What is found once it is true."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
@@ -95,7 +95,7 @@ def begin(source: str, *more: str) -> subprocess.Popen[str]:
 
 def run(source: str, *more: str) -> subprocess.CompletedProcess[str]:
     service = begin(source, *more)
-    out, errors = service.communicate(timeout=60)
+    out, errors = service.communicate(timeout=240)
     return subprocess.CompletedProcess(service.args, service.returncode, out, errors)
 
 
@@ -228,7 +228,7 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert service.stdout.readline() == "worker has ended\n"
     ended = until(lambda: [one for one in processes() if one["how"] == "goodbye"])
     assert len(ended) == 1
-    _, errors = service.communicate("\n", timeout=60)
+    _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
     assert errors.partition("Processes:")[2].count("in order") == 2
 
@@ -262,7 +262,7 @@ def test_a_service_that_may_have_few_descriptors_joins_all_the_same() -> None:
     Path("main.py").write_text(f"{ASK}\nimport engine; engine.step(1); print(len(ask()[0]))")
     words = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
     limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *words]
-    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
@@ -280,7 +280,7 @@ for file in files: os.fstat(file)
 import instrument
 instrument.stop()
 for file in files: os.fstat(file)
-until = time.monotonic() + 60
+until = time.monotonic() + 240
 while time.monotonic() < until and not [one for one in ask()[0] if one["how"] == "goodbye"]: time.sleep(0.01)
 print(*(one["how"] for one in ask()[0]))
 """)
@@ -299,9 +299,9 @@ if os.fork() == 0:
 while len([one for one in ask()[0] if one["has_recorded"]]) < 2: time.sleep(0.01)
 os.kill(os.getpid(), 9)
 """)
-    service.wait(60)
+    service.wait(240)
     (agent,) = agents()
-    _, errors = service.communicate("\n", timeout=60)
+    _, errors = service.communicate("\n", timeout=240)
     assert "(in order)" in errors
     until(lambda: not Path(f"/proc/{agent}").exists())
 
@@ -341,7 +341,7 @@ sys.stdin.readline()
     assert saved.facts.died.replace(f" ({how})", "") == f"Process {gone} ended without a goodbye; no span was open."
     assert oct(Path(path).stat().st_mode & 0o777) == "0o600"
     assert gone != service.pid
-    _, errors = service.communicate("\n", timeout=60)
+    _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
     assert f"{gone} (without a goodbye" in errors
 
@@ -419,7 +419,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     assert service.stdout is not None
     assert service.stdout.readline() == "in the middle\n"
     service.kill()
-    service.communicate(timeout=60)
+    service.communicate(timeout=240)
     (path,) = until(lambda: [*Path("traces").glob("*.npz")])
     assert path.name.endswith(f"-{service.pid}-0-died.npz")  # the run has its number
     report = subprocess.run([*INSTRUMENT, "report", path], capture_output=True, text=True, check=True).stdout
@@ -459,7 +459,7 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
     )
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
     with Path("service.err").open("w") as errors:
-        subprocess.run(command, stderr=errors, timeout=60, check=True)
+        subprocess.run(command, stderr=errors, timeout=240, check=True)
     until(lambda: "Summary of shop" in Path("service.err").read_text() + Path("helper.err").read_text())
     assert "Summary of shop" in Path("service.err").read_text()
 
@@ -475,13 +475,13 @@ with __import__("instrument").scope("open", kind="request"):
 while len(ask()[0]) > 1: time.sleep(0.01)
 print("ready", flush=True)
 """)
-    out, errors = service.communicate(timeout=60)
+    out, errors = service.communicate(timeout=240)
     assert (out, errors.count("without a goodbye")) == ("ready\n", 0), errors
 
 
 def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed() -> None:
     service = begin("import engine, os, signal; engine.step(1); os.kill(os.getpid(), signal.SIGKILL)")
-    out, _ = service.communicate(timeout=60)  # waits for the end of both pipes
+    out, _ = service.communicate(timeout=240)  # waits for the end of both pipes
     assert (service.returncode, out) == (-signal.SIGKILL, "")
 
 
@@ -502,7 +502,7 @@ def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_en
     (agent,) = agents()
     os.kill(agent, signal.SIGSTOP)
     try:
-        out, errors = service.communicate("\n", timeout=60)
+        out, errors = service.communicate("\n", timeout=240)
     finally:
         os.kill(agent, signal.SIGCONT)
     assert (service.returncode, out, errors.count("Summary of shop")) == (0, "done\n", 1)
@@ -520,7 +520,7 @@ def test_a_service_whose_agent_is_gone_says_what_it_recorded_by_itself() -> None
     assert service.stdout.readline() == "ready\n"
     (agent,) = agents()
     os.kill(agent, signal.SIGKILL)
-    _, errors = service.communicate("\n", timeout=60)
+    _, errors = service.communicate("\n", timeout=240)
     assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
     run_folder.remove_abandoned()
 
@@ -574,7 +574,7 @@ def test_what_is_no_packet_is_refused_and_the_agent_goes_on() -> None:
     assert own["pid"] == service.pid
     held = [str(path.readlink()) for path in Path(f"/proc/{agent}/fd").iterdir()]
     assert held.count("/dev/null") == 3
-    service.communicate("\n", timeout=60)
+    service.communicate("\n", timeout=240)
 
 
 def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,7 +647,7 @@ def service() -> Iterator[subprocess.Popen[str]]:
     assert begun.stdout.readline() == "ready\n"
     until(lambda: [one for one in processes() if one["hears"]])
     yield begun
-    begun.communicate(timeout=60)
+    begun.communicate(timeout=240)
 
 
 def serve_one(service: subprocess.Popen[str]) -> None:
@@ -662,7 +662,7 @@ def done_by(*words: str) -> subprocess.CompletedProcess[str]:
     """A command that knows of this test's run alone."""
     (folder,) = run_folder.found()
     environ = {**os.environ, run_folder.VARIABLE: str(folder / run_folder.SOCKET)}
-    return subprocess.run([*INSTRUMENT, *words], capture_output=True, text=True, check=False, timeout=60, env=environ)
+    return subprocess.run([*INSTRUMENT, *words], capture_output=True, text=True, check=False, timeout=240, env=environ)
 
 
 def command(*words: str) -> str:
@@ -767,7 +767,7 @@ def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "ready\n"
     assert "it has recorded nothing yet" in command("off")
-    waiting.communicate("\n", timeout=60)
+    waiting.communicate("\n", timeout=240)
 
 
 def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
@@ -851,7 +851,7 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
     server.send_signal(signal.SIGHUP)
     until(lambda: answers() and not workers() & before and workers(), 60)
     server.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(240) == 0
     told = Path("errors").read_text()
     assert told.count("Summary of shop") == 1, told
     assert f"{gone} (without a goodbye" in told

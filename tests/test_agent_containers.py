@@ -36,7 +36,7 @@ def first(source: str) -> subprocess.CompletedProcess[str]:
     """A service under `instrument run`, which is the first process of a container."""
     Path("main.py").write_text(textwrap.dedent(source))
     words = [*ALONE, *INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
 
 
 @needs_namespaces
@@ -66,7 +66,7 @@ def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lo
                 os._exit(0)  # its parent is gone, or will be soon
             os._exit(0)
         os.wait()
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         def dead():
             pids = [pid for pid in os.listdir("/proc") if pid.isdecimal()]
             return [pid for pid in pids if " Z " in open(f"/proc/{pid}/stat").read()]
@@ -120,10 +120,10 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
     assert f"process {service.pid} of shop ended without a goodbye" in line
     assert Path(line.rpartition("; saved as ")[2].strip()).parent == Path("captures").absolute()
     second = begin(f"{ASK}\nimport engine; engine.step(1); print(ask()[0][0]['pid'])")
-    out, errors = second.communicate(timeout=60)
+    out, errors = second.communicate(timeout=240)
     assert (out, errors.count("Summary of shop")) == (f"{second.pid}\n", 1)
     agent.terminate()
-    agent.communicate(timeout=60)
+    agent.communicate(timeout=240)
     assert not path.exists()
     path.parent.rmdir()
 
@@ -147,9 +147,9 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
     agent = beside("--run", run.name)
     (process,) = until(lambda: [one for one in processes() if one["hears"]])
     assert (process["pid"], process["has_recorded"]) == (service.pid, True)
-    _, errors = service.communicate("\n", timeout=60)
+    _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
-    agent.communicate(timeout=60)
+    agent.communicate(timeout=240)
     assert agent.returncode == 0
 
 
@@ -191,9 +191,9 @@ def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: st
     service.stdin.write("\n")
     service.stdin.flush()
     until(lambda: not Path(f"/proc/{child}").exists())
-    service.wait(60)
+    service.wait(240)
     agent = beside("--run", run.name)
-    _, errors = agent.communicate(timeout=60)
+    _, errors = agent.communicate(timeout=240)
     errors += service.stderr.read() if service.stderr is not None else ""
     service.communicate()
     told = [line for line in errors.splitlines() if "without a goodbye" in line and "process" in line]
@@ -211,15 +211,15 @@ def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) 
             engine.step(1)
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=240)
     ended = begin("import engine; engine.step(1)")
-    ended.communicate(timeout=60)
+    ended.communicate(timeout=240)
     lives = begin("import engine; engine.step(1); print('ready', flush=True); input()")
     assert lives.stdout is not None
     assert lives.stdout.readline() == "ready\n"
     words = [*INSTRUMENT, "recover", "rings", "--remove"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    lives.communicate("\n", timeout=60)
+    lives.communicate("\n", timeout=240)
     assert done.returncode == 0, done.stderr
     told = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     by_pid = {int(Path(path).name.partition("-")[0]): said for path, said in told.items()}

@@ -46,7 +46,7 @@ class Table:
         return process
 
     def until(self, is_true: Callable[[], Any]) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not is_true():
             assert time.monotonic() < end, "it did not come true"
             for key, _ in self.selector.select(0.05):
@@ -111,7 +111,7 @@ def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: T
 
 def until_taken(memory: int) -> None:
     with closing(ExportPlace(memory)) as place:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not place.is_taken():
             assert time.monotonic() < end
             time.sleep(0.01)

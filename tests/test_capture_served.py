@@ -74,7 +74,7 @@ def ask_all(port: int, planted: dict[int, str]) -> tuple[dict[int, str], dict[in
     Returns the kinds of those that are planted and for how long the server computed in each of all, by their traces.
     """
     clock = cpu_clock(port)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     kinds, busy_ns = {}, {}
     for number in range(REQUESTS):
         kind = planted.get(number, "")

@@ -62,7 +62,7 @@ def check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "instrument", "check", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env={**os.environ, **environ},
     )
@@ -295,7 +295,7 @@ def test_a_signal_to_check_ends_the_command_and_its_verdicts_are_told() -> None:
         assert checking.stdout is not None
         assert checking.stdout.readline() == "ready\n"
         checking.send_signal(signal.SIGTERM)
-        text, _ = checking.communicate(timeout=120)
+        text, _ = checking.communicate(timeout=240)
     finally:
         checking.kill()
     assert checking.returncode == 0

@@ -54,7 +54,7 @@ def write(path: Path, text: str) -> None:
 
 def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*INSTRUMENT, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False, **options
+        [*INSTRUMENT, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False, **options
     )
 
 
@@ -139,7 +139,7 @@ def test_a_parent_that_does_not_read_our_summary_does_not_make_the_host_hang(fol
     host = subprocess.Popen([*INSTRUMENT, "run", "--profile", "all.yaml", "--", "main.py"], stderr=writer)
     os.close(writer)
     try:
-        assert host.wait(timeout=120) == 0
+        assert host.wait(timeout=240) == 0
         assert b"Summary of " in os.read(reader, 4096)
     finally:
         host.kill()
@@ -296,7 +296,7 @@ def test_a_host_that_is_terminated_flushes_first_and_its_own_handler_wins(folder
         assert host.stdout is not None
         assert host.stdout.readline() == "ready\n"
         host.send_signal(signal.SIGTERM)
-        _, stderr = host.communicate(timeout=120)
+        _, stderr = host.communicate(timeout=240)
         assert (host.returncode, "step" in stderr) == (code, True)
     assert len(traces()) == 2
 
@@ -485,7 +485,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     environ["PATH"] = f"{folder}/bin{os.pathsep}{environ['PATH']}"
     told = tmp_path_factory.mktemp("told") / "told.json"
     command = [sys.executable, "-c", EACH, json.dumps([arguments for arguments, _ in BAD]), str(told)]
-    subprocess.run(command, cwd=folder, env=environ, timeout=120, check=True, capture_output=True)
+    subprocess.run(command, cwd=folder, env=environ, timeout=240, check=True, capture_output=True)
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
     return {
         says: (code, errors.replace(str(folder), "{folder}"))

@@ -140,7 +140,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        written = [one.communicate(timeout=120) for one in running]
+        written = [one.communicate(timeout=240) for one in running]
     finally:
         for one in running:
             one.kill()

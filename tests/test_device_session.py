@@ -67,7 +67,7 @@ def settled(running: Session) -> Any:
     """What the session holds once the device times of everything up to now are known."""
     timing = running._timing
     assert timing is not None
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     now_ns = time.monotonic_ns()
     while not timing.is_settled(now_ns):
         assert time.monotonic() < end, "the resolver does not come to an end"
@@ -339,7 +339,7 @@ def test_spans_go_to_the_collector_with_their_device_times(torch: Any, session: 
             with instrument.scope("request", kind="request"), instrument.scope("decode", device=True):
                 torch.work(300 * MS)  # the host is done long before
         assert running.flush(5.0) is not None
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while collector.taken.count("decode (device)") < 3 and time.monotonic() < end:
             running.flush(1.0)
             time.sleep(0.05)
@@ -357,7 +357,7 @@ def test_a_long_request_goes_to_the_collector_with_its_early_device_times(torch:
             with instrument.scope("decode", device=True):
                 torch.work(MS)
             time.sleep(0.8)  # looked at more than once meanwhile
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while collector.taken.count("request") < 1 and time.monotonic() < end:
             running.flush(1.0)
             time.sleep(0.05)
@@ -366,7 +366,7 @@ def test_a_long_request_goes_to_the_collector_with_its_early_device_times(torch:
 
 
 def counted(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
@@ -584,7 +584,7 @@ def held(running: Session, name: str, device: int = 0) -> list[float | None]:
 
 
 def waited(reached: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.005)

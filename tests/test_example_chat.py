@@ -74,7 +74,7 @@ def url() -> Iterator[str]:
 
 
 def answer(url: str, fields: dict[str, object]) -> bytes:
-    response = httpx.post(f"{url}/generate", json=fields, timeout=120, trust_env=False)
+    response = httpx.post(f"{url}/generate", json=fields, timeout=240, trust_env=False)
     assert response.status_code == 200
     content: bytes = response.content
     return content
@@ -232,7 +232,7 @@ def test_a_seed_draws_and_the_same_seed_draws_the_same(url: str) -> None:
 def test_a_streamed_answer_comes_in_pieces_and_says_the_same_as_a_whole_one(url: str) -> None:
     ask = {"prompt": "Write one line about winter", "max_tokens": 30, "seed": 5}
     with httpx.stream(
-        "POST", f"{url}/generate", json={**ask, "stream": True}, timeout=120, trust_env=False
+        "POST", f"{url}/generate", json={**ask, "stream": True}, timeout=240, trust_env=False
     ) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         chunks = list(response.iter_raw())
@@ -264,7 +264,7 @@ def test_a_streamed_answer_comes_in_pieces_and_says_the_same_as_a_whole_one(url:
     ],
 )
 def test_bad_input_is_answered_with_400_and_the_reason(url: str, body: bytes, reason: str) -> None:
-    response = httpx.post(f"{url}/generate", content=body, timeout=120, trust_env=False)
+    response = httpx.post(f"{url}/generate", content=body, timeout=240, trust_env=False)
     assert response.status_code == 400
     assert reason in response.json()["error"]
 
@@ -282,13 +282,13 @@ def test_health_says_ok_and_other_paths_and_methods_are_refused(url: str) -> Non
 def test_a_signal_lets_open_requests_finish_and_ends_the_server(stop: signal.Signals, code: int) -> None:
     server, url = start_server("--slots", "1")
     ask = {"prompt": "Tell me about music", "max_tokens": 64, "stream": True, "seed": 3}
-    with httpx.stream("POST", f"{url}/generate", json=ask, timeout=120, trust_env=False) as response:
+    with httpx.stream("POST", f"{url}/generate", json=ask, timeout=240, trust_env=False) as response:
         chunks = response.iter_text()
         text = next(chunks)
         server.send_signal(stop)
         text += "".join(chunks)
     assert json.loads(text.rpartition("data: ")[2])["finish"] in ("end", "length")
-    out, err = server.communicate(timeout=120)
+    out, err = server.communicate(timeout=240)
     assert (server.returncode, out, err) == (code, "", "")
 
 
@@ -296,23 +296,23 @@ def test_a_signal_lets_open_requests_finish_and_ends_the_server(stop: signal.Sig
 def test_the_demo_runs_server_and_load_and_ends_well(tmp_path: Path) -> None:
     weights, answers = tmp_path / "weights.pt", tmp_path / "answers.json"
     made = subprocess.run(
-        [sys.executable, "-m", "chat.weights", str(weights)], env=ENVIRONMENT, timeout=60, check=False
+        [sys.executable, "-m", "chat.weights", str(weights)], env=ENVIRONMENT, timeout=240, check=False
     )
     assert made.returncode == 0
     demo = [sys.executable, "-m", "chat.demo", "--requests", "40"]
     first = subprocess.run(
-        [*demo, "--save", str(answers)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        [*demo, "--save", str(answers)], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
     )
     assert first.returncode == 0, first.stderr
     assert "errors" in first.stdout
     server = [sys.executable, "-m", "chat.server", "--port", "0", "--slots", "3", "--weights", str(weights)]
     check = [*demo, "--concurrency", "2", "--signal", "SIGTERM", "--check", str(answers), "--", *server]
-    second = subprocess.run(check, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    second = subprocess.run(check, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert second.returncode == 0, second.stderr
 
 
 def test_the_demo_fails_when_the_server_does_not_start() -> None:
     demo = [sys.executable, "-m", "chat.demo", "--", sys.executable, "-c", "raise SystemExit(3)"]
-    done = subprocess.run(demo, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(demo, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert "server exit code 3" in done.stderr

@@ -58,7 +58,7 @@ def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "instrument", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, **environ},
     )
@@ -225,7 +225,7 @@ def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
             came = []
             signal.signal(signal.SIGINT, lambda number, frame: came.append(time.monotonic()))
             print("ready", flush=True)
-            until = time.monotonic() + 60
+            until = time.monotonic() + 240
             while time.monotonic() < (came[0] + 0.5 if came else until):
                 work()
             print(len(came), "interrupts", flush=True)
@@ -664,7 +664,7 @@ def observed_server(words: Sequence[str], port: int, ready: str) -> Iterator[Non
         await_answer(process, port, ready)
         yield
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, Path("log").read_text()
+        assert process.wait(240) == 0, Path("log").read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -672,7 +672,7 @@ def observed_server(words: Sequence[str], port: int, ready: str) -> Iterator[Non
 
 
 def await_answer(process: subprocess.Popen[Any], port: int, ready: str) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while not answers(ready)(port):
         assert process.poll() is None, Path("log").read_text()
         assert time.monotonic() < until
@@ -686,7 +686,7 @@ def send(port: int, path: str, count: int) -> None:
         for i in range(count // 4):
             body = json.dumps({"text": "a b c", "input": i}).encode()
             asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json"})
-            urllib.request.urlopen(asked, timeout=60).read()
+            urllib.request.urlopen(asked, timeout=240).read()
 
     threads = [threading.Thread(target=some) for _ in range(4)]
     for thread in threads:
@@ -710,7 +710,7 @@ def recorded_by(words: Sequence[str], path: str, ready: str, count: int, stop: i
         await_answer(process, port, ready)
         send(port, path, count)
         process.send_signal(stop)
-        process.wait(60)
+        process.wait(240)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -887,7 +887,7 @@ def test_an_engine_in_a_spawned_process_behind_starlette_is_known_by_the_keys_of
 
             def stop(self):
                 self.inbox.put(None)
-                self.process.join(60)
+                self.process.join(240)
 
         async def generate(request):
             return JSONResponse({"text": await client.submit(Request(str(uuid.uuid4()), 4))})

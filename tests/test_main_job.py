@@ -61,7 +61,7 @@ def demonstrate(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr or ''}"

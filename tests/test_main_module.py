@@ -77,7 +77,7 @@ def write(name: str, text: str) -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, check=False)
 
 
 def checked(profile: str, *words: str) -> tuple[dict[str, int | None], dict[str, Any]]:

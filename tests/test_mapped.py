@@ -102,7 +102,7 @@ def test_the_layout_in_python_is_that_of_the_native_recorder(tmp_path: Path) -> 
     source = Path(native.__file__).with_name("_recorder.c")
     (tmp_path / "layout.c").write_text(f'#include "{source}"\n{asserted}')
     command = ["gcc", "-fsyntax-only", "-w", f"-I{sysconfig.get_path('include')}", tmp_path / "layout.c"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
 
@@ -813,7 +813,7 @@ def test_a_service_that_locks_its_memory_fills_no_more_of_a_recording_than_it_us
     pure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTRUMENT_PURE", pure)
-    done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=240)
     if "may not lock" in done.stderr or not done.stdout.strip().isdigit():
         pytest.skip(f"{done.stderr}{done.stdout}")
     assert int(done.stdout) < 1 << 20

@@ -107,7 +107,7 @@ def hear(tool: Path, tmp_path: Path, pure: str) -> Hear:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         calls = []

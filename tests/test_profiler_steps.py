@@ -410,12 +410,12 @@ def test_profilers_side_by_side_on_threads_have_windows_of_their_own() -> None:
     def loop(record: int) -> None:
         with Profiler(schedule=schedule(record=record), on_trace_ready=found[record].append) as profiler:
             sessions.add(instrument.session())
-            barrier.wait(60)
+            barrier.wait(240)
             for _ in range(12):
                 with scope(f"of {record}"):
                     pass
                 profiler.step()
-            barrier.wait(60)
+            barrier.wait(240)
 
     threads = [threading.Thread(target=loop, args=(record,)) for record in found]
     for thread in threads:
@@ -462,7 +462,7 @@ def test_a_step_that_waits_for_a_handler_on_another_thread_begins_before_it_ends
     def handler(window: Window) -> None:
         if window.index == 0:
             another.start()
-            called.wait(60)
+            called.wait(240)
             time.sleep(0.05)
         found.append(window)
 

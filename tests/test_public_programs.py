@@ -109,7 +109,7 @@ def command(host: Sequence[str], *, instrumented: bool) -> list[str]:
 
 def run(*host: str, instrumented: bool, stdin: str = "") -> Ended:
     done = subprocess.run(
-        command(host, instrumented=instrumented), input=stdin, capture_output=True, text=True, timeout=120, check=False
+        command(host, instrumented=instrumented), input=stdin, capture_output=True, text=True, timeout=240, check=False
     )
     return _ended(done.returncode, done.stdout, done.stderr)
 
@@ -426,7 +426,7 @@ class Server:
 
     def ask(self, method: str, path: str, body: str | None = None) -> tuple[int, str, str]:
         """Status, text and the header that says which process has answered."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
         headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body else {})
         connection.connect()
         with contextlib.closing(connection), connection.sock.dup() as same:
@@ -437,7 +437,7 @@ class Server:
             return found
 
     def wait_until_it_listens(self) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port), 5):
                 return
@@ -463,7 +463,7 @@ def serve_words(words: Sequence[str], use: Callable[[Server], list[Any]], stop: 
         server.wait_until_it_listens()
         answers = use(server)
         process.send_signal(stop)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=240)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -512,7 +512,7 @@ async def asgi(scope, receive, send):
 def ask_until_both_workers_have_answered(server: Server) -> list[Any]:
     workers: set[str] = set()
     answers: set[tuple[int, str]] = set()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     with ThreadPoolExecutor(8) as clients:
         while len(workers) < 2 and time.monotonic() < end:
             for status, text, worker in clients.map(lambda _: server.ask("GET", "/apple"), range(8)):

@@ -233,7 +233,7 @@ def handle(request_id):
     with instrument.scope("tokenise", phase="prepare"):
         time.sleep(0.002)
     submit(request_id)
-    ANSWERS[request_id].wait(60)
+    ANSWERS[request_id].wait(240)
     with instrument.scope("detokenise", phase="post"):
         time.sleep(0.002)
 
@@ -310,9 +310,9 @@ def test_a_request_is_followed_into_the_engine_of_another_process(export: str, t
     (tmp_path / "profile.yaml").write_text(PROFILE.replace("SUFFIX", export))
     command = [sys.executable, "-m", "instrument"]
     service = ["run", "--profile", "profile.yaml", "--", "service.py"]
-    subprocess.run([*command, *service], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    subprocess.run([*command, *service], cwd=tmp_path, check=True, timeout=240, capture_output=True)
     asked = [*command, "report", "traces", "--view", "requests", "--json"]
-    told = subprocess.run(asked, cwd=tmp_path, check=True, timeout=60, capture_output=True).stdout
+    told = subprocess.run(asked, cwd=tmp_path, check=True, timeout=240, capture_output=True).stdout
     view = json.loads(told)["views"]["requests"]
     (endpoint,) = view["endpoints"]
     parts = {phase["name"]: phase for phase in endpoint["phases"]}

@@ -131,7 +131,7 @@ def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
         ask = wanted[number % len(wanted)]
         trace_id = (number + 1) << 64 | 0x5EED
         headers = {"traceparent": f"00-{trace_id:032x}-{number + 1:016x}-01"}
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         connection.request(ask.method, ask.path, ask.body or None, headers)
         response = connection.getresponse()
         answers.append(Answered(ask, trace_id, response.status, response.read()))

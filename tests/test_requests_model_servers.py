@@ -60,7 +60,7 @@ class Ask:
 
     def of(self, port: int, trace_id: int) -> tuple[int, bytes]:
         """Ask as the caller of a trace: status and body of the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         headers = {"traceparent": f"00-{trace_id:032x}-{trace_id & 0xFFFF:016x}-01", "content-type": "application/json"}
         body = None if self.body is None else json.dumps(self.body)
         connection.request("GET" if body is None else "POST", self.path, body, headers)
@@ -138,7 +138,7 @@ def test_mlserver_has_one_request_a_request_over_rest_and_over_grpc(tmp_path: Pa
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             infer = dataplane_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
             answers = [
-                infer(request, metadata=(("traceparent", f"00-{trace:032x}-{number + 1:016x}-01"),), timeout=60)
+                infer(request, metadata=(("traceparent", f"00-{trace:032x}-{number + 1:016x}-01"),), timeout=240)
                 for number, trace in enumerate(traces)
             ]
         return [answer.SerializeToString(deterministic=True) for answer in answers], set(traces)

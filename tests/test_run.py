@@ -53,7 +53,7 @@ def run(source: str) -> subprocess.CompletedProcess[str]:
     Path("main.py").write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "main.py"]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": "."}
+        command, capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "PYTHONPATH": "."}
     )
 
 
@@ -126,7 +126,7 @@ def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
             os._exit(0)
         if child():
             engine.step(1)
-            until = time.monotonic() + 60
+            until = time.monotonic() + 240
             while "instrument-otlp" not in {THREADS} and time.monotonic() < until:
                 time.sleep(0.01)
             told("busy", *sorted({THREADS}))
@@ -148,7 +148,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         print(child.pid, child.stdout.readline())
         import time, os
         from instrument.recording import board
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
             time.sleep(0.01)
         child.communicate("\\n")
