@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -645,6 +646,36 @@ for x in range(100):
     until(lambda: not run_folder.found())
     assert Counter(collector.taken) == {"serve": 200, "step": 1800, "fail": 20}
     assert collector.connections == 2
+
+
+def test_what_a_process_had_not_sent_that_exported_itself_as_it_was_killed_is_exported_or_counted(
+    collector: Collector,
+) -> None:
+    Path("main.py").write_text(f"""{SERVICE}
+import signal
+from instrument.sessions import process
+
+for x in range(100):
+    serve(x)
+process.session().unsent([])
+for x in range(200):
+    serve(x)
+    time.sleep(0.005)
+for x in range(100):
+    serve(x)
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    with Path("errors").open("w") as errors:
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        assert subprocess.run(command, stderr=errors, timeout=60).returncode == -signal.SIGKILL
+    until(lambda: not run_folder.found())
+    ids = Counter(span.span_id for spans in collector.spans.values() for span in spans)
+    assert max(ids.values()) == 1
+    told = re.findall(r"(\d+) spans that an agent had read", Path("errors").read_text())
+    counted = sum(map(int, told))
+    assert counted < 0.7 * spans_of(400)
+    assert len(ids) <= spans_of(400) <= len(ids) + counted
+    assert "overwritten" not in Path("errors").read_text()
 
 
 KEYED = """

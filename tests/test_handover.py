@@ -249,3 +249,46 @@ def test_a_window_is_not_sent_where_the_agent_may_send_the_same_spans(
         session.unsent(session.trace().spans)
     assert session.losses() == {"spans of windows that the agent of the run may not have kept": 2}
     place.close()
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["nobody reads it", "the agent reads it"])
+def test_a_session_begins_once_what_the_one_before_recorded_is_read_or_counts_it(
+    is_read: bool, collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "LAST_READ_S", 60.0 if is_read else 0.01)
+    begin(collector)
+    place = taken()
+    serve(3)
+    write(place, seen=1, passed=1)
+    instrument.stop()
+    reading = threading.Timer(0.1, lambda: write(place, seen=3, passed=3))
+    if is_read:
+        reading.start()
+    session = begin(collector)
+    assert session.losses() == ({} if is_read else {handover.UNREAD: 2})
+    reading.cancel()
+    place.close()
+
+
+def test_a_session_without_an_agent_waits_for_nobody_to_read_the_one_before(collector: Collector) -> None:
+    begin(collector)
+    serve(3)
+    instrument.stop()
+    assert begin(collector).losses() == {}
+    instrument.stop()
+
+
+def test_a_session_that_exports_says_how_far_it_has_come(agent: socket.socket, collector: Collector) -> None:
+    session = begin(collector)
+    assert session.handover.take_over()
+    for count in (3, 7):
+        serve(count)
+        session.flush(30)
+    with scope("open", kind="request"):
+        with scope("inside"):
+            pass
+        session._pump()
+        found = session.handover.progress()
+    assert sum(found.places.values()) == found.fates["seen"] == 11
+    assert (found.fates["exported"], found.fates["passed"], found.fates["missed"]) == (10, 0, 0)
+    assert found.unsettled == 1  # of the request that is open

@@ -104,7 +104,8 @@ class ExportLoop:
                 return False
             if "export" in message:
                 number, settings = int(message["export"]), message["settings"]
-                self._attempt(number, partial(self._begin, number, settings, descriptors))
+                generation = int(message.get("generation", 0))
+                self._attempt(number, partial(self._begin, number, settings, descriptors, generation))
             elif "ended" in message:
                 found = self._recordings.get(int(message["ended"]))
                 if found is not None:
@@ -126,7 +127,7 @@ class ExportLoop:
         except OSError:
             pass  # the agent has gone, or hears nothing: it is told by the end of the connection
 
-    def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int]) -> None:
+    def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
         try:
             wanted = settings_from(settings)
@@ -134,7 +135,7 @@ class ExportLoop:
         except BaseException:
             os.close(fd)
             raise
-        self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests)
+        self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests, generation)
         self._requests.members[number] = self._recordings[number]
         self._settings[number] = wanted
         self._decisions.members = len(self._recordings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from instrument import clock
@@ -21,7 +21,7 @@ from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
-from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
+from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
@@ -46,12 +46,15 @@ full."""
 
 
 class Exported:
-    """The export of a recording, whose descriptor it closes. Raises `TraceError` and `OSError`.
+    """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
-    `look` and `finish` are for one thread; `note_settled` may be called by another one.
+    Where a later one has begun this one has ended. Raises `TraceError` and `OSError`. `look` and `finish` are for one
+    thread; `note_settled` may be called by another one.
     """
 
-    def __init__(self, fd: int, exporter: Exporter, decisions: Decisions, requests: KeyedRequests) -> None:
+    def __init__(
+        self, fd: int, exporter: Exporter, decisions: Decisions, requests: KeyedRequests, generation: int = 0
+    ) -> None:
         self._exporter = exporter
         self._decisions = decisions
         self._requests = requests
@@ -65,8 +68,9 @@ class Exported:
                 raise
         finally:
             os.close(fd)
+        self._generation = generation or self._mapped.generation
         self._progress = Progress()
-        self._before: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
         self._facts_at = self._clock_at = 0.0
@@ -107,6 +111,10 @@ class Exported:
             if not self.is_ours:
                 return False  # the process does so itself, or another agent
             self._progress = self._place.read()
+        if self._is_superseded():
+            self.has_ended = True
+            self.send_waiting()
+            return False
         facts, reading = self._read_facts(), self._reading
         if facts is None or not self._is_new():
             return False
@@ -116,36 +124,40 @@ class Exported:
                 self._heads = {}
                 return False
         self.is_behind = False
-        if reading is None or self._mapped.generation != self._progress.generation:
+        if reading is None:
             reading = self._begin(facts)
         drain = reading.drain
         is_crowded = drain.lag_ns > 0 and self._mapped.unread_share(drain.places) >= CROWDED
         waits = not (self.has_ended or is_crowded)
-        kept = reading.take(is_last=is_last, at_once=at_once, waits=waits)
-        if self._mapped.generation != self._progress.generation:
+        kept = reading.take(is_last=is_last, at_once=at_once, waits=waits, is_sound=lambda: not self._is_superseded())
+        if kept is None:
             return True  # another session has begun meanwhile
         self._note_read(reading, kept)
         for spans in kept:
             self._exporter.offer(spans, reading.source)
         return drain.has_more
 
+    def _is_superseded(self) -> bool:
+        """Whether another session of the process has begun, and what this one is about has gone."""
+        return self._mapped.generation_now() != self._generation
+
     def _is_new(self) -> bool:
         """Whether there is anything that has not been read."""
         heads = self._mapped.heads()
         has_more = self._reading is None or self._reading.is_behind or self._reading.lingers
-        is_new = has_more or heads != self._heads or self._mapped.generation != self._progress.generation
+        is_new = has_more or heads != self._heads
         self._heads = heads
         return is_new
 
     def _read_facts(self) -> ExportFacts | None:
         now = time.monotonic()
-        if now < self._facts_at and self._mapped.generation == self._progress.generation:
+        if now < self._facts_at:
             return self._facts
         self._facts_at = now + FACTS_S
         header = self._mapped.header
         facts = facts_from(header.facts.get("export"))
         reading = self._reading
-        if facts is None:
+        if facts is None or header.generation != self._generation:
             return self._facts
         self._facts = facts
         if reading is not None:
@@ -161,12 +173,10 @@ class Exported:
         """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
         self._mapped.tree()
         header, found = self._mapped.header, self._progress
-        if found.generation == INSIDE:  # what the process had read itself is its own
-            found = Progress(header.generation, self._mapped.heads(), dict(found.fates))
-        elif found.generation != header.generation:
-            self.send_waiting()
-            self._before.update(found.fates)
-            found = Progress(header.generation)
+        if found.generation != self._generation:
+            found = Progress(self._generation, before=found.untold())
+        elif found.is_told:
+            self._told, found.is_told = Counter(found.fates), False
         unsettled = found.unsettled
         keyed = KeyedTrees(self._requests, self, facts.ids)
         reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, keyed)
@@ -187,14 +197,14 @@ class Exported:
             base["intervals"] += intervals
             base["kept"] += sum(map(len, kept)) + intervals
             fates = self._progress.fates
-            fates.update(seen=drain.seen, missed=drain.missed, kept=base["kept"], abandoned=base["abandoned"])
-            fates["intervals"] = base["intervals"]
+            if not reading.is_spoilt:
+                fates.update(seen=drain.seen, missed=drain.missed, beyond=base["beyond"] + drain.beyond)
+                self._progress.places, self._progress.details = drain.places, drain.details_at
+                reading.held = drain.held
+            fates.update(kept=base["kept"], abandoned=base["abandoned"], intervals=base["intervals"])
             fates["untimed"] = base["untimed"] + reading.times.untimed
-            fates["beyond"] = base["beyond"] + drain.beyond
-            known = fates["kept"] + fates["beyond"] + fates["abandoned"]
-            found = fates["seen"] + fates["intervals"]
-            fates["passed"] = max(found - known - drain.held - reading.keyed.waiting, 0)
-            self._progress.places, self._progress.details = drain.places, drain.details_at
+            known = fates["kept"] + fates["beyond"] + fates["abandoned"] + reading.held + reading.keyed.waiting
+            fates["passed"] = max(fates["seen"] + fates["intervals"] - known, 0)
             self.note_settled()
 
     def note_settled(self) -> None:
@@ -242,18 +252,25 @@ class Exported:
         if self._reading.source.counts["pending"]:
             self._exporter.hurry()
             return False
-        return not self._reading.lingers
+        return self._is_superseded() or not self._reading.lingers
 
     def finish(self) -> Mapping[str, int]:
-        """Its process has ended, and nothing is on its way: requests that never ended are given up. Tells all fates."""
+        """Its session has ended, and nothing is on its way: requests that never ended are given up.
+
+        Tells all fates that nobody has told of.
+        """
         with self._lock:
-            reading = self._reading
+            reading, progress = self._reading, self._progress
             if reading is not None:
-                reading.base["abandoned"] += reading.drain.held + reading.keyed.waiting
-                self._progress.fates["abandoned"] = reading.base["abandoned"]
+                reading.base["abandoned"] += reading.held + reading.keyed.waiting
+                progress.fates["abandoned"] = reading.base["abandoned"]
             self.note_settled()
-            found = Counter(self._progress.fates)
-            found.update(self._before)
+            found = Counter(progress.fates)
+            found.subtract(self._told)
+            found.update(progress.before)
+            if reading is not None:
+                progress.is_told, progress.before = True, Progress().before
+                self.note_settled()
             return dict(found)
 
 
@@ -274,6 +291,10 @@ class _Reading:
         self._threads: Mapping[int, str] = {}
         self._kept: list[list[Span]] = []
         self.base = Counter(progress.fates)
+        self.held = 0
+        """Rows that are put aside, when that was noted last."""
+        self.is_spoilt = False
+        """Whether what was read last may be another session's."""
         self.drain = Drain(mapped, progress)
         self.times = DeviceTimes(lambda: MappedIntervals(mapped))
         self.keyed = keyed
@@ -303,8 +324,10 @@ class _Reading:
         """Whether there are rows that were not read."""
         return self.drain.has_more or self.drain.lag_ns > 0
 
-    def take(self, *, is_last: bool = False, at_once: bool = False, waits: bool = True) -> list[list[Span]]:
-        """Read on; returns the trees that can be sent, or parts of such.
+    def take(
+        self, *, is_last: bool, at_once: bool, waits: bool, is_sound: Callable[[], bool]
+    ) -> list[list[Span]] | None:
+        """Read on; returns the trees that can be sent, or parts of such, None where what was read is not `is_sound`.
 
         Where a device is timed it `waits` with rows whose device times may still come.
         """
@@ -313,6 +336,9 @@ class _Reading:
         until_ns = max(settled_ns, now_ns - SETTLE_NS)
         self.drain.left = (until_ns, now_ns) if settled_ns and waits and until_ns < now_ns else (0, 0)
         self._trees.take()
+        if not is_sound():
+            self.is_spoilt = True
+            return None
         self.times.join([span for spans in self._kept for span in spans], settled_ns or NOTHING_TO_COME)
         self._threads = self._mapped.threads()
         opened = self.drain.opened

@@ -18,7 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from instrument.agent.peer import Connection
-from instrument.agent.processes import Process, Run
+from instrument.agent.processes import VANISHED, Process, Run
+from instrument.recording import export_place
 from instrument.runtime import packets
 
 BEGINNINGS, BEGINNINGS_S = 5, 600.0
@@ -48,7 +49,7 @@ class Exports:
         self._begun: deque[float] = deque(maxlen=BEGINNINGS + 1)
         self.is_ending = False
         """Whether it is to come to its end."""
-        self._recordings: dict[int, tuple[Process, int]] = {}  # with a descriptor of its own
+        self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._missed: list[tuple[Process, int]] = []
         self._released: set[int] = set()
         self._to_flush: set[int] = set()
@@ -59,7 +60,7 @@ class Exports:
 
     def waits_for(self, run: Run) -> bool:
         """Whether anything of a run's processes that have ended is still to be exported."""
-        return any(process.run is run and not process.lives for process, _ in self._recordings.values())
+        return any(process.run is run and not process.lives for process, *_ in self._recordings.values())
 
     @property
     def is_done(self) -> bool:
@@ -99,12 +100,16 @@ class Exports:
 
     def _begin_with(self, process: Process, memory: int) -> None:
         self._next += 1
-        self._recordings[self._next] = process, memory
+        self._recordings[self._next] = process, memory, export_place.generation_of(memory)
         self._hand_over(self._next)
 
     def note_ended(self, process: Process) -> None:
-        """A process has ended, and its recording stands still."""
-        self._tell("ended", process)
+        """A process has ended, and its recording stands still.
+
+        One that was killed while it exported itself has left what it had not read, or does not know the fate of.
+        """
+        if not self._tell("ended", process) and process.how == VANISHED:
+            self.add(process)
 
     def release(self, process: Process) -> None:
         """Leave the export of what a process records to the process itself."""
@@ -118,7 +123,7 @@ class Exports:
             self._tell("flush", process)
 
     def _numbers_of(self, process: Process) -> set[int]:
-        return {number for number, (one, _) in self._recordings.items() if one is process}
+        return {number for number, (one, *_) in self._recordings.items() if one is process}
 
     def _tell(self, what: str, process: Process) -> set[int]:
         numbers = self._numbers_of(process)
@@ -142,8 +147,8 @@ class Exports:
     # ---------------------------------------------------------------- the child
 
     def _hand_over(self, number: int) -> None:
-        process, memory = self._recordings[number]
-        self._send({"export": number, "settings": process.facts["export"]}, memory)
+        process, memory, generation = self._recordings[number]
+        self._send({"export": number, "settings": process.facts["export"], "generation": generation}, memory)
         if not process.lives:
             self._send({"ended": number})
 
@@ -215,13 +220,15 @@ class Exports:
 
     def _done(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
-        process, memory = self._recordings.pop(number, (None, -1))
+        process, memory, _ = self._recordings.pop(number, (None, -1, 0))
         self.problem = str(message.get("problem") or self.problem)
         if process is not None:
             os.close(memory)
             self.fates.update(message.get("fates") or {})
             if number not in self._released:
                 self._let_go(process)
+            elif process.how == VANISHED:  # it has been told that this one ended when there was nobody to hear it
+                self.add(process)
         self._released.discard(number)
 
     def _go_on(self) -> None:
@@ -238,7 +245,7 @@ class Exports:
 
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
-        for process, memory in recordings.values():
+        for process, memory, _ in recordings.values():
             os.close(memory)
             self._let_go(process)
 

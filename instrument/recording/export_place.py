@@ -32,13 +32,10 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
-INSIDE = (1 << 64) - 1
-"""In place of a generation: the process exports what it records itself, and has not said how far it has come."""
-
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
 
-_HEAD = struct.Struct(f"<QQQQQ{len(FATES)}Q")
+_HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
 _SLOT_BYTES = layout.EXPORT_BYTES // 2
 _MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
@@ -52,19 +49,31 @@ _LOCK_AT = 1 << 50
 class Progress:
     """How far a generation of a recording has been exported. `places` is the next row of each ring, by its number.
 
-    `details` is how much of what few rows have had been written by then.
+    `details` is how much of what few rows have had been written by then. `before` are the fates in the generations
+    before it that nobody has told of; `is_told` is whether of this one somebody has.
     """
 
     generation: int = 0
     places: dict[int, int] = field(default_factory=dict)
     fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     details: int = 0
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    is_told: bool = False
 
     @property
     def unsettled(self) -> int:
         """Spans that were seen and whose fate is not known."""
         told = sum(self.fates[name] for name in ("passed", "beyond", "abandoned", *SENT))
         return max(self.fates["seen"] + self.fates["intervals"] - told, 0)
+
+    def untold(self) -> dict[str, int]:
+        """All fates that nobody has told of, now that who exported it has gone."""
+        if self.is_told:
+            return dict(self.before)
+        found = {fate: count + self.before[fate] for fate, count in self.fates.items()}
+        found["abandoned"] += self.unsettled
+        found["kept"] = sum(found[fate] for fate in SENT)
+        return found
 
 
 class ExportPlace:
@@ -140,6 +149,14 @@ class ExportPlace:
             os.pwrite(self.fileno(), data, self._at + self._turn % 2 * _SLOT_BYTES)
 
 
+def generation_of(fd: int) -> int:
+    """The generation of a recording now, 0 where it cannot be read."""
+    try:
+        return _number(os.pread(fd, layout.HEADER.size, 0), layout.HEADER, "generation")
+    except (OSError, struct.error):
+        return 0
+
+
 def counted(place: ExportPlace) -> tuple[int, int]:
     """The generation of a recording, and how many rows went with rings that were given up."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
@@ -169,8 +186,8 @@ def _packed(turn: int, progress: Progress) -> bytes:
     places = sorted(progress.places.items())[-_MOST_PLACES:]
     body = b"".join([
         _HEAD.pack(
-            turn, 0, progress.generation, len(places), progress.details,
-            *(max(progress.fates[name], 0) for name in FATES),
+            turn, 0, progress.generation, len(places), progress.details, progress.is_told,
+            *(max(fates[name], 0) for fates in (progress.fates, progress.before) for name in FATES),
         ),
         *(_PLACE.pack(*place) for place in places),
     ])  # fmt: skip
@@ -180,12 +197,13 @@ def _packed(turn: int, progress: Progress) -> bytes:
 def _unpacked(data: bytes) -> tuple[int, Progress]:
     if len(data) < _HEAD.size:
         return 0, Progress()
-    turn, crc, generation, count, details, *fates = _HEAD.unpack_from(data)
+    turn, crc, generation, count, details, is_told, *fates = _HEAD.unpack_from(data)
     body = data[: _HEAD.size + min(count, _MOST_PLACES) * _PLACE.size]
     if not turn or count > _MOST_PLACES or zlib.crc32(body[:8] + bytes(8) + body[16:]) != crc:
         return 0, Progress()
     places = dict(_PLACE.iter_unpack(body[_HEAD.size :]))
-    return turn, Progress(generation, places, dict(zip(FATES, fates, strict=True)), details)
+    now, before = (dict(zip(FATES, some, strict=True)) for some in (fates[: len(FATES)], fates[len(FATES) :]))
+    return turn, Progress(generation, places, now, details, before, bool(is_told))
 
 
 def told(fates: Mapping[str, int]) -> Mapping[str, int]:

@@ -169,6 +169,11 @@ class Mapped:
         self._ring_type = _ring_type(self._object_bytes)
         return head
 
+    def generation_now(self) -> int:
+        """Which generation it is by now."""
+        self._read_head()
+        return self.generation
+
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
         """The slots of a part that were ever taken, as far as they are there."""
         part = self._parts[name]

@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from instrument import otlp
 from instrument.recording import export_place
-from instrument.recording.export_place import INSIDE, SENT, ExportPlace, Progress
+from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.runtime.unpatched import RLock
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
@@ -26,18 +26,24 @@ where there is one. Meanwhile spans wait in the recording."""
 LOCK_S = 1.0
 """The longest that who is to export a recording waits for the one before to let go of it."""
 
+LAST_READ_S = 1.0
+"""The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
+
+UNREAD = "spans of the session before this one that its agent had not read"
+
 LOOK_S = 0.005
 
 
 class Standing(NamedTuple):
-    """Where the session stood as it stopped: the next row of each thread by its native id.
+    """How far the session has read: the next row of each thread by its native id.
 
-    It has `missed` so many rows, and `held` others of requests that have not ended.
+    It has `missed` so many rows, `held` others of requests that have not ended, and `kept` so many since it exports.
     """
 
     rows: Mapping[int, int]
     missed: int
     held: int
+    kept: int
 
 
 class Handover:
@@ -71,7 +77,9 @@ class Handover:
         self._insists = self._is_ending = False
         self._joined = 0
         self._since = 0.0
+        self._found = Progress()
         self._fates: dict[str, int] = {}
+        self._noted: object = None
         self._counted: Mapping[str, int] = {}
         self._written: Counter[str] = Counter()
         """What of the fates that are written is the session's own, whose losses it tells itself."""
@@ -123,11 +131,26 @@ class Handover:
         except OSError:
             return False
 
+    def await_reader(self, recorded: int) -> int:
+        """Wait until the agent has read so many rows of a session that has ended: they go as the next one begins.
+
+        Returns how many it has not read by then.
+        """
+        end = time.monotonic() + LAST_READ_S
+        while True:
+            is_taken, found = self._is_taken(), self.progress()
+            left = recorded - found.fates["seen"] - found.fates["missed"]
+            if left <= 0 or not (found.generation or is_taken):
+                return 0
+            if time.monotonic() > end or not is_taken:
+                return left
+            time.sleep(LOOK_S)
+
     def progress(self) -> Progress:
         """How far the export of this session has come, where another process does it."""
         try:
             with closing(self._opened()) as place:
-                return _of_session(place, INSIDE)  # which it still is as it is given back
+                return _of_session(place)
         except OSError:
             return Progress()
 
@@ -174,7 +197,7 @@ class Handover:
                 place.close()
                 return False
             time.sleep(LOOK_S)
-        found = Progress() if place is None else _of_session(place)
+        found = self._found = Progress() if place is None else _of_session(place)
         rows: Mapping[int, int] = {}
         if place is not None:
             threads = export_place.threads(place)
@@ -184,7 +207,8 @@ class Handover:
         fates["kept"] = sum(fates[fate] for fate in SENT)
         self._place = place
         if place is not None:
-            place.write(Progress(INSIDE, {}, fates))
+            generation, _ = export_place.counted(place)
+            place.write(Progress(generation, found.places, fates, found.details, found.before))
         self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
         self._begin_own(rows)
         return True
@@ -195,7 +219,8 @@ class Handover:
             place, exporter = self._place, self._exporter
             if not self.is_own or self._is_ending or place is None or exporter is None:
                 return
-            self._write(place, exporter, self._end_own())
+            standing = self._end_own()
+            self._written.update(self._write(place, exporter, standing))
             place.close()
             self._place = None
             self._since = time.monotonic()
@@ -210,12 +235,25 @@ class Handover:
             return
         try:
             if standing is not None and self._exporter is not None and self.is_own:
-                self._write(place, self._exporter, standing)
+                self._written.update(self._write(place, self._exporter, standing, is_told=True))
         finally:
             place.close()
 
-    def _write(self, place: ExportPlace, exporter: otlp.Exporter, standing: Standing) -> None:
-        """Write how far the session has come."""
+    def note(self, standing: Standing) -> None:
+        """Write how far the session has come, before it sends what it has read: where it is killed another goes on."""
+        place, exporter = self._place, self._exporter
+        if place is None or exporter is None:
+            return
+        noted = standing, exporter.counts()
+        if noted != self._noted:
+            self._noted = noted
+            with suppress(OSError):  # the service has closed it
+                self._write(place, exporter, standing)
+
+    def _write(
+        self, place: ExportPlace, exporter: otlp.Exporter, standing: Standing, *, is_told: bool = False
+    ) -> Counter[str]:
+        """Write how far the session has come; returns the fates that are its own."""
         rings = export_place.threads(place)
         places = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
         fates, sent = dict(self._fates), exporter.counts()
@@ -223,13 +261,14 @@ class Handover:
         own["missed"] = standing.missed - self._written["missed"]  # which tells of all times that it has read
         for fate, count in own.items():
             fates[fate] += count
-        fates["kept"] = sum(fates[fate] for fate in SENT)
+        on_their_way = standing.kept + own["intervals"] - sum(own[fate] for fate in SENT)
+        fates["kept"] = sum(fates[fate] for fate in SENT) + max(on_their_way, 0)
         generation, ended_rows = export_place.counted(place)
         fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
         known = fates["kept"] + fates["beyond"] + fates["abandoned"]
         fates["passed"] = max(fates["seen"] + fates["intervals"] - known - standing.held, 0)
-        place.write(Progress(generation, places, fates))
-        self._written.update(own)
+        place.write(Progress(generation, places, fates, self._found.details, self._found.before, is_told))
+        return own
 
     def losses(self) -> Mapping[str, int]:
         """What was lost while the session did not export itself."""
@@ -242,7 +281,7 @@ class Handover:
         return found
 
 
-def _of_session(place: ExportPlace, *others: int) -> Progress:
+def _of_session(place: ExportPlace) -> Progress:
     """How far the export of what is recorded now has come: what is written may be of an earlier session."""
     found = place.read()
-    return found if found.generation in (export_place.counted(place)[0], *others) else Progress()
+    return found if found.generation == export_place.counted(place)[0] else Progress(before=found.untold())

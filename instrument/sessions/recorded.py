@@ -117,6 +117,9 @@ class Recorded:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
+        self._kept: list[list[Span]] = []
+        self._kept_count = 0
+        """Spans that were kept since the session exports them itself."""
         self._reader.begin(self.profile, self.start_ns)
         self._meter.begin(self.start_ns)
         self._watch_generations()
@@ -130,14 +133,26 @@ class Recorded:
 
     def _end_export(self) -> Standing:
         """Export no more; tells where that stands."""
-        return Standing({}, 0, 0)
+        return self._standing()
+
+    def _standing(self) -> Standing:
+        return Standing(dict(self._reader.places), self._reader.lost, self._reader.held, self._kept_count)
 
     def _keep(self, spans: list[Span]) -> None:
         if self._outbox is not None and self.handover.is_own:
-            self._outbox.put(spans)
+            self._kept.append(spans)
+            self._kept_count += len(spans)
             # A request comes first among its spans; those that end after it come alone.
             if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
                 self._meter.note_kept(spans[0], *self.ids().of(spans[0]))
+
+    def _send_kept(self) -> None:
+        """Have what was kept sent, once it is noted that it was read: after that nobody else sends it."""
+        kept, self._kept = self._kept, []
+        if self._outbox is not None and self.handover.is_own:
+            self.handover.note(self._standing())
+            for spans in kept:
+                self._outbox.put(spans)
 
     def _begin_readings(self) -> None:
         """Keep the newest readings of gauges where who reads this process's recording finds them."""

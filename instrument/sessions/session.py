@@ -35,7 +35,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.generation import Generations, Reload
-from instrument.sessions.handover import Standing
+from instrument.sessions.handover import UNREAD, Standing
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import REPORT_S, Membership, RunFacts
 from instrument.sessions.outbox import Outbox
@@ -118,6 +118,9 @@ class Session(Recorded):
     def _start(self) -> None:
         limits = self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
+        unread = self.handover.await_reader(self._recorded())
+        if unread:
+            self.account.lose(UNREAD, unread)
         RECORDER.begin(limits.ring_bytes, self._facts(), folder, limits.disk_bytes)
         if RECORDER.no_memory:
             told = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
@@ -190,6 +193,7 @@ class Session(Recorded):
             if self._has_metrics():
                 self._reader.look()
             self._reader.go_on(rows)
+            self._kept_count = 0
             self.handover.is_own = True
         if self._exporter is not None and not self._stopped and self._threads.have_begun:
             self._exporter.start()
@@ -199,6 +203,7 @@ class Session(Recorded):
         exporter, outbox = self._exporter, self._outbox
         with self._lock.held():
             self._reader.look()
+            self._send_kept()
             standing = self._standing()
             self.handover.is_own = False
         if outbox is not None:
@@ -219,9 +224,6 @@ class Session(Recorded):
                 outbox.send_settled(is_last=is_last)
             if not is_last:
                 time.sleep(FLUSH_S)
-
-    def _standing(self) -> Standing:
-        return Standing(dict(self._reader.places), self._reader.lost, self._reader.held)
 
     def look_after_export(self, *, is_joined: bool) -> None:
         """Export here, or have the agent do so, as things stand: called now and then."""
@@ -303,6 +305,7 @@ class Session(Recorded):
             ended = self._meter.ended() if meters else {}
             if self._is_read():
                 self._reader.look()
+                self._send_kept()
                 self._meter.count_generators(self._generators)
             if meters:
                 snapshot = self._take_metrics(ended)
@@ -406,7 +409,9 @@ class Session(Recorded):
                 "this process records; those that the profile's `capture` keeps are sent by it"
             )
         with self._lock.held():
-            return self._reader.unsent(spans)
+            found = self._reader.unsent(spans)
+            self._send_kept()
+            return found
 
     def count_loss(self, what: str, count: int) -> None:
         """Have the reports tell of something that was recorded and not kept."""
@@ -444,6 +449,7 @@ class Session(Recorded):
         was_read = self._is_read()
         if was_read:
             self._reader.look()
+            self._send_kept()
         self._reader.change(profile, now_ns)
         if profile.budget != before.budget:
             self._budget.change(profile.budget)
