@@ -126,7 +126,9 @@ if __name__ == "__main__":
     assert len(set(ids)) == len(ids)
 
 
-def test_a_process_that_counts_requests_for_metrics_leaves_their_spans_to_the_agent(collector: Collector) -> None:
+def test_the_agent_tells_the_metrics_of_requests_too_and_the_process_has_no_thread_for_them(
+    collector: Collector,
+) -> None:
     profile(collector, "requests: auto")
     Path("shop.py").write_text("""
 def app(environ, start_response):
@@ -143,15 +145,23 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     thread.start()
     for _ in range(30):
         urlopen(f"http://127.0.0.1:{{server.server_port}}/").read()
+    assert "instrument-otlp" not in threads() and "instrument" not in threads(), threads()
     server.shutdown()
     thread.join()
 """)
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
     names = Counter(collector.taken)
-    assert names.pop("http.server.request.duration") >= 1
     assert {name: count for name, count in names.items() if name.startswith("GET")} == {"GET": 30}, names
-    assert collector.connections == 2  # the agent's, and one for the process's own metrics
+    found = [metric for metric in collector.metrics if metric.name == "http.server.request.duration"]
+    (point,) = found[-1].exponential_histogram.data_points
+    assert point.count == 30
+    kept = {bytes(span.span_id) for spans in collector.spans.values() for span in spans}
+    assert {
+        bytes(one.span_id) for metric in found for one in metric.exponential_histogram.data_points[0].exemplars
+    } <= kept
+    assert {"instrument.cost", "http.server.active_requests"} <= set(names)
+    assert collector.connections == 1
 
 
 def test_of_a_request_that_two_processes_serve_both_parts_are_kept_where_one_is_slow(collector: Collector) -> None:
@@ -635,7 +645,8 @@ from instrument.sessions import process
 
 for x in range(100):
     serve(x)
-time.sleep(0.5)
+while not process.session().handover.progress().fates["exported"]:
+    time.sleep(0.01)
 assert "instrument-otlp" not in threads()
 assert process.session().unsent([]) == []
 assert "instrument-otlp" in threads()

@@ -133,14 +133,13 @@ def test_a_session_whose_threads_begin_too_late_sends_its_metrics_all_the_same(
     monkeypatch.setattr(session_threads, "START_LIMIT_S", 0.0)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
     session = begin(collector, rules="requests: auto")
-    place = taken()
     serve(1)
+    assert session.handover.take_over()
     session.stop()
     assert "instrument.cost" in {metric.name for metric in collector.metrics}
     assert session.losses() == {}
     may_begin.set()
     assert were_to_begin.wait(60)  # and have not, or they would stay for ever
-    place.close()
 
 
 def test_a_session_whose_agent_does_not_export_gives_nothing_back_to_that_one(

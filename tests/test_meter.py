@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import importlib
 import itertools
 import os
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -418,8 +421,22 @@ def told_and_wanted(
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
         with serving(command, folder, environ, ours=True) as (port, served):
             answers = ask_all(port, asks, -(-200 // len(asks)))
-    counts: dict[tuple[Any, ...], int] = Counter()
-    for point in points(server.metrics):
+        wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
+        return finally_told(server, preference, wanted), wanted, served.output
+
+
+def finally_told(server: Collector, preference: str, wanted: Counter[tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
+    """The same once it is what is wanted: of a process that has ended the agent tells soon after that."""
+    end = time.monotonic() + 20
+    while told_in_all(server.metrics, preference) != wanted and time.monotonic() < end:
+        time.sleep(0.1)
+    return told_in_all(server.metrics, preference)
+
+
+def told_in_all(metrics: Sequence[Metric], preference: str) -> Counter[tuple[Any, ...]]:
+    """The requests that all processes have told of, by method, route and status."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for point in points(metrics):
         labels = told(point.attributes)
         names = ("http.request.method", "http.route", "http.response.status_code")
         endpoint = (labels[names[0]], labels.get(names[1], ""), labels.get(names[2]))
@@ -431,8 +448,36 @@ def told_and_wanted(
     found: Counter[tuple[Any, ...]] = Counter()
     for endpoint, count in counts.items():
         found[endpoint[:3]] += count
-    wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
-    return found, wanted, served.output
+    return found
+
+
+def workers(folder: Path) -> list[int]:
+    """The processes of a server program that others of it have begun."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (path / "cwd").readlink() == folder:
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    return [pid for pid, parent in parents.items() if parent in parents]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+def test_what_a_worker_had_answered_that_was_killed_is_told_with_the_rest(preference: str, tmp_path: Path) -> None:
+    with collecting(take) as server:
+        (tmp_path / "profile.yaml").write_text(
+            f"requests: {{ignore: [/health]}}\nexport: {{otlp: {{endpoint: {url(server)}}}}}"
+        )
+        environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
+        with serving(gunicorn("flask_app:app", "-w", "3"), tmp_path, environ, ours=True) as (port, served):
+            answers = ask_all(port, FLASK, -(-60 // len(FLASK)))
+            killed = workers(tmp_path)
+            assert len(killed) == 3
+            for pid in killed[:2]:
+                os.kill(pid, signal.SIGKILL)
+            answers += ask_all(port, FLASK, -(-60 // len(FLASK)))
+        wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
+        assert finally_told(server, preference, wanted) == wanted, served.output
 
 
 # ---------------------------------------------------------------- calls

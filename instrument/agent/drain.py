@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from instrument.agent.column_shelf import ColumnShelf, roots_ended
+from instrument.agent.column_shelf import ColumnShelf, Details, roots_ended, rows_of
 from instrument.recording.export_place import Progress
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import OpenSpan, RingRows
+from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
 from instrument.recording.ring import REQUEST_BIT, Row
 from instrument.recording.rows import span_of
-from instrument.recording.spans import KEY, Site, Span
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, KEY, Site, Span
 
 ROWS_AT_ONCE = 10_000
 """The most rows that are looked at in one go: what is held at a time is bounded by it."""
+
+_FIRST_ITEM, _BATCH_KEYS = FIRST_ITEM.encode(), BATCH_KEYS.encode()
 
 
 class Drain:
@@ -47,6 +50,7 @@ class Drain:
         self._recent: deque[tuple[int, Mapping[int, tuple[int, bytes]]]] = deque()
         self._details_read = progress.details
         self._shelves: list[ColumnShelf] = []
+        self._watched: WatchedRows | None = None
 
     # ---------------------------------------------------------------- what the tail sampler asks a recorder
 
@@ -75,6 +79,24 @@ class Drain:
         """All totals up to now."""
         return Lines.of_tally(self._mapped.tally(), merged=merged)
 
+    # ---------------------------------------------------------------- what the meter asks
+
+    def watch(self) -> WatchedRows:
+        """From now on, the rows of generators and of batches as they are read."""
+        self._watched = WatchedRows(self)
+        return self._watched
+
+    def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
+        """The rows of requests, generators and batches from some places on, up to where it stands."""
+        if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
+            return
+        details, _ = self._mapped.details_since(0)
+        for rings in self._pieces(places):
+            for ring in rings:
+                rows = ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]
+                is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
+                yield rows_of(rows[is_root | _are_watched(rows, details)], details)
+
     # ---------------------------------------------------------------- reading
 
     def read(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> list[tuple[int, list[Row]]]:
@@ -87,6 +109,8 @@ class Drain:
         rings = self._mapped.rows(self.places, ROWS_AT_ONCE, before=self.left)
         self._take_details()
         found, written = [], ended
+        if self._watched is not None:
+            self._watched.take(rings)
         for ring in rings:
             since = self.places.get(ring.ring, 0)
             rows, head, _ = read_on(ring, since)
@@ -126,6 +150,8 @@ class Drain:
         every = {span_id: detail for _, details in self._recent for span_id, detail in details.items()}
         for shelf in self._shelves:
             shelf.details = every
+        if self._watched is not None:
+            self._watched.details = every
 
     def _forget_details(self) -> None:
         """Keep those of rows that are still to be read, and the newest, whose rows may be about to be written."""
@@ -187,3 +213,33 @@ class _Cursor:
 
     def read(self) -> list[tuple[int, list[Row]]]:
         return self._drain.read(self._read_on)
+
+
+class WatchedRows:
+    """The rows of generators and of batches, as a drain reads them; `details` are those of the rows that come next."""
+
+    def __init__(self, drain: Drain) -> None:
+        self._drain = drain
+        self._rows: list[Row] = []
+        self.details: Details = {}
+
+    def take(self, rings: Sequence[RingRows]) -> None:
+        """Look through rows that were read."""
+        for ring in rings:
+            self._rows += rows_of(ring.rows[_are_watched(ring.rows, self.details)], self.details)
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten before."""
+        return self._drain.missed
+
+    def read(self) -> list[tuple[int, list[Row]]]:
+        """What has come since the last time."""
+        rows, self._rows = self._rows, []
+        return [(0, rows)]
+
+
+def _are_watched(rows: Records, details: Details) -> NDArray[np.bool_]:
+    """Which rows are of generators or of batches, by what they have beside their numbers."""
+    found = [span_id for span_id, (_, text) in details.items() if _FIRST_ITEM in text or _BATCH_KEYS in text]
+    return np.isin(rows["span_id"], np.array(found, np.uint64)) if found else np.zeros(len(rows), np.bool_)

@@ -161,7 +161,7 @@ class ExportLoop:
         """Called by the thread that sends."""
         for found in list(self._recordings.values()):
             if found.source is source:
-                found.note_settled()
+                found.note_sent()
 
     # ---------------------------------------------------------------- recordings
 
@@ -173,16 +173,17 @@ class ExportLoop:
             self.faults += 1
             self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
 
-    def _look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
-        """Look at all of them once; returns whether any has more by now."""
+    def _look(self, *, is_last: bool = False, at_once: bool = False, metered: Exported | None = None) -> bool:
+        """Look at all of them once, and take the metrics of one; returns whether any has more by now."""
         self._has_more = self._is_behind = False
         self._decisions.lag_ns = self._requests.lag_ns
         for number, found in list(self._recordings.items()):
-            self._attempt(number, partial(self._look_at, number, found, is_last=is_last, at_once=at_once))
+            look = partial(found.look, is_last=is_last, at_once=at_once, meters=found is metered)
+            self._attempt(number, partial(self._look_at, number, found, look))
         return self._has_more
 
-    def _look_at(self, number: int, found: Exported, *, is_last: bool, at_once: bool) -> None:
-        more = found.look(is_last=is_last, at_once=at_once)
+    def _look_at(self, number: int, found: Exported, look: Callable[[], bool]) -> None:
+        more = look()
         self._is_behind = self._is_behind or found.is_behind
         if found.has_ended and not (more or found.is_behind) and found.is_settled():
             self._let_go(number)
@@ -195,8 +196,8 @@ class ExportLoop:
 
     def _send_now(self, found: Exported) -> None:
         """Send what a process has recorded until now."""
-        for _ in range(2):  # once what all have recorded is read nothing waits for that
-            self._look(at_once=True)
+        self._look(at_once=True)
+        self._look(at_once=True, metered=found)  # once what all have recorded is read nothing waits for that
         found.is_settled()
 
     def _let_go(self, number: int, problem: str = "") -> None:

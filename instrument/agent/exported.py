@@ -12,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from instrument import clock
 from instrument.agent.drain import Drain
 from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
+from instrument.agent.metering import Metering
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
@@ -49,7 +51,7 @@ class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
     Where a later one has begun this one has ended. Raises `TraceError` and `OSError`. `look` and `finish` are for one
-    thread; `note_settled` may be called by another one.
+    thread; `note_settled` and `note_sent` may be called by another one.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Exported:
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.end()
         with self._lock:
             try:
                 self.note_settled()
@@ -95,13 +99,18 @@ class Exported:
 
     # ---------------------------------------------------------------- looking
 
-    def look(self, *, is_last: bool = False, at_once: bool = False) -> bool:
+    def look(self, *, is_last: bool = False, at_once: bool = False, meters: bool = False) -> bool:
         """Read what has been recorded since the last time, and offer what is kept; the last time, also what waits.
 
-        What is to be sent `at_once` waits for open requests alone. Returns whether there is more.
+        What is to be sent `at_once` waits for open requests alone. Where it `meters`, and now and then, metrics are
+        taken. Returns whether there is more.
         """
         ended = self.has_ended
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.before_read(meters=meters or is_last)
         has_more = self._look(is_last=is_last, at_once=at_once)
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.after_read(is_complete=not (has_more or self.is_behind))
         self.is_over = ended and not (has_more or self.is_behind)
         return has_more
 
@@ -179,7 +188,10 @@ class Exported:
             self._told, found.is_told = Counter(found.fates), False
         unsettled = found.unsettled
         keyed = KeyedTrees(self._requests, self, facts.ids)
-        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, keyed)
+        if self._reading is not None:
+            self._reading.metering.end()
+        start = partial(Metering, self._mapped, facts, self._exporter, self._place)
+        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, keyed, start)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
@@ -217,6 +229,13 @@ class Exported:
                 self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
             self._place.write(self._progress)
 
+    def note_sent(self) -> None:
+        """Write what has become of spans and metrics that were sent."""
+        self.note_settled()
+        with self._lock:
+            if self.is_ours and self._reading is not None:
+                self._reading.metering.note_sent()
+
     def send_waiting(self) -> None:
         """Offer what waits for requests, without them."""
         reading = self._reading
@@ -246,13 +265,18 @@ class Exported:
         return None if self._reading is None else self._reading.source
 
     def is_settled(self) -> bool:
-        """Whether nothing of it is on its way, or may still be kept; what is on its way is sent now."""
+        """Whether nothing of it is on its way, or may still be kept; what is on its way is sent now.
+
+        Of a process that has ended the last metrics are, too, once all was read.
+        """
         if self._reading is None:
             return True
+        if self.is_over:
+            self._reading.metering.take_last()
         if self._reading.source.counts["pending"]:
             self._exporter.hurry()
             return False
-        return self._is_superseded() or not self._reading.lingers
+        return self._is_superseded() or (self._reading.metering.is_settled and not self._reading.lingers)
 
     def finish(self) -> Mapping[str, int]:
         """Its session has ended, and nothing is on its way: requests that never ended are given up.
@@ -285,6 +309,7 @@ class _Reading:
         origin: Origin,
         decisions: Decisions,
         keyed: KeyedTrees,
+        metering: Callable[[Drain, Source], Metering],
     ) -> None:
         self._mapped = mapped
         self._facts = facts
@@ -298,19 +323,22 @@ class _Reading:
         self.drain = Drain(mapped, progress)
         self.times = DeviceTimes(lambda: MappedIntervals(mapped))
         self.keyed = keyed
+        self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
+        self.metering = metering(self.drain, self.source)
         self._trees = Trees(
             self.drain,
             facts.capture,
             facts.spans_per_request,
             self._kept.append,
-            decisions=decisions,
-            trace_id=facts.ids.trace_id,
+            self.metering.count,
+            decisions,
+            facts.ids.trace_id,
         )
-        self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
 
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""
         before, self._facts = self._facts, facts
+        self.metering.change(facts)
         if (before.capture, before.spans_per_request) != (facts.capture, facts.spans_per_request):
             self._trees.change(facts.capture, facts.spans_per_request)
 
@@ -347,6 +375,8 @@ class _Reading:
         sample = self._facts.capture.sample
         kept = self.keyed.take(self._kept, opened, sample, is_last=is_last, at_once=at_once)
         self._kept.clear()
+        for spans in kept:
+            self.metering.note_kept(spans)
         return kept
 
 

@@ -81,7 +81,8 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
 class Selection:
     """Attaches the probes of a profile and takes them off again. One for each session.
 
-    `late` names the modules with targets that had been imported before.
+    `late` names the modules with targets that had been imported before. `noted` is called when a module has been
+    imported that rules for functions name, once these are attached.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -96,6 +97,7 @@ class Selection:
                 self._families[key] = self._made(key, rules)
         self._unfinished: list[ModuleType] = []
         self.late: list[str] = []
+        self.noted: Callable[[], object] = lambda: None
 
     def _made(self, key: str, rules: Sequence[Any]) -> Probes:
         if key == "frameworks":
@@ -201,6 +203,10 @@ class Selection:
             for family in list(self._families.values()):
                 if _is_wanted(family, module):
                     copied = family.imported(module) or copied
+            functions = self._families.get("functions")
+            has_functions = functions is not None and _is_wanted(functions, module)
+        if has_functions:
+            self.noted()
         return copied
 
     def verdicts(self) -> list[Verdict]:

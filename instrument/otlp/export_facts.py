@@ -7,7 +7,7 @@ run's socket. Who reads it checks it, and takes what is not sound as not said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,42 @@ from instrument.profile.model import Capture, Otlp, Rate, Usual, Where
 
 
 @dataclass(frozen=True, slots=True)
+class MeteredFacts:
+    """What of a process are metrics, since `start_ns`, and what it alone knows of these.
+
+    `asks` is whether there are any beside gauges, `requests` whether requests are recorded, `routes` are those whose
+    answers a model generates, and `watches` is whether functions do so or have batches. `calls` and `streams` are the
+    marks of functions whose calls are metrics, and of those whose items are generated. `environ` are the variables that
+    say how metrics are to be told. The rest is what `instrument.recorder.meter.Books` has.
+    """
+
+    start_ns: int
+    asks: bool = False
+    requests: bool = False
+    routes: tuple[str, ...] = ()
+    watches: bool = False
+    calls: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+    costs_ns: Mapping[str, float] = field(default_factory=dict)
+    queued: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ExportFacts:
-    """What a process's spans are called, under which resource they go, and which are kept."""
+    """What a process's spans are called, under which resource they go, which are kept, and what is metered."""
 
     ids: Ids
     resource: Mapping[str, object]
     capture: Capture
     spans_per_request: int
+    metered: MeteredFacts
 
 
-def told(ids: Ids, resource: Mapping[str, object], capture: Capture, spans_per_request: int) -> dict[str, Any]:
+def told(
+    ids: Ids, resource: Mapping[str, object], capture: Capture, spans_per_request: int, metered: MeteredFacts
+) -> dict[str, Any]:
     """The facts as JSON has them."""
     return {
         "seeds": list(ids.seeds),
@@ -33,6 +59,7 @@ def told(ids: Ids, resource: Mapping[str, object], capture: Capture, spans_per_r
         "resource": {str(name): plain(value) for name, value in resource.items()},
         "capture": asdict(capture),
         "spans_per_request": spans_per_request,
+        "metered": asdict(metered),
     }
 
 
@@ -43,9 +70,26 @@ def facts_from(found: Any) -> ExportFacts | None:
         first, second, third = seeds
         resource = {str(name): value for name, value in dict(found["resource"]).items()}
         ids = Ids((first, second, third), str(found["instance"]))
-        return ExportFacts(ids, resource, _capture_from(found["capture"]), int(found["spans_per_request"]))
+        metered = _metered_from(found["metered"])
+        return ExportFacts(ids, resource, _capture_from(found["capture"]), int(found["spans_per_request"]), metered)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def _metered_from(found: Mapping[str, Any]) -> MeteredFacts:
+    return MeteredFacts(
+        start_ns=int(found["start_ns"]),
+        asks=bool(found["asks"]),
+        requests=bool(found["requests"]),
+        routes=tuple(map(str, found["routes"])),
+        watches=bool(found["watches"]),
+        calls=tuple(map(str, found["calls"])),
+        streams=tuple(map(str, found["streams"])),
+        environ={str(name): str(value) for name, value in found["environ"].items()},
+        losses={str(reason): int(count) for reason, count in found["losses"].items()},
+        costs_ns={str(part): float(spent_ns) for part, spent_ns in found["costs_ns"].items()},
+        queued={str(name): int(count) for name, count in found["queued"].items()},
+    )
 
 
 def _capture_from(found: Mapping[str, Any]) -> Capture:

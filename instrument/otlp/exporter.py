@@ -49,6 +49,7 @@ _BATCH_SPANS = 2_000
 _BATCH_DELAY_S = 1.0
 _QUIET_NS = 60 * 10**9
 _PATIENCE_S = 0.1
+_LOOK_S = 0.005
 _NEVER_NS = 1 << 63
 _OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
 _EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
@@ -142,6 +143,7 @@ class Exporter:
     def _begin_anew(self, origin: Origin) -> None:
         self.own = Source(Ids(), origin, self._threads, self.resource, metrics=self.metrics)
         self._metered: tuple[Source, ...] = (self.own,)
+        self._telling: Source | None = None
         self._lock = Lock()
         self._inbox: deque[_Tree] = deque()
         self._queue: deque[_Tree] = deque()
@@ -174,10 +176,13 @@ class Exporter:
         with self._lock:
             self._metered = (*self._metered, source)
 
-    def remove_metrics(self, source: Source) -> None:
-        """Send no more metrics of a source."""
+    def remove_metrics(self, source: Source, limit_s: float) -> None:
+        """Send no more metrics of a source; what is just being sent is waited for, at most so long."""
         with self._lock:
             self._metered = tuple(one for one in self._metered if one is not source)
+        end = time.monotonic() + limit_s
+        while self._telling is source and time.monotonic() < end:
+            time.sleep(_LOOK_S)
 
     @property
     def ids(self) -> Ids:
@@ -492,7 +497,11 @@ class Exporter:
                 continue
             if now_ns < held_ns:
                 return
-            taken = self._send_metrics_of(sender, source, metrics)
+            self._telling = source
+            try:
+                taken = source in self._metered and self._send_metrics_of(sender, source, metrics)
+            finally:
+                self._telling = None
             self._settled(source)
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)

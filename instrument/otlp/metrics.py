@@ -187,6 +187,10 @@ class Metrics:
         """Whether it is time to send."""
         return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
+    def hurry(self) -> None:
+        """Have what waits be sent as soon as can be."""
+        self._oldest_ns = 0
+
     def has_samples(self) -> bool:
         """Whether any samples are to be sent."""
         return bool(self._waiting)

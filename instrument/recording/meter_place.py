@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from instrument.recording import memory_layout as layout
@@ -29,16 +29,15 @@ _SLOT_BYTES = layout.METER_BYTES // 2
 class MeterState:
     """How far the metrics of a generation of a recording have come.
 
-    `meter` is what was counted, of the rows up to `places` and of the details up to `details`, and `told` what a
-    collector knows of it. What was counted before `settled_ns`, on the monotonic clock, has been told or given up.
+    `meter` is what was counted, of the rows up to `places`, and `told` what a collector knows of it. What was counted
+    before `settled_ns`, on the monotonic clock, has been told or given up.
     """
 
     generation: int
     settled_ns: int
     meter: Mapping[str, Any]
     told: Mapping[str, Any]
-    places: Mapping[int, int] = field(default_factory=dict)
-    details: int = 0
+    places: Mapping[int, int]
 
 
 def read_meter(place: ExportPlace) -> MeterState | None:
@@ -46,7 +45,7 @@ def read_meter(place: ExportPlace) -> MeterState | None:
     newest, found = 0, None
     at = _begin_of(place)
     for turn in (0, 1) if at else ():
-        number, state = _unpacked(os.pread(place.fileno(), _SLOT_BYTES, at + turn * _SLOT_BYTES))
+        number, state = _read(place, at + turn * _SLOT_BYTES)
         if number > newest:
             newest, found = number, state
     return found
@@ -91,22 +90,25 @@ def _text(state: MeterState) -> bytes:
         "meter": state.meter,
         "told": state.told,
         "places": [*state.places.items()],
-        "details": state.details,
     }
     return json.dumps(facts, separators=(",", ":")).encode()
 
 
-def _unpacked(data: bytes) -> tuple[int, MeterState | None]:
-    if len(data) < _HEAD.size:
+def _read(place: ExportPlace, at: int) -> tuple[int, MeterState | None]:
+    """What one of the two slots has, and of which turn it is; 0 for what is none."""
+    head = os.pread(place.fileno(), _HEAD.size, at)
+    if len(head) < _HEAD.size:
         return 0, None
-    turn, crc, generation, settled_ns, length = _HEAD.unpack_from(data)
-    body = data[_HEAD.size : _HEAD.size + length]
-    if not turn or len(body) < length or zlib.crc32(data[:8] + bytes(8) + data[16 : _HEAD.size] + body) != crc:
+    turn, crc, generation, settled_ns, length = _HEAD.unpack(head)
+    if not turn or length > _SLOT_BYTES - _HEAD.size:
+        return 0, None
+    body = os.pread(place.fileno(), length, at + _HEAD.size)
+    if zlib.crc32(head[:8] + bytes(8) + head[16:] + body) != crc:
         return 0, None
     try:
         facts = json.loads(zlib.decompressobj().decompress(body, LARGEST_BYTES))
         places = {int(ring): int(row) for ring, row in facts["places"]}
         meter, told = dict(facts["meter"]), dict(facts["told"])
-        return turn, MeterState(generation, settled_ns, meter, told, places, int(facts["details"]))
+        return turn, MeterState(generation, settled_ns, meter, told, places)
     except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
         return 0, None

@@ -144,7 +144,7 @@ class Account:
         counts.update(self.gauges.losses())
         counts["spans overwritten before the steps in them were counted"] = self.reader.steps_lost
         if self.exporter is not None:
-            counts.update(self.exporter.metrics.losses())
+            counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
             counts.update(self.reader.losses())
             sent = self.exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
@@ -184,8 +184,8 @@ class Account:
         notes.extend(filter(None, (self.ranges.reason, self.imports.why_not)))
         notes.extend(self.budget.notes(with_muted=with_muted))
         notes.extend(self.gauges.notes())
-        if self.exporter is not None:
-            notes.extend(self.exporter.metrics.notes())
+        if (metrics := self.handover.metrics()) is not None:
+            notes.extend(metrics.notes())
         notes.extend(f"reload: {refused}" for refused in self.refused)
         notes.extend(self._complaints)
         return notes

@@ -12,11 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from instrument import otlp
+from instrument.otlp.metrics import Metrics, asked_of_metrics
 from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
+from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
 from instrument.runtime.unpatched import RLock
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
@@ -38,26 +41,29 @@ class Standing(NamedTuple):
     """How far the session has read: the next row of each thread by its native id.
 
     It has `missed` so many rows, `held` others of requests that have not ended, and `kept` so many since it exports.
+    `meter` is what it has counted for metrics up to these rows, where it has.
     """
 
     rows: Mapping[int, int]
     missed: int
     held: int
     kept: int
+    meter: Mapping[str, Any] | None = None
 
 
 class Handover:
     """Says who exports: `is_own` is whether the session does.
 
-    `memory` tells the descriptor of the recording, -1 for none. `begin(rows)` has the session read on from these rows,
-    by the native ids of threads, and export, and `end()` has it stop; both set `is_own` as nobody else reads.
+    `memory` tells the descriptor of the recording, -1 for none. `begin(rows, metered)` has the session read on from
+    these rows, by the native ids of threads, and export, with metrics as they stood at such rows, and `end()` has it
+    stop; both set `is_own` as nobody else reads.
     """
 
     def __init__(
         self,
         exporter: otlp.Exporter | None,
         memory: Callable[[], int],
-        begin: Callable[[Mapping[int, int]], object],
+        begin: Callable[[Mapping[int, int], MeterState | None], object],
         end: Callable[[], Standing],
     ) -> None:
         self._exporter = exporter
@@ -210,7 +216,7 @@ class Handover:
             generation, _ = export_place.counted(place)
             place.write(Progress(generation, found.places, fates, found.details, found.before))
         self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
-        self._begin_own(rows)
+        self._begin_own(rows, None if place is None else _metered_of_session(place))
         return True
 
     def give_back(self) -> None:
@@ -268,7 +274,43 @@ class Handover:
         known = fates["kept"] + fates["beyond"] + fates["abandoned"]
         fates["passed"] = max(fates["seen"] + fates["intervals"] - known - standing.held, 0)
         place.write(Progress(generation, places, fates, self._found.details, self._found.before, is_told))
+        if standing.meter is not None:
+            self._write_meter(place, exporter, standing.meter, places)
         return own
+
+    def _write_meter(
+        self, place: ExportPlace, exporter: otlp.Exporter, meter: Mapping[str, Any], places: Mapping[int, int]
+    ) -> None:
+        generation, _ = export_place.counted(place)
+        told = exporter.metrics.state()
+        MeterPlace(place).write(MeterState(generation, exporter.metrics.snapshots.delivered_ns, meter, told, places))
+
+    def note_meter(self, meter: Mapping[str, Any], rows: Mapping[int, int]) -> None:
+        """Note what was counted for metrics up to these rows: another one may go on from there."""
+        place, exporter = self._place, self._exporter
+        if place is not None and exporter is not None and self.is_own:
+            rings = export_place.threads(place)
+            places = {ring: rows[thread] for ring, thread in rings.items() if thread in rows}
+            self._write_meter(place, exporter, meter, places)
+
+    def metered(self) -> MeterState | None:
+        """What was counted and told of metrics where another process does so, by the native ids of threads."""
+        try:
+            with closing(self._opened()) as place:
+                return _metered_of_session(place)
+        except OSError:
+            return None
+
+    def metrics(self) -> Metrics | None:
+        """What became of metrics, whoever tells them; None where nobody does."""
+        exporter = self._exporter
+        if exporter is None or self.is_own:
+            return None if exporter is None else exporter.metrics
+        found, state = exporter.new_metrics(asked_of_metrics()), self.metered()
+        if state is not None:
+            with suppress(TypeError, ValueError, KeyError):
+                found.go_on(state.told)
+        return found
 
     def losses(self) -> Mapping[str, int]:
         """What was lost while the session did not export itself."""
@@ -279,6 +321,15 @@ class Handover:
         if self.undelivered:
             found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered
         return found
+
+
+def _metered_of_session(place: ExportPlace) -> MeterState | None:
+    """What was counted and told of metrics of what is recorded now, by the native ids of threads."""
+    found = read_meter(place)
+    if found is None or found.generation != export_place.counted(place)[0]:
+        return None
+    threads = export_place.threads(place)
+    return replace(found, places={threads[ring]: row for ring, row in found.places.items() if ring in threads})
 
 
 def _of_session(place: ExportPlace) -> Progress:

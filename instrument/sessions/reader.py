@@ -90,9 +90,9 @@ class Reader:
         """The next row of each thread, by its native id."""
         return self._trees.places
 
-    def go_on(self, places: Mapping[int, int]) -> None:
-        """Read on from these rows of each thread; requests that were met before are not told of again."""
-        self._noted_until_ns = self._recorder.now_ns()
+    def go_on(self, places: Mapping[int, int], noted_until_ns: int) -> None:
+        """Read on from these rows of each thread; requests that had ended by a time are not told of again."""
+        self._noted_until_ns = noted_until_ns
         self._trees.go_on(places)
 
     @property

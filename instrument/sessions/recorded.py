@@ -25,15 +25,18 @@ from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
 from instrument.otlp import export_facts
+from instrument.otlp.export_facts import MeteredFacts
+from instrument.otlp.metrics import asked_of_metrics
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.meter import Books, Meter, mark_of, queued_tasks
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
-from instrument.recording.distributions import Snapshot
+from instrument.recording.distributions import SERIES_LIMIT, Snapshot
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.memory_layout import INTERVAL_SHARE
+from instrument.recording.meter_place import MeterState
 from instrument.recording.spans import (
     UNTIMED,
     Cost,
@@ -52,6 +55,7 @@ from instrument.report.coverage import NO_EVENTS
 from instrument.report.section import View
 from instrument.report.summary import made, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording
+from instrument.runtime.faults import FAULTS
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
@@ -60,6 +64,9 @@ from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import TakenStretch, held_now
+
+MARKS_SHARE = 20
+"""What takes a time to be told as modules are imported is not told again within so many times as long."""
 
 
 class Recorded:
@@ -73,6 +80,7 @@ class Recorded:
         self._ids: otlp.Ids | None = None
 
         self.selection = Selection(profile)
+        self.selection.noted = lambda: FAULTS.attempt("marks of metrics", self._tell_marks)
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
         self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self._ranges = Ranges(RECORDER)
@@ -124,12 +132,13 @@ class Recorded:
         self._meter.begin(self.start_ns)
         self._watch_generations()
         self._metered_ns = self.start_ns
+        self._books_ns, self._marks_until_ns, self._books_told = 0, 0, MeteredFacts(0)
         self._snapshot: Snapshot | None = None
 
     # ---------------------------------------------------------------- while it records
 
-    def _begin_export(self, rows: Mapping[int, int]) -> None:
-        """Read from these rows of each thread on, and export."""
+    def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
+        """Read from these rows of each thread on, and export, and go on with metrics as they stood."""
 
     def _end_export(self) -> Standing:
         """Export no more; tells where that stands."""
@@ -164,7 +173,7 @@ class Recorded:
         if self._gpus_told != gpus:
             self._gpus_told = gpus
             RECORDER.tell(self._facts())
-        if self._exporter is not None:
+        if self._exporter is not None and self.handover.is_own:
             self._exporter.metrics.offer(samples, gpus)
 
     def _watch_generations(self) -> None:
@@ -236,8 +245,56 @@ class Recorded:
         facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
         if self._exporter is not None:
             of_profile = self.profile.capture, self.profile.limits.spans_per_request
-            facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile)
+            facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
         return facts
+
+    @property
+    def _metered_facts(self) -> MeteredFacts:
+        """What of this process are metrics, and what of the books was told last."""
+        return replace(
+            self._books_told,
+            start_ns=self.start_ns,
+            asks=self._asks_for_metrics,
+            requests=bool(self.profile.requests),
+            routes=self._meter.generations,
+            watches=self._meter.watches,
+            environ=asked_of_metrics(),
+        )
+
+    @property
+    def _asks_for_metrics(self) -> bool:
+        """Whether the profile asks for any beside gauges."""
+        return bool(self.profile.requests) or any(
+            rule.metrics or rule.gen_ai or rule.batch for rule in self.profile.functions
+        )
+
+    def _tell_marks(self) -> None:
+        """Where another process tells the metrics, tell it which functions they are of: for one part in 20 of the time.
+
+        Called as modules are imported, of which there may be hundreds, and now and then.
+        """
+        began_ns = time.monotonic_ns()
+        if self._exporter is None or self.handover.is_own or began_ns < self._marks_until_ns:
+            return
+        if any(rule.metrics or rule.gen_ai for rule in self.profile.functions):
+            self._tell_metered(self._books_told)
+            self._marks_until_ns = began_ns + MARKS_SHARE * (time.monotonic_ns() - began_ns)
+
+    def _tell_books(self, *, at_once: bool = False) -> None:
+        """Where another process tells the metrics, tell it now and then what only this one knows of them."""
+        now_ns = time.monotonic_ns()
+        if not (at_once or now_ns - self._books_ns >= otlp.METRICS_EVERY_NS):
+            self._tell_marks()
+            return
+        self._books_ns = now_ns
+        losses, costs_ns = self.losses(), self._costs_ns()
+        self._tell_metered(MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued_tasks()))
+
+    def _tell_metered(self, books: MeteredFacts) -> None:
+        calls, streams = (tuple(sorted(marks))[:SERIES_LIMIT] for marks in (self._metered(), self._generators()))
+        before, self._books_told = self._books_told, replace(books, calls=calls, streams=streams)
+        if self._books_told != before:
+            RECORDER.tell(self._facts())
 
     def export_settings(self) -> Mapping[str, Any] | None:
         """What the run's agent needs to export what this process records; None where it is not to."""

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from instrument import otlp
@@ -22,11 +23,13 @@ from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.otlp.interval_join import SETTLE_NS
+from instrument.otlp.metrics import Metrics
 from instrument.profile.model import Profile
 from instrument.recorder.meter import Ended
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board, export_place
 from instrument.recording.distributions import Snapshot
+from instrument.recording.meter_place import MeterState
 from instrument.recording.spans import Span, noted
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
@@ -188,30 +191,60 @@ class Session(Recorded):
         if self._membership.path and self.profile.agent != "off":
             self.handover.leave_to_agent()
 
-    def _begin_export(self, rows: Mapping[int, int]) -> None:
+    def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
         with self._lock.held():
-            if self._has_metrics():
+            until_ns = 0
+            if self._is_read():
                 self._reader.look()
-            self._reader.go_on(rows)
+                until_ns = RECORDER.now_ns()
+            if metered is not None:
+                until_ns = self._go_on_metering(metered)
+            self._reader.go_on(rows, until_ns)
             self._kept_count = 0
             self.handover.is_own = True
+            if self._exporter is not None:
+                self._go_on_telling(self._exporter.metrics, metered)
         if self._exporter is not None and not self._stopped and self._threads.have_begun:
             self._exporter.start()
             self._threads.start()
 
+    def _go_on_metering(self, metered: MeterState) -> int:
+        """Go on with what another process has counted, and count what has ended since; tells until when that is."""
+        until_ns = RECORDER.now_ns()
+        try:
+            self._meter.go_on(metered.meter)
+        except (TypeError, ValueError, KeyError):
+            return 0
+        cursor = RECORDER.cursor(RECORDER.shelf(0.0, 0).sort)  # requests alone
+        cursor.go_on(metered.places)
+        ended = [row for _, rows in cursor.read() for row in rows if row[6] <= until_ns]
+        self._meter.count(sorted(ended, key=lambda row: row[6]))
+        self._meter.watch_from(metered.places)
+        return until_ns
+
+    def _go_on_telling(self, metrics: Metrics, metered: MeterState | None) -> None:
+        """Go on from what another process has told, with the gauges that were read since."""
+        if metered is not None:
+            with suppress(TypeError, ValueError, KeyError):
+                metrics.go_on(metered.told)
+        now_ns = time.monotonic_ns()
+        samples = self._gauges.samples(metrics.taken_ns + 1, now_ns)
+        if samples:
+            metrics.offer(samples, self._gauges.gpus())
+
     def _end_export(self) -> Standing:
         exporter, outbox = self._exporter, self._outbox
         with self._lock.held():
+            if self._has_metrics():
+                self._pump(meters=True)
             self._reader.look()
             self._send_kept()
-            standing = self._standing()
+            standing = self._last_standing()
             self.handover.is_own = False
         if outbox is not None:
             self._send_settled(outbox)
         if exporter is not None:
             exporter.stop(HAND_BACK_NS)
-            if self._sends() and not self._stopped:
-                exporter.start()
         return standing
 
     def _send_settled(self, outbox: Outbox) -> None:
@@ -225,9 +258,14 @@ class Session(Recorded):
             if not is_last:
                 time.sleep(FLUSH_S)
 
+    def _last_standing(self) -> Standing:
+        return self._standing()._replace(meter=self._meter.state() if self._has_metrics() else None)
+
     def look_after_export(self, *, is_joined: bool) -> None:
         """Export here, or have the agent do so, as things stand: called now and then."""
         self._tell_resource()
+        if self._exporter is not None and not self.handover.is_own:
+            self._tell_books()
         self.handover.look(self._membership.joins if is_joined else 0)
 
     def _follow_threads(self) -> None:
@@ -276,8 +314,8 @@ class Session(Recorded):
         return self._is_read() or self.profile.budget is not None or self._ticks.are_used
 
     def _sends(self) -> bool:
-        """Whether the session itself has anything to send to a collector: spans that no agent exports, or metrics."""
-        return self.handover.is_own or self._gauges.are_wanted or self._has_metrics()
+        """Whether the session itself sends to a collector what no agent exports."""
+        return self.handover.is_own
 
     def _undo(self) -> None:
         RECORDER.on = False
@@ -317,18 +355,16 @@ class Session(Recorded):
         return snapshot
 
     def _has_metrics(self) -> bool:
-        """Whether the profile asks for any beside gauges, and there is somebody to be told."""
-        asks = bool(self.profile.requests) or any(
-            rule.metrics or rule.gen_ai or rule.batch for rule in self.profile.functions
-        )
-        return self._is_scraped or (asks and self._exporter is not None)
+        """Whether the profile asks for any beside gauges, and there is somebody whom the session itself tells."""
+        return self._is_scraped or (self._asks_for_metrics and self._exporter is not None and self.handover.is_own)
 
     def _take_metrics(self, ended: Ended) -> Snapshot:
         """Take all metrics, once the reader has met what had `ended` before."""
         self._metered_ns = time.monotonic_ns()
         self._meter.settle(ended)
         snapshot = self._meter.snapshot(requests=bool(self.profile.requests), marks=self._metered())
-        if self._exporter is not None:
+        if self._exporter is not None and self.handover.is_own:
+            self.handover.note_meter(self._meter.state(), self._reader.places)
             self._exporter.metrics.put(snapshot)
         self._snapshot = snapshot
         return snapshot
@@ -338,12 +374,21 @@ class Session(Recorded):
         from instrument.sessions.exposition import text_of
 
         if not self._is_scraped:
-            self._is_scraped = True
+            self._begin_scrapes()
             self._threads.start()  # from now on requests are told by status before the rings have lost them
         snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
         return text_of(self.origin(), snapshot, samples, self._gauges.gpus(), openmetrics=openmetrics)
+
+    def _begin_scrapes(self) -> None:
+        """From now on count metrics here, too: where another process does so, from what that one has counted."""
+        with self._lock.held():
+            metered = None if self.handover.is_own or self._is_read() else self.handover.metered()
+            if metered is not None:
+                heads = {ring.thread_id: ring.head for ring in RECORDER.rings()}
+                self._reader.go_on(heads, self._go_on_metering(metered))
+            self._is_scraped = True
 
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Hand over all that has finished and wait, at most so long, until the collector has it.
@@ -365,9 +410,10 @@ class Session(Recorded):
 
         Of an agent that for `patience_s` takes no notice of what it has not seen nothing more is awaited.
         """
-        recorded = self._recorded()
+        recorded, asked_ns = self._recorded(), time.monotonic_ns()
         if self._timing is not None:  # the agent waits for device times, too
-            self._timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + SETTLE_NS / 1e9))
+            self._timing.await_settled(asked_ns, min(end, time.monotonic() + SETTLE_NS / 1e9))
+        self._tell_books(at_once=True)
         self._membership.tell({"flush": True})
         seen, seen_at = -1, 0.0
         while True:
@@ -377,11 +423,18 @@ class Session(Recorded):
             pending = fates["kept"] - sum(sent.values())
             now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
             seen_at = now if seen != before else seen_at
-            settled = seen >= recorded and not pending
+            settled = seen >= recorded and not pending and self._are_metrics_settled(asked_ns)
             if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
                 return found, max(recorded - seen, 0) + pending
             time.sleep(FLUSH_S)
+
+    def _are_metrics_settled(self, asked_ns: int) -> bool:
+        """Whether what had been counted and read by a time was told by the agent, or given up."""
+        if not (self._asks_for_metrics or self._gauges.are_wanted):
+            return True
+        metered = self.handover.metered()
+        return metered is not None and metered.settled_ns >= asked_ns
 
     def _is_first(self) -> bool:
         return self._is_of_run and files.is_main()
@@ -486,6 +539,8 @@ class Session(Recorded):
             self._stopped = True
             self._undo()
             FAULTS.attempt("resource of the service", self._tell_resource)
+            if self._exporter is not None and not self.handover.is_own:
+                FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
             FAULTS.attempt("export in place of the agent", self._export_at_end)
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
@@ -501,7 +556,7 @@ class Session(Recorded):
                 FAULTS.attempt("last window", self._deliver)
             elif self._exporter is not None:
                 self._exporter.stop(0)
-            FAULTS.attempt("end of the export", lambda: self.handover.close(self._standing()))
+            FAULTS.attempt("end of the export", lambda: self.handover.close(self._last_standing()))
             RECORDER.say_goodbye()
             FAULTS.attempt("goodbye", partial(self._leave_run, tells=bool(tells)))
             # Until here an exit or a SIGTERM has waited for this end.

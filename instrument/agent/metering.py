@@ -1,0 +1,226 @@
+"""The metrics of one recording, counted and told by the agent's exporter: by the session's own meter, over its drain.
+
+What has been counted and told is written into the recording before it is sent and after, so that whoever exports it
+next, another agent or the process itself, goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from instrument.agent.drain import Drain, WatchedRows
+from instrument.otlp.export_facts import ExportFacts, facts_from
+from instrument.otlp.exporter import Exporter, Source
+from instrument.otlp.metrics import DELAY_NS
+from instrument.recorder.meter import Books, Ended, Meter
+from instrument.recording.export_place import ExportPlace
+from instrument.recording.lines import Lines
+from instrument.recording.mapped import Mapped
+from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+from instrument.recording.ring import Row, is_request_root
+from instrument.recording.spans import Span
+from instrument.runtime.faults import logger
+from instrument.runtime.unpatched import Lock
+
+NEVER_NS = 1 << 63
+
+RELEASE_S = 0.5
+"""The longest that a request with metrics is waited for as another one is to go on."""
+
+
+class _DrainedRows:
+    """What the meter asks of a recorder, of a recording."""
+
+    def __init__(self, mapped: Mapped, drain: Drain) -> None:
+        self._mapped = mapped
+        self._drain = drain
+        self.site_of = drain.site_of
+        self.has_ended = False
+
+    def cursor(self) -> WatchedRows:
+        return self._drain.watch()
+
+    def open_rows(self) -> Iterator[tuple[int, Row]]:
+        for span in () if self.has_ended else self._mapped.open_spans():
+            row = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, 0, 0, -1)
+            yield span.thread_id, (*row, None, None)
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        return self._drain.lines(merged=merged)
+
+
+class Metering:
+    """Counts the metrics of a generation of a recording and tells them, for as long as its source is at the exporter.
+
+    `before_read`, `after_read` and what counts are for the thread that reads it, `note_sent` is for the one that sends.
+    """
+
+    def __init__(
+        self,
+        mapped: Mapped,
+        facts: ExportFacts,
+        exporter: Exporter,
+        place: ExportPlace,
+        drain: Drain,
+        source: Source,
+    ) -> None:
+        self._mapped = mapped
+        self._drain = drain
+        self._source = source
+        self._exporter = exporter
+        self._place = MeterPlace(place)
+        self._generation = mapped.generation
+        self._lock = Lock()
+        self._facts = facts
+        self._rows = _DrainedRows(mapped, drain)
+        self._meter = Meter(
+            self._rows,
+            Books(
+                lambda: self._facts.metered.losses,
+                lambda: self._facts.metered.costs_ns,
+                lambda: {} if self._rows.has_ended else self._facts.metered.queued,
+            ),
+        )
+        self._meter.begin(facts.metered.start_ns)
+        self.metrics = source.metrics = exporter.new_metrics(facts.metered.environ)
+        self._ended: Ended | None = None
+        self._due_ns = time.monotonic_ns() + DELAY_NS
+        self._state: MeterState | None = None
+        self._settled_ns = self._taken_ns = self._tried_ns = 0
+        self._has_last = self._is_said = False
+        self.change(facts)
+        self._catch_up(self._go_on(read_meter(place)))
+        exporter.add_metrics(source)
+
+    def _go_on(self, saved: MeterState | None) -> Mapping[int, int]:
+        """Begin with what was counted and told before; tells up to which rows that was."""
+        if saved is None or saved.generation != self._generation:
+            return {}
+        try:
+            self._meter.go_on(saved.meter)
+            self.metrics.go_on(saved.told)
+        except (TypeError, ValueError, KeyError):
+            return {}  # it is no state of ours
+        self._state, self._settled_ns, self._due_ns = saved, saved.settled_ns, 0
+        return saved.places
+
+    def _catch_up(self, places: Mapping[int, int]) -> None:
+        """Count the rows from these on that were read before this one begins to read."""
+        if not self._facts.metered.asks:
+            return
+        for rows in self._drain.between(places):
+            self._meter.count([row for row in rows if is_request_root(row)])
+            if self._meter.watches:
+                self._meter.count_parts(rows, self._streams)
+
+    def change(self, facts: ExportFacts) -> None:
+        """Go by what the process says of itself now.
+
+        It says which functions generate before these are called: so they are counted once that was looked up again.
+        """
+        self._facts = facts
+        self._meter.generations = facts.metered.routes
+        self._meter.watch(functions=facts.metered.watches)
+        self._meter.count_generators(self._streams)
+
+    def _streams(self) -> Collection[str]:
+        return self._facts.metered.streams
+
+    # ---------------------------------------------------------------- counting
+
+    def count(self, ended: Sequence[Row]) -> None:
+        """Count requests that have ended."""
+        self._meter.count(ended)
+
+    def note_kept(self, spans: Sequence[Span]) -> None:
+        """A tree is about to be sent: the request that comes first in it is an exemplar."""
+        first = spans[0]
+        if first.site.kind == "request" and first.span_id == first.root_id:
+            self._meter.note_kept(first, *self._facts.ids.of(first))
+
+    def before_read(self, *, meters: bool) -> None:
+        """The recording is about to be read: what has ended by now will have been met after that."""
+        if meters:
+            self._due_ns = 0
+        self._ended = self._meter.ended() if self._is_due and self._facts.metered.asks else None
+
+    def after_read(self, *, is_complete: bool) -> None:
+        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to."""
+        if self._is_due:
+            self._take(is_complete=is_complete)
+
+    @property
+    def _is_due(self) -> bool:
+        return time.monotonic_ns() >= self._due_ns
+
+    def _take(self, *, is_complete: bool) -> None:
+        now_ns, metrics, header = time.monotonic_ns(), self.metrics, self._mapped.header
+        self._due_ns = NEVER_NS if header.state == "goodbye" else now_ns + DELAY_NS
+        if (told := facts_from(header.facts.get("export"))) is not None:
+            self.change(told)
+        facts = self._facts.metered
+        ended, self._ended = self._ended, None
+        if ended is not None and is_complete and self._mapped.generation == self._generation:
+            self._meter.settle(ended)
+        snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls) if facts.asks else None
+        samples = [] if metrics.off else [one for one in self._mapped.samples() if one.at_ns > metrics.taken_ns]
+        gpus = header.gpus if samples else ()
+        if self._mapped.generation != self._generation:
+            return  # what was just read is another session's
+        state = MeterState(self._generation, 0, self._meter.state(), {}, dict(self._drain.places))
+        with self._lock:
+            self._state = state
+        self._write()  # before anybody is told of it
+        with self._lock:
+            self._taken_ns = now_ns if is_complete else self._taken_ns
+            if samples:
+                metrics.offer(samples, gpus)
+            if snapshot is not None:
+                metrics.put(snapshot)
+        metrics.hurry()
+        self._write()
+
+    # ---------------------------------------------------------------- the end
+
+    def take_last(self) -> None:
+        """Its process has ended, and all of it has been read: take what there is, once."""
+        if not self._has_last:
+            self._has_last = self._rows.has_ended = True
+            self._ended = self._meter.ended() if self._facts.metered.asks else None
+            self._take(is_complete=True)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what was taken has been told, or was tried to be, and nothing more is expected of that."""
+        if not self.metrics.waits():
+            return True
+        self._exporter.hurry()
+        if self._tried_ns > self._taken_ns and not self.metrics.due(time.monotonic_ns()):
+            self.metrics.drop()
+            return True
+        return False
+
+    def note_sent(self) -> None:
+        """What could be sent of it was, or not."""
+        with self._lock:
+            self._tried_ns = time.monotonic_ns()
+        self._write()
+
+    def end(self) -> None:
+        """Tell no more of it, for another one to go on."""
+        self._exporter.remove_metrics(self._source, RELEASE_S)
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            if self._state is None:
+                return
+            if not self.metrics.waits():
+                self._settled_ns = max(self._settled_ns, self._taken_ns)
+            state = replace(self._state, settled_ns=self._settled_ns, told=self.metrics.state())
+            is_written = self._place.write(state)
+        if not is_written and not self._is_said:
+            self._is_said = True
+            logger.warning("more metrics than a recording has room for: who exports it next may tell some anew")

@@ -1,0 +1,222 @@
+"""What the agent of a run tells of its processes' metrics: all that was counted, once, whoever is killed in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from otlp_collectors import Collector, collecting, take
+from test_agent import INSTRUMENT, agents, begin, folder, run, until
+
+from instrument.otlp.snapshots import PREFERENCE
+from instrument.runtime import run_folder
+
+__all__ = ["folder"]
+
+PROFILE = """
+service: shop
+requests: auto
+functions:
+  - {match: "engine:work", metrics: true}
+  - {match: "engine:tokens", gen_ai: true}
+  - {match: "engine:step", batch: ids}
+device: {host: 1s}
+export: {otlp: {endpoint: "http://127.0.0.1:%d"}}
+"""
+
+ENGINE = """
+def work():
+    pass
+
+def tokens():
+    yield from "abc"
+
+def step(ids):
+    pass
+
+def app(environ, start_response):
+    work()
+    list(tokens())
+    step(["a", "b"])
+    start_response(environ["PATH_INFO"].strip("/") + " told", [("Content-Length", "1")])
+    return [b"x"]
+"""
+
+SERVICE = """
+import os, signal, sys, threading
+from urllib.error import HTTPError
+from urllib.request import urlopen
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import engine
+import instrument
+
+class Quiet(WSGIRequestHandler):
+    def log_message(self, *_):
+        pass
+
+with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print("serves", flush=True)
+    for line in sys.stdin:
+        word, *more = line.split()
+        if word == "ask":
+            for _ in range(int(more[1])):
+                try:
+                    urlopen(f"http://127.0.0.1:{server.server_port}/{more[0]}").read()
+                except HTTPError:
+                    pass
+        elif word == "flush":
+            found = instrument.flush(20)
+            assert found.settled, found
+        elif word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print(word, instrument.session().handover.is_own, flush=True)
+    server.shutdown()
+"""
+
+DURATION, CALLS = "http.server.request.duration", "instrument.call.duration"
+FIRST, BATCH = "gen_ai.server.time_to_first_token", "instrument.batch.size"
+
+
+@pytest.fixture(params=["cumulative", "delta"])
+def preference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(PREFERENCE, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting(take) as server:
+        Path("engine.py").write_text(ENGINE)
+        Path("profile.yaml").write_text(PROFILE % server.server_port)
+        yield server
+
+
+def do(service: subprocess.Popen[str], *lines: str) -> bool:
+    """Have it do that; whether it exports itself by then."""
+    assert service.stdin is not None
+    assert service.stdout is not None
+    is_own = False
+    for line in lines:
+        service.stdin.write(f"{line}\n")
+        service.stdin.flush()
+        answer = service.stdout.readline().split()
+        assert answer[:1] == line.split()[:1], service.communicate()
+        is_own = answer[1] == "True"
+    return is_own
+
+
+def started() -> subprocess.Popen[str]:
+    service = begin(SERVICE)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "serves\n", service.communicate()
+    return service
+
+
+def counted(metrics: Sequence[Metric], name: str, preference: str, label: str = "") -> dict[Any, int]:
+    """How many of each a collector has of a metric of one process, by a label; each point follows the one before."""
+    found: Counter[Any] = Counter()
+    starts: dict[Any, set[int]] = {}
+    ends: dict[Any, int] = {}
+    for point in (
+        point for metric in metrics if metric.name == name for point in metric.exponential_histogram.data_points
+    ):
+        labels = {one.key: one.value.string_value or one.value.int_value for one in point.attributes}
+        series, told = tuple(sorted(labels.items())), labels.get(label)
+        assert ends.get(series, 0) <= point.time_unix_nano
+        if preference == "delta":
+            assert point.start_time_unix_nano == ends.get(series, point.start_time_unix_nano)
+            found[told] += point.count
+        else:
+            assert found[told] <= point.count
+            found[told] = point.count
+        starts.setdefault(series, set()).add(point.start_time_unix_nano)
+        ends[series] = point.time_unix_nano
+    if preference == "cumulative":
+        assert len(set().union(*starts.values())) <= 1, starts
+    return dict(found)
+
+
+def check(collector: Collector, preference: str, by_status: dict[int, int]) -> None:
+    every = sum(by_status.values())
+    assert counted(collector.metrics, DURATION, preference, "http.response.status_code") == by_status
+    for name in (CALLS, FIRST, BATCH):
+        assert counted(collector.metrics, name, preference) == {None: every}, name
+
+
+def test_what_a_process_had_counted_that_was_killed_is_at_the_collector(collector: Collector, preference: str) -> None:
+    service = started()
+    do(service, "ask 200 20", "ask 404 5")
+    assert service.stdin is not None
+    service.stdin.write("die\n")
+    service.communicate(timeout=60)
+    until(lambda: not run_folder.found())
+    check(collector, preference, {200: 20, 404: 5})
+    (active,) = [metric for metric in collector.metrics if metric.name == "http.server.active_requests"][
+        -1
+    ].sum.data_points
+    assert active.as_int == 0
+    assert collector.connections == 1
+
+
+@pytest.mark.slow
+def test_what_an_exporter_had_counted_that_was_killed_the_next_one_goes_on_with(
+    collector: Collector, preference: str
+) -> None:
+    service = started()
+    do(service, "ask 200 10", "ask 404 5", "flush", "ask 404 2")
+    (agent,) = agents()
+    (exporter,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    time.sleep(0.3)  # it has read what was asked last
+    os.kill(exporter, signal.SIGKILL)
+    do(service, "ask 503 3", "flush", "ask 200 1")
+    service.communicate(timeout=60)
+    until(lambda: not run_folder.found())
+    check(collector, preference, {200: 11, 404: 7, 503: 3})
+
+
+@pytest.mark.slow
+def test_a_process_goes_on_with_its_metrics_where_the_agent_has_gone_and_another_agent_with_them_then(
+    collector: Collector, preference: str
+) -> None:
+    service = started()
+    do(service, "ask 200 10", "ask 404 5", "flush", "ask 404 2")
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    do(service, "ask 200 1")
+    until(lambda: do(service, "wait"))
+    do(service, "ask 503 3", "flush", "ask 503 1")
+    check(collector, preference, {200: 11, 404: 7, 503: 3})
+    (home,) = run_folder.found()
+    other = subprocess.Popen([*INSTRUMENT, "agent", "--run", home.name], stderr=subprocess.PIPE, text=True)
+    until(lambda: not do(service, "wait"))
+    do(service, "ask 200 4", "flush", "ask 404 1")
+    service.communicate(timeout=60)
+    other.communicate(timeout=60)
+    check(collector, preference, {200: 15, 404: 8, 503: 4})
+    read = [
+        point.time_unix_nano
+        for metric in collector.metrics
+        if metric.name == "process.memory.usage"
+        for point in metric.sum.data_points
+    ]
+    assert len(read) == len(set(read)) > 2
+
+
+def test_processes_that_ask_for_no_metrics_have_none_but_gauges(collector: Collector) -> None:
+    Path("profile.yaml").write_text(
+        f"functions: [{{match: 'engine:work'}}]\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}}}"
+    )
+    done = run("import engine\nengine.work()\n")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert collector.taken == ["work"]
