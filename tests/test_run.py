@@ -127,14 +127,14 @@ def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
         if child():
             engine.step(1)
             until = time.monotonic() + 240
-            while "instrument-otlp" not in {THREADS} and time.monotonic() < until:
+            while "instrument-control" not in {THREADS} and time.monotonic() < until:
                 time.sleep(0.01)
             told("busy", *sorted({THREADS}))
             os._exit(0)
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "idle"
-    assert "instrument-otlp" in done.stdout.splitlines()[1]
+    assert "instrument-control" in done.stdout.splitlines()[1]
 
 
 def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None:

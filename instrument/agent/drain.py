@@ -18,6 +18,7 @@ from instrument.recording.export_place import Progress
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
+from instrument.recording.paths import CallTree
 from instrument.recording.ring import REQUEST_BIT, Row
 from instrument.recording.rows import span_of
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, KEY, Site, Span
@@ -75,9 +76,10 @@ class Drain:
         """The site of a row that was read."""
         return self._mapped.known_tree.site(row[0])
 
-    def lines(self, *, merged: bool = False) -> Lines:
-        """All totals up to now."""
-        return Lines.of_tally(self._mapped.tally(), merged=merged)
+    def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
+        """All totals up to now, or those of the sites that are wanted of a tree."""
+        sites = None if wanted is None else wanted(self._mapped.tree())
+        return Lines.of_tally(self._mapped.tally(sites), merged=merged)
 
     # ---------------------------------------------------------------- what the meter asks
 

@@ -14,11 +14,12 @@ from instrument.agent.drain import Drain, WatchedRows
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.metrics import DELAY_NS
-from instrument.recorder.meter import Books, Ended, Meter
+from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+from instrument.recording.paths import CallTree
 from instrument.recording.ring import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
@@ -38,6 +39,8 @@ class _DrainedRows:
         self._drain = drain
         self.site_of = drain.site_of
         self.has_ended = False
+        self.marks: Collection[str] = ()
+        """Of the functions whose calls are counted."""
 
     def cursor(self) -> WatchedRows:
         return self._drain.watch()
@@ -48,7 +51,14 @@ class _DrainedRows:
             yield span.thread_id, (*row, None, None)
 
     def lines(self, *, merged: bool = False) -> Lines:
-        return self._drain.lines(merged=merged)
+        return self._drain.lines(merged=merged, wanted=self._are_metered)
+
+    def _are_metered(self, tree: CallTree) -> Sequence[bool]:
+        """Which sites anything is counted of by the tally, which may have thousands of paths."""
+        endpoints, asked_for = tree.by_site(endpoint_of), self.marks
+        if not asked_for:
+            return [bool(endpoint) for endpoint in endpoints]
+        return [bool(one) or mark in asked_for for one, mark in zip(endpoints, tree.by_site(mark_of), strict=True)]
 
 
 class Metering:
@@ -161,6 +171,7 @@ class Metering:
         if (told := facts_from(header.facts.get("export"))) is not None:
             self.change(told)
         facts = self._facts.metered
+        self._rows.marks = self._meter.marks.union(facts.calls)
         ended, self._ended = self._ended, None
         if ended is not None and is_complete and self._mapped.generation == self._generation:
             self._meter.settle(ended)

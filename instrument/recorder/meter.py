@@ -252,6 +252,11 @@ class Meter:
 
     # ---------------------------------------------------------------- calls of functions
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """Of the sites whose calls were ever asked for."""
+        return frozenset(self._asked_for)
+
     def _count_calls(self, marks: Collection[str]) -> None:
         """Bring the distributions of these sites up to the tally: of all that were ever asked for, by their marks.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -490,13 +490,19 @@ class Mapped:
 
     # ---------------------------------------------------------------- totals
 
-    def tally(self) -> Tally:
-        """The totals of all calls by now, by call path and thread, as the process itself would tell them."""
+    def tally(self, wanted: Sequence[bool] | None = None) -> Tally:
+        """The totals of all calls by now, by call path and thread, as the process itself would tell them.
+
+        Or of those whose sites are `wanted`, by the numbers that the tree gives them.
+        """
         tree, rings = self.tree(), self._rings()
         books: dict[int, list[tuple[int, Totals]]] = {ring.number: [] for ring in rings}
         totals = self._slots("totals", _TOTALS)
         own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
+        if wanted is not None:
+            of_node = np.array(wanted, np.bool_)[np.array(tree.site_of, np.int64)]
+            own[own] = of_node[totals["node"][own]]
         totals = totals[own]
         packed = self._histograms(totals)
         for number, one in enumerate(totals):
