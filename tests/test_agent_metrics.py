@@ -77,6 +77,10 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
         elif word == "flush":
             found = instrument.flush(20)
             assert found.settled, found
+        elif word == "scrape":
+            name = "http_server_request_duration_seconds_count"
+            found = [line for line in instrument.prometheus().splitlines() if line.startswith(name)]
+            print("\\n".join(sorted(found)), flush=True)
         elif word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         print(word, instrument.session().handover.is_own, flush=True)
@@ -210,6 +214,22 @@ def test_a_process_goes_on_with_its_metrics_where_the_agent_has_gone_and_another
         for point in metric.sum.data_points
     ]
     assert len(read) == len(set(read)) > 2
+
+
+def test_a_scrape_of_a_process_whose_agent_counts_tells_all_with_their_status(collector: Collector) -> None:
+    service = started()
+    do(service, "ask 200 10", "ask 404 5", "flush", "ask 503 2")
+    assert service.stdin is not None
+    assert service.stdout is not None
+    for _ in range(2):
+        service.stdin.write("scrape\n")
+        service.stdin.flush()
+        lines = [service.stdout.readline() for _ in range(4)][:3]
+        found = {line.partition('status_code="')[2][:3]: float(line.split()[-1]) for line in lines}
+        assert found == {"200": 10, "404": 5, "503": 2}
+    service.communicate(timeout=60)
+    until(lambda: not run_folder.found())
+    check(collector, "cumulative", {200: 10, 404: 5, 503: 2})
 
 
 def test_processes_that_ask_for_no_metrics_have_none_but_gauges(collector: Collector) -> None:

@@ -12,7 +12,7 @@ import pytest
 from instrument.recorder.meter import Books, Meter
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_place import ExportPlace
-from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 
 
 @pytest.fixture
@@ -65,3 +65,27 @@ def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorde
         one.start_ns,
         [(metric.name, metric.series) for metric in one.metrics],
     )
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"requests": [[[["a", "b"]], [1, 2]]]},
+        {"requests": [[[["a", []]], [1, 2, 3, 4]]]},
+        {"start_ns": "soon"},
+        {"start_ns": float("inf")},
+        {"calls": [[[], [1, 2, 3, 4, 1 << 40, 1]]]},
+        {"calls": [[[], [-1, 2, 3, 4]]]},
+        {"generated": [3]},
+        {"met": 3},
+        {"met": [[[], [[1, "x"]]]]},
+        {"counters": [["a", "b", []]]},
+    ],
+)
+def test_a_meter_takes_no_state_that_is_damaged(make_recorder: Any, what: dict[str, Any]) -> None:
+    meter = Meter(make_recorder(), Books(dict, dict, dict))
+    meter.begin(7)
+    before = meter.state()
+    with pytest.raises(DAMAGED):
+        meter.go_on({**before, **what})
+    assert meter.state() == before

@@ -18,13 +18,15 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import ORIGIN, SECOND, span
 
 import instrument
-from instrument.otlp import Exporter, metrics
+from instrument.otlp import Exporter, Ids, metrics
+from instrument.otlp.exporter import Source
 from instrument.otlp.metrics import MEASURES, metrics_url
 from instrument.otlp.snapshots import PREFERENCE, Snapshots
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.distributions import COUNTER, Metric, Snapshot
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
+from instrument.runtime.faults import FAULTS
 
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
 
@@ -396,3 +398,25 @@ def test_a_child_sends_its_own_gauges_and_none_of_its_parent() -> None:
         assert os.waitpid(child, 0)[1] == 0
         instrument.stop()
         assert session.losses() == {}
+
+
+def test_metrics_of_a_process_that_cannot_be_said_do_not_stop_those_of_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_process(name: str, value: Any) -> Source:
+        found = Source(Ids(), ORIGIN, dict, lambda: {"service.name": name}, metrics=exporter.new_metrics({}))
+        assert found.metrics is not None
+        found.metrics.put(Snapshot(5_000, 7_000, (Metric(name, "s", COUNTER, "", {(): value}),)))
+        return found
+
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        damaged, sound = of_process("damaged", "x"), of_process("sound", 1.0)
+        exporter.add_metrics(damaged)
+        exporter.add_metrics(sound)
+        assert exporter.flush(20 * SECOND).settled
+        assert server.taken == ["sound"]
+        assert damaged.metrics is not None
+        assert damaged.metrics.losses() == {"series of metrics dropped by the OTLP export": 1}
+    assert FAULTS.counts() == {"OTLP export of metrics": 1}
+    FAULTS.clear()

@@ -77,8 +77,9 @@ class Drain:
         return self._mapped.known_tree.site(row[0])
 
     def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
-        """All totals up to now, or those of the sites that are wanted of a tree."""
-        sites = None if wanted is None else wanted(self._mapped.tree())
+        """The totals up to now of the sites that are wanted of a tree: of requests, where nobody says of which."""
+        tree = self._mapped.tree()
+        sites = tree.by_site(_is_request) if wanted is None else wanted(tree)
         return Lines.of_tally(self._mapped.tally(sites), merged=merged)
 
     # ---------------------------------------------------------------- what the meter asks
@@ -239,6 +240,10 @@ class WatchedRows:
         """What has come since the last time."""
         rows, self._rows = self._rows, []
         return [(0, rows)]
+
+
+def _is_request(site: Site) -> bool:
+    return site.kind == "request"
 
 
 def _are_watched(rows: Records, details: Details) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
-from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
 from instrument.recording.ring import Row, is_request_root
 from instrument.recording.spans import Span
@@ -111,7 +111,7 @@ class Metering:
         try:
             self._meter.go_on(saved.meter)
             self.metrics.go_on(saved.told)
-        except (TypeError, ValueError, KeyError):
+        except DAMAGED:
             return {}  # it is no state of ours
         self._state, self._settled_ns, self._due_ns = saved, saved.settled_ns, 0
         return saved.places

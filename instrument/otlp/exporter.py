@@ -500,6 +500,10 @@ class Exporter:
             self._telling = source
             try:
                 taken = source in self._metered and self._send_metrics_of(sender, source, metrics)
+            except Exception as fault:  # those of one process that cannot be said do not stop those of others
+                taken = True
+                metrics.drop()
+                FAULTS.note("OTLP export of metrics", fault)
             finally:
                 self._telling = None
             self._settled(source)

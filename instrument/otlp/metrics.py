@@ -142,7 +142,7 @@ class Metrics:
             }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has told. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        """Begin with what another one has told. Raises one of `meter_place.DAMAGED` for what is none."""
         begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
         newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
         lost = [{str(fate): int(count) for fate, count in of.items()} for of in state["lost"]]

@@ -79,7 +79,7 @@ class Snapshots:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has told. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        """Begin with what another one has told. Raises one of `meter_place.DAMAGED` for what is none."""
         told = {
             (str(name), labels_told(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),

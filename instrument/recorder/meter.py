@@ -299,9 +299,12 @@ class Meter:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has counted. Raises `TypeError`, `ValueError` or `KeyError` for what is none."""
+        """Begin with what another one has counted. Raises one of `meter_place.DAMAGED` for what is none."""
         start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
-        met = {labels_told(labels): Counter(dict(known)) for labels, known in state["met"]}
+        met = {
+            labels_told(labels): Counter({int(index): int(count) for index, count in known})
+            for labels, known in state["met"]
+        }
         generated = GenerationTimes.of(state["generated"])
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}

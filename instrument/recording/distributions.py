@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from instrument.recording.histogram import bucket, bucket_start
+from instrument.recording.histogram import LAST_BUCKET, bucket, bucket_start
 
 Value = str | int | bool
 Labels = tuple[tuple[str, Value], ...]
@@ -21,6 +21,9 @@ SERIES_LIMIT = 2_000
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The series of what is beyond that limit, by OpenTelemetry's name."""
+
+MOST = (1 << 63) - 1
+"""No count and no sum is more than what OTLP has room for."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
@@ -81,7 +84,11 @@ class Distribution:
     def of(cls, told: Sequence[Any]) -> Distribution:
         """What was told. Raises `TypeError` or `ValueError` for what is none."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, told)
-        return cls(count, sum_ns, least_ns, most_ns, dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
+        if not is_sound or not all(0 <= number <= MOST for number in (count, sum_ns, least_ns, most_ns)):
+            raise ValueError(f"found {told!r:.100}, which no durations make")
+        return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
         """What has been counted since it was as `before`. Its least and its most are not known."""

@@ -21,6 +21,9 @@ from instrument.recording.export_place import ExportPlace
 LARGEST_BYTES = 16 << 20
 """No state is longer before it is compressed."""
 
+DAMAGED = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
+"""What who goes on with a state raises where it is none."""
+
 _HEAD = struct.Struct("<QQQQQ")
 _SLOT_BYTES = layout.METER_BYTES // 2
 
@@ -110,5 +113,5 @@ def _read(place: ExportPlace, at: int) -> tuple[int, MeterState | None]:
         places = {int(ring): int(row) for ring, row in facts["places"]}
         meter, told = dict(facts["meter"]), dict(facts["told"])
         return turn, MeterState(generation, settled_ns, meter, told, places)
-    except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
+    except (zlib.error, RecursionError, *DAMAGED):
         return 0, None

@@ -19,7 +19,7 @@ from instrument import otlp
 from instrument.otlp.metrics import Metrics, asked_of_metrics
 from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
-from instrument.recording.meter_place import MeterPlace, MeterState, read_meter
+from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.runtime.unpatched import RLock
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
@@ -308,7 +308,7 @@ class Handover:
             return None if exporter is None else exporter.metrics
         found, state = exporter.new_metrics(asked_of_metrics()), self.metered()
         if state is not None:
-            with suppress(TypeError, ValueError, KeyError):
+            with suppress(*DAMAGED):
                 found.go_on(state.told)
         return found
 

@@ -29,7 +29,7 @@ from instrument.recorder.meter import Ended
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board, export_place
 from instrument.recording.distributions import Snapshot
-from instrument.recording.meter_place import MeterState
+from instrument.recording.meter_place import DAMAGED, MeterState
 from instrument.recording.spans import Span, noted
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
@@ -213,7 +213,7 @@ class Session(Recorded):
         until_ns = RECORDER.now_ns()
         try:
             self._meter.go_on(metered.meter)
-        except (TypeError, ValueError, KeyError):
+        except DAMAGED:
             return 0
         cursor = RECORDER.cursor(RECORDER.shelf(0.0, 0).sort)  # requests alone
         cursor.go_on(metered.places)
@@ -225,7 +225,7 @@ class Session(Recorded):
     def _go_on_telling(self, metrics: Metrics, metered: MeterState | None) -> None:
         """Go on from what another process has told, with the gauges that were read since."""
         if metered is not None:
-            with suppress(TypeError, ValueError, KeyError):
+            with suppress(*DAMAGED):
                 metrics.go_on(metered.told)
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(metrics.taken_ns + 1, now_ns)
