@@ -567,11 +567,10 @@ class Session(Recorded):
         """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
         if self.handover.is_own or not self.handover.has_agent:
             return
-        if self._membership.tell({"records": True}):
-            is_left = self.handover.is_left()
-            while message := self._membership.heard():
-                is_left = is_left or "yours" in message
-        else:
+        is_left = self.handover.is_left()
+        while message := self._membership.heard():
+            is_left = is_left or "yours" in message
+        if message is None:  # it has gone, and perhaps there is another one
             is_left = bool(self._membership.join())
         if is_left:
             self.handover.take_over_at_end()
