@@ -30,8 +30,8 @@ class Collector(ThreadingHTTPServer):
     """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
 
     `taken` are the names of the spans and metrics that were answered with success, one for each span or point,
-    `metrics` those metrics as they came, `spans` those spans by the `service.instance.id` of their resources.
-    `connections` counts those that were ever made.
+    `metrics` those metrics as they came, `spans` those spans by the `service.instance.id` of their resources, whose
+    attributes are the `resources`. `connections` counts those that were ever made.
     """
 
     daemon_threads = True
@@ -45,6 +45,7 @@ class Collector(ThreadingHTTPServer):
         self.taken: list[str] = []
         self.metrics: list[Metric] = []
         self.spans: dict[str, list[Span]] = {}
+        self.resources: dict[str, Mapping[str, str | int]] = {}
         self.connections = 0
         self.tries = 0
         self.headers: list[Mapping[str, str]] = []
@@ -88,9 +89,14 @@ class Handler(BaseHTTPRequestHandler):
             ]
             self.server.behave_with_metrics(self, len(self.names))
             return
+        traces = ExportTraceServiceRequest.FromString(body).resource_spans
+        for of_resource in traces:
+            attributes = of_resource.resource.attributes
+            told = {one.key: one.value.string_value or one.value.int_value for one in attributes}
+            self.server.resources[resource_id(of_resource.resource)] = told
         self.found = [
             (resource_id(of_resource.resource), found)
-            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for of_resource in traces
             for of_scope in of_resource.scope_spans
             for found in of_scope.spans
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ Answer = Mapping[str, Any]
 
 CAPTURE = "-died.npz"
 """How the name of a capture ends."""
+
+FOR_REPORT = "-left.npz"
+"""How the name of a file ends that the report of a run is made of, and that goes with the run."""
 
 _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
@@ -60,6 +64,26 @@ def capture_of(process: Process, path: str) -> Callable[[], Answer]:
     how = _way(process) if process.how == VANISHED else ""
     end_ns, said = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
     return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
+
+
+def place_for_report(folder: Path, of: object) -> str:
+    """The file for what one or several processes have left for the report of their run."""
+    return str(folder / f"{of}-{time.monotonic_ns()}{FOR_REPORT}")
+
+
+def remove_for_report(folder: Path, run: Run) -> None:
+    """Remove what was saved in a folder for the report of a run. Raises nothing."""
+    for path in (run.folded, *(one.saved for one in run.processes)):
+        if path.endswith(FOR_REPORT) and Path(path).parent == folder:
+            with suppress(OSError):
+                Path(path).unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what an agent before this one had saved in its folder for reports, which nobody makes any more."""
+    for path in folder.glob(f"*{FOR_REPORT}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def why_unread(process: Process) -> str:

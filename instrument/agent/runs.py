@@ -79,7 +79,9 @@ class Runs:
         self._has_told_exports = False
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
-        if own is not None:
+        if own is None:
+            departure.remove_abandoned(folder)
+        else:
             if own.first and own.first_fd < 0:
                 own.first_fd = exit_fd_of(own.first, 0)
             if own.first_fd >= 0:
@@ -105,8 +107,7 @@ class Runs:
         self._jobs.stop()
         self.exports.stop()
         for run in self:
-            for process in run.processes:
-                process.release()
+            self._forget(run)
             if run.first_fd >= 0:
                 os.close(run.first_fd)
 
@@ -182,7 +183,7 @@ class Runs:
                 self._save(process)
             elif is_part:
                 process.saves_itself = True
-                process.saved = answer["save"] = str(self._folder / f"{process.pid}-{time.monotonic_ns()}.npz")
+                process.saved = answer["save"] = departure.place_for_report(self._folder, process.pid)
             if not is_last:
                 answer["others"] = True
             elif run.recorded() not in ([], [process]):
@@ -265,7 +266,7 @@ class Runs:
     def _save(self, process: Process) -> None:
         """Save for the run's report what a process has left in memory."""
         process.saves_itself = False
-        process.saved = str(self._folder / f"{process.pid}-{time.monotonic_ns()}.npz")
+        process.saved = departure.place_for_report(self._folder, process.pid)
 
         def then(answer: Any) -> None:
             process.saved = str(answer.get("path", ""))
@@ -353,7 +354,7 @@ class Runs:
             process.release()
         run.folded_count += ENDED // 2
         paths = [path for path in [run.folded, *(one.saved for one in kept[: ENDED // 2])] if path]
-        into = str(self._folder / f"before-{time.monotonic_ns()}.npz")
+        into = departure.place_for_report(self._folder, "before")
 
         def then(answer: Any) -> None:
             run.folded = str(answer.get("path", ""))
@@ -381,10 +382,14 @@ class Runs:
         elif self.exports.waits_for(run):
             return  # it calls again
         else:
-            for process in run.processes:
-                process.release()
-            self._runs.pop(run.name, None)
+            self._forget(run)
         self._changed()
+
+    def _forget(self, run: Run) -> None:
+        for process in run.processes:
+            process.release()
+        departure.remove_for_report(self._folder, run)
+        self._runs.pop(run.name, None)
 
     def _told(self, run: Run, answer: Any) -> None:
         if answer.get("report"):
