@@ -502,7 +502,7 @@ end = time.monotonic() + 240
 while not os.path.exists("draining") and time.monotonic() < end:
     time.sleep(0.01)
 for _ in range(3):
-    time.sleep(1)
+    time.sleep(0.5)
     serve(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -641,6 +641,7 @@ def test_the_workers_of_gunicorn_have_one_exporter_and_every_request_is_sent_onc
 
 def test_a_session_that_must_know_what_is_kept_takes_the_export_from_the_agent(collector: Collector) -> None:
     done = run(f"""{SERVICE}
+import instrument
 from instrument.sessions import process
 
 for x in range(100):

@@ -20,6 +20,7 @@ from instrument.agent.exports import Exports
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.recording.export_place import ExportPlace
+from instrument.recording.mapped import Mapped
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -107,6 +108,24 @@ def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: T
     table.until(lambda: not table.exports.waits_for(process.run))
     assert table.exports.problem
     assert set(exporters()) - before == {child}
+
+
+def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, make_recorder: Any) -> None:
+    recorder = make_recorder()
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    before = set(exporters())
+    table.add()
+    (child,) = set(exporters()) - before
+    os.kill(child, signal.SIGSTOP)
+    process = table.add(memory=copied(recorder))
+    process.ended_ns = 1
+    lives = table.add(memory=copied(recorder))
+    table.exports.stop()
+    with closing(Mapped(process.memory)) as mapped:
+        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
+    assert process in table.left
+    assert lives in table.left
 
 
 def until_taken(memory: int) -> None:

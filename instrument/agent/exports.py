@@ -11,15 +11,17 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from instrument.agent.peer import Connection
 from instrument.agent.processes import VANISHED, Process, Run
 from instrument.recording import export_place
+from instrument.recording.export_place import ExportPlace
 from instrument.runtime import packets
 
 BEGINNINGS, BEGINNINGS_S = 5, 600.0
@@ -131,18 +133,17 @@ class Exports:
             self._send({what: number})
         return numbers
 
-    def end(self) -> None:
-        """Have it all sent that can be, within the time that the child has for that."""
+    def end(self, within_s: float) -> None:
+        """Have it all sent that can be in so much time."""
         if not self.is_ending:
             self.is_ending = True
-            self._send({"end": True})
+            self._send({"end": within_s})
 
     def stop(self) -> None:
         """End the child, whatever it is about."""
         self.is_ending = True
         self._forget_child()
         self._forget_recordings()
-        self.forget_missed()
 
     # ---------------------------------------------------------------- the child
 
@@ -223,13 +224,23 @@ class Exports:
         process, memory, _ = self._recordings.pop(number, (None, -1, 0))
         self.problem = str(message.get("problem") or self.problem)
         if process is not None:
-            os.close(memory)
-            self.fates.update(message.get("fates") or {})
+            fates = message.get("fates") or {}
+            self.fates.update(fates)
             if number not in self._released:
+                self._count_left(process, memory, is_told=bool(fates))
                 self._let_go(process)
             elif process.how == VANISHED:  # it has been told that this one ended when there was nobody to hear it
                 self.add(process)
+            os.close(memory)
         self._released.discard(number)
+
+    def _count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
+        """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
+        if process.lives:
+            return
+        with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
+            self.fates.update({} if is_told else place.read().untold())
+            self.fates["unread"] += export_place.unread(place)
 
     def _go_on(self) -> None:
         """The child has ended: by a fault, unless it was to."""
@@ -246,8 +257,9 @@ class Exports:
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
-            os.close(memory)
+            self._count_left(process, memory, is_told=False)
             self._let_go(process)
+            os.close(memory)
 
     def _forget_child(self) -> None:
         if self._connection is None:

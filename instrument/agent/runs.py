@@ -100,12 +100,18 @@ class Runs:
     @property
     def are_done(self) -> bool:
         """Whether nobody lives of them, and nothing is being done about those that have ended."""
-        return self._jobs.is_idle and not any(run.living() for run in self)
+        return self.are_saved and not any(run.living() for run in self)
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether nothing is being done about those that have ended."""
+        return self._jobs.is_idle
 
     def close(self) -> None:
         """Leave all as it is."""
         self._jobs.stop()
         self.exports.stop()
+        self.exports.forget_missed()
         for run in self:
             self._forget(run)
             if run.first_fd >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import selectors
@@ -20,9 +21,20 @@ from instrument.agent.questions import Questions
 from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
-END_S = 5.0
-"""How long the agent goes on after SIGTERM while processes of its run live, and exports what they record; and then for
-what is under way."""
+END_S = 4.5
+"""The longest that the agent goes on after SIGTERM, whatever processes and collectors do."""
+
+LIVE_S = 3.0
+"""So long of it while processes of its run live, and it exports what they record."""
+
+SEND_S = 4.0
+"""The longest that spans are still sent for as the agent ends."""
+
+CLOSE_S = 0.5
+"""So much more has the exporter to tell what has become of them."""
+
+LOOK_S = 0.1
+"""How often it is then looked whether all is saved that is to be."""
 
 
 class Agent:
@@ -43,8 +55,8 @@ class Agent:
         self._loop = EventLoop(listener, self._heard, self._dropped, says)
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
-        self._ends_at = 0.0
-        self._is_over = False
+        self._ends_at = math.inf
+        self._has_waited = self._is_over = False
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
 
@@ -101,31 +113,40 @@ class Agent:
     def _woken(self, descriptor: int) -> None:
         """A signal asks for the end: it comes at once where nobody is there, else after a while."""
         os.read(descriptor, 64)
-        self._ends_at = self._ends_at or time.monotonic() + END_S
-        self._loop.after(END_S, self._end_if_done)
+        if self._ends_at == math.inf:
+            self._ends_at = time.monotonic() + END_S
+            self._loop.after(LIVE_S, self._hasten)
+            self._loop.after(END_S, self._stop)
         self._end_if_done()
 
-    def _end_if_done(self) -> None:
-        """End where the run is over and has been told of, or the time after a signal is up."""
-        is_up = bool(self._ends_at) and time.monotonic() >= self._ends_at
-        if self._runs.own_is_over or is_up or (self._ends_at and self._runs.are_done):
-            self._end()
+    def _hasten(self) -> None:
+        """Wait for no process any more."""
+        self._has_waited = True
+        self._end_exports()
+        self._end_if_done()
+        self._loop.after(LOOK_S, self._hasten)
 
-    def _end(self) -> None:
-        """End once all is exported that can be; the exporter has its own time for that."""
+    def _end_if_done(self) -> None:
+        """End where the run is over and has been told of, or a signal has come and there is nothing left to do."""
+        is_asked, runs = self._ends_at < math.inf, self._runs
+        if runs.own_is_over or (is_asked and (runs.are_done or (self._has_waited and runs.are_saved))):
+            self._end_exports()
+            if runs.exports.is_done:
+                self._stop()
+
+    def _end_exports(self) -> None:
+        """Have all exported that can be, for which the exporter has a time."""
         exports = self._runs.exports
-        if not exports.is_done:
-            if not exports.is_ending:
-                exports.end()
-                self._loop.after(END_S, self._close_exports)
-            return
+        if not (exports.is_done or exports.is_ending):
+            within_s = min(self._ends_at - time.monotonic(), SEND_S + CLOSE_S)
+            exports.end(within_s - CLOSE_S)
+            self._loop.after(within_s, self._stop)
+
+    def _stop(self) -> None:
+        self._runs.exports.stop()
         if not self._is_over:
             self._runs.tell_of_exports()
         self._is_over = True
-
-    def _close_exports(self) -> None:
-        self._runs.exports.stop()
-        self._end()
 
 
 def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:

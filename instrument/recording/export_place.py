@@ -165,16 +165,33 @@ def counted(place: ExportPlace) -> tuple[int, int]:
 
 def threads(place: ExportPlace) -> dict[int, int]:
     """The native ids of the threads whose rows a recording has, by the numbers of their rings."""
+    return {number: thread for number, thread, _ in _rings(place)}
+
+
+def unread(place: ExportPlace) -> int:
+    """How many rows of a recording nobody who exports it has read; 0 where its process has told of them itself."""
+    progress, (generation, ended_rows) = place.read(), counted(place)
+    if progress.generation == generation and progress.is_told:
+        return 0
+    recorded = sum(head for _, _, head in _rings(place)) + ended_rows
+    read = progress.fates["seen"] + progress.fates["missed"] if progress.generation == generation else 0
+    return max(recorded - read, 0)
+
+
+def _rings(place: ExportPlace) -> list[tuple[int, int, int]]:
+    """Number, thread and head of each ring that is in use."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     parts = struct.unpack_from("<50Q", head, layout.HEADER.fields["parts"][0])
     offset, stride, slots, used, _ = parts[5 * layout.PARTS.index("rings") :][:5]
-    data = os.pread(place.fileno(), stride * min(used, slots), offset)
-    before, found = _number(head, layout.HEADER, "object_bytes"), {}
+    size = min(stride * min(used, slots), os.fstat(place.fileno()).st_size)
+    data = os.pread(place.fileno(), size, offset)
+    before, found = _number(head, layout.HEADER, "object_bytes"), []
     for at in range(0, len(data) - stride + 1, stride):
         ring = data[at + before : at + stride]
-        if _number(ring, layout.RING, "generation") == _number(head, layout.HEADER, "generation"):
-            found[_number(ring, layout.RING, "number")] = _number(ring, layout.RING, "thread_id")
-    return {ring: thread for ring, thread in found.items() if ring and thread}
+        number, thread = _number(ring, layout.RING, "number"), _number(ring, layout.RING, "thread_id")
+        if number and thread and _number(ring, layout.RING, "generation") == _number(head, layout.HEADER, "generation"):
+            found.append((number, thread, _number(ring, layout.RING, "head")))
+    return found
 
 
 def _number(data: bytes, record: layout.Record, name: str) -> int:
@@ -207,7 +224,7 @@ def _unpacked(data: bytes) -> tuple[int, Progress]:
 
 
 def told(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """The spans that were kept and not exported, as losses are called."""
+    """The spans that were kept and not exported, as losses are called; `unread` may be among them."""
     names = {
         "spans rejected by the OTLP export": "rejected",
         "spans failed by the OTLP export": "failed",
@@ -215,5 +232,6 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans overwritten before the export read them": "missed",
         "spans that an agent had read and not exported as it was ended": "abandoned",
         UNTIMED: "untimed",
+        "spans that no agent had read as it was ended": "unread",
     }
-    return {name: fates[fate] for name, fate in names.items() if fates[fate]}
+    return {name: fates[fate] for name, fate in names.items() if fates.get(fate)}

@@ -1,0 +1,99 @@
+"""The end of a run's agent, whatever its collector and its processes do: soon, and with all that is lost told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from otlp_collectors import collecting, drip, swallow
+from test_agent import INSTRUMENT, agents, folder, until
+from test_agent_export import ENGINE, PROFILE, spans_of
+
+__all__ = ["folder"]
+
+SERVICE = """
+import os, signal, time
+from engine import serve
+
+if os.fork() == 0:
+    for x in range(%d):
+        serve(x)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.wait()
+serve(0)
+open("ready", "w").close()
+end = time.monotonic() + 100
+while not os.path.exists("over") and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+
+
+@contextmanager
+def refusing() -> Iterator[int]:
+    """A port at which connections are refused."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield int(bound.getsockname()[1])
+
+
+@contextmanager
+def swallowing() -> Iterator[int]:
+    with collecting(swallow) as server:
+        yield server.server_port
+
+
+@contextmanager
+def dripping() -> Iterator[int]:
+    with collecting(drip) as server:
+        yield server.server_port
+
+
+def passes_within(limit_s: float, is_true: Callable[[], bool]) -> bool:
+    """Whether it comes true so soon, by a clock that stands still while the machine does, or has no time for us."""
+    for _ in range(round(limit_s / 0.01)):
+        if is_true():
+            return True
+        time.sleep(0.01)
+    return is_true()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, though whoever is to may not have reaped it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [10, 6000])
+@pytest.mark.parametrize("collector", [refusing, swallowing, dripping])
+def test_an_agent_that_is_told_to_end_has_ended_in_five_seconds_and_tells_what_is_lost(
+    collector: Callable[[], AbstractContextManager[int]], requests: int
+) -> None:
+    Path("engine.py").write_text(ENGINE)
+    Path("main.py").write_text(SERVICE % requests)
+    with collector() as port, Path("errors").open("w") as errors:
+        Path("profile.yaml").write_text(PROFILE % (port, "", ""))
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        service = subprocess.Popen(command, stderr=errors)
+        try:
+            until(lambda: Path("ready").exists())
+            (agent,) = agents()
+            os.kill(agent, signal.SIGTERM)
+            assert passes_within(5, lambda: has_ended(agent))
+            assert service.poll() is None
+        finally:
+            Path("over").touch()
+            service.wait(60)
+    told = Path("errors").read_text()
+    (line,) = [line for line in told.splitlines() if "not all that this run was to export" in line]
+    assert sum(map(int, re.findall(r"(\d+) span", line))) == spans_of(requests), line
