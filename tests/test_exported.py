@@ -23,6 +23,8 @@ from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.export_place import SENT
 from instrument.recording.spans import Origin
 
+ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
+
 
 class Service:
     """A process that records for a collector, which answers while it is `open`."""
@@ -52,15 +54,15 @@ class Service:
     def handed_over(self, server: Collector) -> Exported:
         """Its recording as an exporter is given it."""
         decisions = Decisions()
-        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._settled, detects=False)
+        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_sent, detects=False)
         exporter.start()
         self.exported = Exported(os.dup(self.recorder.memory_fd), exporter, decisions, KeyedRequests())
         self.exporter = exporter
         return self.exported
 
-    def _settled(self, source: Any) -> None:
+    def _note_sent(self, source: Any) -> None:
         if self.exported.source is source:
-            self.exported.note_settled()
+            self.exported.note_sent()
 
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
@@ -108,7 +110,7 @@ def until(is_true: Callable[[], Any]) -> None:
 
 def told(fates: Counter[str]) -> dict[str, int]:
     """The fates that are not none, after checking that they add up."""
-    assert fates["seen"] + fates["intervals"] == sum(fates[name] for name in ("passed", "beyond", "kept", "abandoned"))
+    assert fates["seen"] + fates["intervals"] == sum(fates[name] for name in ALL)
     assert fates["kept"] == sum(fates[name] for name in SENT)
     return {name: count for name, count in fates.items() if count and name not in ("seen", "kept")}
 
@@ -172,3 +174,23 @@ def test_what_was_on_its_way_as_an_exporter_was_killed_is_told_once_whatever_has
     third = service.handed_over(collector)
     third.has_ended = True
     assert told(service.end()) == {"exported": 1}
+
+
+def test_of_an_exporter_that_was_killed_what_it_was_sending_is_told_apart_from_what_it_never_sent(
+    service: Service, collector: Collector
+) -> None:
+    first = service.handed_over(collector)
+    for count, tries in ((3, 1), (5, 2)):
+        service.serve("one", count)
+        first.look()
+        service.exporter.hurry()
+        until(lambda tries=tries: collector.tries == tries)  # type: ignore[misc]
+        if tries == 1:
+            until(lambda: first._place.read().fates["exported"] == 3)
+            service.open.clear()
+    service.serve("one", 2)
+    first.look()
+    service.kill()
+    second = service.handed_over(collector)
+    second.has_ended = True
+    assert told(service.end()) == {"exported": 3, "unanswered": 5, "abandoned": 2}

@@ -480,8 +480,8 @@ def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> No
 
 def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_own_resource() -> None:
     with collecting(reject_two) as server, exporting(server.settings) as exporter:
-        settled: list[Source] = []
-        exporter._settled = settled.append
+        noted: list[tuple[Source, int]] = []
+        exporter._note = lambda source: noted.append((source, source.counts["sending"]))
         sources = []
         for number in range(3):
             ids = Ids((number, number, number), f"process-{number}")
@@ -498,9 +498,9 @@ def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_
         **dict.fromkeys(("process-0", "process-1", "process-2"), 50),
         exporter.ids.instance: 5,
     }
-    assert settled.count(exporter.own) == 1
+    assert [sending for source, sending in noted if source is exporter.own] == [5, 0]
     for source in sources:
-        assert source.counts == {"offered": 50, "exported": 48, "rejected": 2, "pending": 0}
+        assert source.counts == {"offered": 50, "exported": 48, "rejected": 2, "pending": 0, "sending": 0}
         sent = server.spans[source.ids.instance]
         assert sent[0].span_id == source.ids.span_id(1).to_bytes(8, "big")
 

@@ -51,7 +51,7 @@ class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
     Where a later one has begun this one has ended. Raises `TraceError` and `OSError`. `look` and `finish` are for one
-    thread; `note_settled` and `note_sent` may be called by another one.
+    thread; `note_sent` may be called by another one.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Exported:
             self._reading.metering.end()
         with self._lock:
             try:
-                self.note_settled()
+                self._note_spans()
             finally:
                 self._mapped.close()
                 self._place.close()
@@ -186,7 +186,7 @@ class Exported:
             found = Progress(self._generation, before=found.untold())
         elif found.is_told:
             self._told, found.is_told = Counter(found.fates), False
-        unsettled = found.unsettled
+        unsettled, unanswered = found.unsettled, found.unanswered
         keyed = KeyedTrees(self._requests, self, facts.ids)
         if self._reading is not None:
             self._reading.metering.end()
@@ -196,7 +196,8 @@ class Exported:
             self._progress, self._reading, self._heads = found, reading, {}
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
             reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
-            reading.base["abandoned"] += max(unsettled - reading.drain.adopt(), 0)
+            reading.base["unanswered"] += unanswered
+            reading.base["abandoned"] += max(unsettled - unanswered - reading.drain.adopt(), 0)
         self._note_read(reading, [])
         return reading
 
@@ -214,24 +215,27 @@ class Exported:
                 self._progress.places, self._progress.details = drain.places, drain.details_at
                 reading.held = drain.held
             fates.update(kept=base["kept"], abandoned=base["abandoned"], intervals=base["intervals"])
+            fates["unanswered"] = base["unanswered"]
             fates["untimed"] = base["untimed"] + reading.times.untimed
-            known = fates["kept"] + fates["beyond"] + fates["abandoned"] + reading.held + reading.keyed.waiting
-            fates["passed"] = max(fates["seen"] + fates["intervals"] - known, 0)
-            self.note_settled()
+            known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
+            left = fates["seen"] + fates["intervals"] - known - reading.held - reading.keyed.waiting
+            fates["passed"] = max(left, 0)
+            self._note_spans()
 
-    def note_settled(self) -> None:
-        """Write what has become of the spans that were sent."""
+    def _note_spans(self) -> None:
+        """Write which spans are about to be sent, and what has become of those that were."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
                 return
             for fate in SENT:
                 self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
+            self._progress.fates["sending"] = reading.source.counts["sending"]
             self._place.write(self._progress)
 
     def note_sent(self) -> None:
         """Write what has become of spans and metrics that were sent."""
-        self.note_settled()
+        self._note_spans()
         with self._lock:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
@@ -288,13 +292,13 @@ class Exported:
             if reading is not None:
                 reading.base["abandoned"] += reading.held + reading.keyed.waiting
                 progress.fates["abandoned"] = reading.base["abandoned"]
-            self.note_settled()
+            self._note_spans()
             found = Counter(progress.fates)
             found.subtract(self._told)
             found.update(progress.before)
             if reading is not None:
                 progress.is_told, progress.before = True, Progress().before
-                self.note_settled()
+                self._note_spans()
             return dict(found)
 
 

@@ -217,7 +217,9 @@ class Metering:
         """What could be sent of it was, or not."""
         with self._lock:
             self._tried_ns = time.monotonic_ns()
-        self._write()
+            is_written = self._settled_ns >= self._taken_ns and not self.metrics.waits()
+        if not is_written:  # else these were spans
+            self._write()
 
     def end(self) -> None:
         """Tell no more of it, for another one to go on."""

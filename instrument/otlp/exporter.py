@@ -54,7 +54,7 @@ _NEVER_NS = 1 << 63
 _OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
 _EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
 _FATES = ("offered", *_OUTCOMES, "pending")
-_INTERVALS = "intervals"
+_INTERVALS, _SENDING = "intervals", "sending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class Exporter:
     sent after the spans; those of other processes come with their sources, by `add_metrics`. `origin` and `ids` may be
     read, and `origin` replaced by a renewed one, at any time. Where it has none of its own it need not know what it
     `detects` of itself.
-    `settled(source)` is called when the fate of some of a source's spans has become known, or metrics of it were sent,
-    by the thread that sends.
+    `note(source)` is called by the thread that sends: before it does so with some of a source's spans, which its counts
+    tell as `sending`, and when their fate has become known or metrics of it were sent.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
@@ -128,13 +128,13 @@ class Exporter:
         settings: Otlp,
         origin: Origin,
         threads: Callable[[], Mapping[int, str]],
-        settled: Callable[[Source], object] = lambda _: None,
+        note: Callable[[Source], object] = lambda _: None,
         *,
         detects: bool = True,
     ) -> None:
         self._settings = settings
         self._threads = threads
-        self._settled = settled
+        self._note = note
         self._sender = sender_for(settings)
         self.metrics = self.new_metrics(os.environ)
         self._detected: Mapping[str, object] | None = None if detects else {}
@@ -419,6 +419,7 @@ class Exporter:
         if self._in_flight or (self._closed and self._queue):
             self._reason = reason
         for tree in list(self._in_flight):
+            tree.source.counts[_SENDING] = 0
             self._settle(tree, tree.left, _FAILED)
         self._take_in()
         while self._closed and self._queue:
@@ -506,7 +507,7 @@ class Exporter:
                 FAULTS.note("OTLP export of metrics", fault)
             finally:
                 self._telling = None
-            self._settled(source)
+            self._note(source)
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
 
@@ -619,6 +620,7 @@ class Exporter:
                 until_ns = min(deadline_ns, self._stop_at_ns)
                 return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 
+            self._note_sending(owners[0].source, len(pieces))
             verdict = sender.send(pieces, left_s, self._pause)
             if not verdict.wait_s:
                 break
@@ -637,6 +639,7 @@ class Exporter:
             if not self._serves(sender):
                 return
             outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
+            owners[0].source.counts[_SENDING] = 0
             for tree, spans in Counter(owners).items():
                 self._settle(tree, spans, outcome)
             if outcome == _REJECTED:
@@ -644,8 +647,13 @@ class Exporter:
                     counts["rejected"] -= len(owners) - verdict.rejected
                     counts["exported"] += len(owners) - verdict.rejected
             self._counts["requests"] += 1
-        self._settled(owners[0].source)
+        self._note(owners[0].source)
         self._say(verdict)
+
+    def _note_sending(self, source: Source, spans: int) -> None:
+        with self._lock:
+            source.counts[_SENDING] = spans
+        self._note(source)
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:
         """Wait where the collector has asked for it, all that is offered meanwhile, too; whether to send then.

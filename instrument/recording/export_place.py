@@ -18,13 +18,14 @@ from instrument.recording import memory_layout as layout
 
 FATES = (
     "seen", "intervals", "missed", "untimed",
-    "passed", "beyond", "kept", "exported", "rejected", "failed", "dropped", "abandoned",
+    "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
 )  # fmt: skip
 """Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
 were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, each with its
 device `intervals`, which are spans to a collector. Of these each was `exported`, `rejected`, `failed` or `dropped`, or
-waits; some of them are `untimed`: their device times had not come. `abandoned` are those that were none of this as who
-exported them was ended, and those of requests that had not ended as their process did."""
+waits, or the collector is just being sent it, with so many `sending`; some are `untimed`: their device times had not
+come. As who exported them was killed those that were just being sent were `unanswered`: the collector may have them.
+`abandoned` are those that had not been sent then, and those of requests that had not ended as their process did."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """What becomes of those that were kept."""
@@ -63,15 +64,22 @@ class Progress:
     @property
     def unsettled(self) -> int:
         """Spans that were seen and whose fate is not known."""
-        told = sum(self.fates[name] for name in ("passed", "beyond", "abandoned", *SENT))
+        told = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *SENT))
         return max(self.fates["seen"] + self.fates["intervals"] - told, 0)
+
+    @property
+    def unanswered(self) -> int:
+        """Those of them that were just being sent."""
+        return min(self.fates["sending"], self.unsettled)
 
     def untold(self) -> dict[str, int]:
         """All fates that nobody has told of, now that who exported it has gone."""
         if self.is_told:
             return dict(self.before)
         found = {fate: count + self.before[fate] for fate, count in self.fates.items()}
-        found["abandoned"] += self.unsettled
+        found["unanswered"] += self.unanswered
+        found["abandoned"] += self.unsettled - self.unanswered
+        found["sending"] = 0
         found["kept"] = sum(found[fate] for fate in SENT)
         return found
 
@@ -230,7 +238,8 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans failed by the OTLP export": "failed",
         "spans dropped by the OTLP export": "dropped",
         "spans overwritten before the export read them": "missed",
-        "spans that an agent had read and not exported as it was ended": "abandoned",
+        "spans sent to a collector whose answer nobody has heard": "unanswered",
+        "spans that had been read and not sent as their exporter was ended": "abandoned",
         UNTIMED: "untimed",
         "spans that no agent had read as it was ended": "unread",
     }

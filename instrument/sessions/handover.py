@@ -20,7 +20,7 @@ from instrument.otlp.metrics import Metrics, asked_of_metrics
 from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
-from instrument.runtime.unpatched import RLock
+from instrument.runtime.unpatched import Lock, RLock
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
 """How long nobody must have exported what this process records before it does so itself: where there is no agent, and
@@ -85,7 +85,8 @@ class Handover:
         self._since = 0.0
         self._found = Progress()
         self._fates: dict[str, int] = {}
-        self._noted: object = None
+        self._noting = Lock()
+        self._noted: tuple[Standing, Mapping[str, int]] | None = None
         self._counted: Mapping[str, int] = {}
         self._written: Counter[str] = Counter()
         """What of the fates that are written is the session's own, whose losses it tells itself."""
@@ -209,9 +210,10 @@ class Handover:
             threads = export_place.threads(place)
             rows = {threads[ring]: row for ring, row in found.places.items() if ring in threads}
         fates = self._fates = dict(found.fates)
-        fates["abandoned"] += found.unsettled
-        fates["kept"] = sum(fates[fate] for fate in SENT)
-        self._place = place
+        fates["unanswered"] += found.unanswered
+        fates["abandoned"] += found.unsettled - found.unanswered
+        fates["kept"], fates["sending"] = sum(fates[fate] for fate in SENT), 0
+        self._noted, self._place = None, place
         if place is not None:
             generation, _ = export_place.counted(place)
             place.write(Progress(generation, found.places, fates, found.details, found.before))
@@ -226,9 +228,10 @@ class Handover:
             if not self.is_own or self._is_ending or place is None or exporter is None:
                 return
             standing = self._end_own()
-            self._written.update(self._write(place, exporter, standing))
+            with self._noting:
+                self._place = None
+                self._written.update(self._write(place, exporter, standing))
             place.close()
-            self._place = None
             self._since = time.monotonic()
 
     def close(self, standing: Standing | None = None) -> None:
@@ -236,14 +239,15 @@ class Handover:
 
         Where that is known, what is written is how far it has come.
         """
-        place, self._place = self._place, None
-        if place is None:
-            return
-        try:
-            if standing is not None and self._exporter is not None and self.is_own:
-                self._written.update(self._write(place, self._exporter, standing, is_told=True))
-        finally:
-            place.close()
+        with self._noting:
+            place, self._place = self._place, None
+            if place is None:
+                return
+            try:
+                if standing is not None and self._exporter is not None and self.is_own:
+                    self._written.update(self._write(place, self._exporter, standing, is_told=True))
+            finally:
+                place.close()
 
     def note(self, standing: Standing) -> None:
         """Write how far the session has come, before it sends what it has read: where it is killed another goes on."""
@@ -252,9 +256,17 @@ class Handover:
             return
         noted = standing, exporter.counts()
         if noted != self._noted:
-            self._noted = noted
-            with suppress(OSError):  # the service has closed it
+            with self._noting, suppress(OSError):  # the service has closed it
+                self._noted = noted
                 self._write(place, exporter, standing)
+
+    def note_sent(self) -> None:
+        """Write which spans are about to be sent, and what has become of those that were. By the thread that sends."""
+        with self._noting:
+            place, exporter, noted = self._place, self._exporter, self._noted
+            if place is not None and exporter is not None and noted is not None:
+                with suppress(OSError):
+                    self._write(place, exporter, noted[0])
 
     def _write(
         self, place: ExportPlace, exporter: otlp.Exporter, standing: Standing, *, is_told: bool = False
@@ -271,7 +283,8 @@ class Handover:
         fates["kept"] = sum(fates[fate] for fate in SENT) + max(on_their_way, 0)
         generation, ended_rows = export_place.counted(place)
         fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
-        known = fates["kept"] + fates["beyond"] + fates["abandoned"]
+        fates["sending"] = exporter.own.counts["sending"]
+        known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
         fates["passed"] = max(fates["seen"] + fates["intervals"] - known - standing.held, 0)
         place.write(Progress(generation, places, fates, self._found.details, self._found.before, is_told))
         if standing.meter is not None:

@@ -96,7 +96,9 @@ class Recorded:
         self._exporter: otlp.Exporter | None = None
         self._outbox: Outbox | None = None
         if profile.export.otlp is not None:
-            self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
+            self._exporter = otlp.Exporter(
+                profile.export.otlp, self.origin(), RECORDER.threads, lambda _: self.handover.note_sent()
+            )
             self._outbox = Outbox(self._exporter, self._timing)
         self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._begin_export, self._end_export)
         self._costs = Costs(RECORDER)
