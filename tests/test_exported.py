@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
 from otlp_collectors import Collector, Handler, collecting
 
+from instrument.agent import exported
 from instrument.agent.exported import Exported
 from instrument.agent.keyed_trees import KeyedRequests
 from instrument.otlp import export_facts
@@ -20,10 +22,14 @@ from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recorder.shared_decisions import Decisions
-from instrument.recording.export_place import SENT
+from instrument.recording.export_place import SENT, Progress
+from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.spans import Origin
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
+
+
+MS = 10**6
 
 
 class Service:
@@ -54,15 +60,19 @@ class Service:
     def handed_over(self, server: Collector) -> Exported:
         """Its recording as an exporter is given it."""
         decisions = Decisions()
-        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_sent, detects=False)
+        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
         exporter.start()
         self.exported = Exported(os.dup(self.recorder.memory_fd), exporter, decisions, KeyedRequests())
         self.exporter = exporter
         return self.exported
 
-    def _note_sent(self, source: Any) -> None:
+    def _note_settled(self, source: Any) -> None:
         if self.exported.source is source:
-            self.exported.note_sent()
+            self.exported.note_settled()
+
+    def progress(self) -> Progress:
+        """What is written of the export."""
+        return self.exported._place.read()
 
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
@@ -194,3 +204,70 @@ def test_of_an_exporter_that_was_killed_what_it_was_sending_is_told_apart_from_w
     second = service.handed_over(collector)
     second.has_ended = True
     assert told(service.end()) == {"exported": 3, "unanswered": 5, "abandoned": 2}
+
+
+class Device(Service):
+    """A process whose spans are timed on a device, by the test."""
+
+    intervals: IntervalRing
+
+    def decode(self, count: int = 1) -> int:
+        """Record some spans that ask for device times; when they had ended."""
+        for _ in range(count):
+            with self.recorder.scope("decode", device=True):
+                pass
+        ended_ns = time.monotonic_ns()
+        time.sleep(0.001)
+        return ended_ns
+
+    def settle(self, until_ns: int, spans: int) -> None:
+        """Have the device times come of so many spans that ended last by then."""
+        for row in [row for ring in self.recorder.rings() for row in ring.newest(0)[0] if row[6] <= until_ns][-spans:]:
+            self.intervals.add(row[1], 0, 7, row[5], row[5] + MS, "exclusive")
+        self.intervals.tell_settled(until_ns)
+
+
+@pytest.fixture
+def device(service: Service) -> Device:
+    made = Device(service.recorder)
+    made.intervals = IntervalRing(1 << 14, partial(service.recorder.room_for, "intervals"))
+    made.intervals.tell_settled(time.monotonic_ns())
+    return made
+
+
+@pytest.fixture
+def timed(device: Device, service: Service) -> Iterator[Collector]:
+    with collecting(device.behave) as server:
+        service.exported = device.handed_over(server)
+        service.exporter = device.exporter
+        yield server
+
+
+def test_spans_wait_in_the_recording_until_their_device_times_have_come(device: Device, timed: Collector) -> None:
+    first = device.decode(3)
+    device.decode(2)
+    device.exported.look()
+    assert device.progress().fates["seen"] == 0
+    device.settle(first, 3)
+    device.exported.look()
+    assert (device.progress().fates["seen"], device.exported.lag_ns > 0) == (3, True)
+    device.kill()
+    device.settle(device.decode(0), 2)
+    device.handed_over(timed).has_ended = True
+    assert told(device.end()) == {"intervals": 5, "abandoned": 6, "exported": 4}
+
+
+@pytest.mark.parametrize("why", ["for long", "the ring is half full", "its process has ended"])
+def test_spans_whose_device_times_do_not_come_are_sent_without_and_counted(
+    why: str, device: Device, timed: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exported, "SETTLE_NS", 0 if why == "for long" else 10**15)
+    device.settle(device.decode(2), 2)
+    count = device.recorder.rings()[0].capacity * 5 // 8 if why == "the ring is half full" else 3
+    device.decode(count)
+    found = device.exported
+    if why == "its process has ended":
+        found.has_ended = True
+    until(lambda: not (found.look() or found.lag_ns))
+    found.has_ended = True
+    assert told(device.end()) == {"intervals": 2, "exported": count + 4, "untimed": count}

@@ -481,7 +481,7 @@ def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> No
 def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_own_resource() -> None:
     with collecting(reject_two) as server, exporting(server.settings) as exporter:
         noted: list[tuple[Source, int]] = []
-        exporter._note = lambda source: noted.append((source, source.counts["sending"]))
+        exporter._settled = lambda source: noted.append((source, source.counts["sending"]))
         sources = []
         for number in range(3):
             ids = Ids((number, number, number), f"process-{number}")

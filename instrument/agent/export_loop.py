@@ -142,7 +142,7 @@ class ExportLoop:
     def _exporter(self, settings: Otlp) -> Exporter:
         if settings not in self._exporters:
             self._stop_unused()
-            exporter = Exporter(settings, Origin(os.getpid(), "", 0, 0), dict, self._note_sent, detects=False)
+            exporter = Exporter(settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
             exporter.start()
             self._exporters[settings] = exporter
         return self._exporters[settings]
@@ -156,7 +156,7 @@ class ExportLoop:
         for settings in unused[: max(len(self._exporters) - EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
-    def _note_sent(self, source: Source) -> None:
+    def _note_settled(self, source: Source) -> None:
         """Called by the thread that sends."""
         for found in list(self._recordings.values()):
             if found.source is source:

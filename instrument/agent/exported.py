@@ -51,7 +51,7 @@ class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
     Where a later one has begun this one has ended. Raises `TraceError` and `OSError`. `look` and `finish` are for one
-    thread; `note_sent` may be called by another one.
+    thread; `note_settled` and `note_sent` may be called by another one.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Exported:
             self._reading.metering.end()
         with self._lock:
             try:
-                self._note_spans()
+                self.note_settled()
             finally:
                 self._mapped.close()
                 self._place.close()
@@ -220,9 +220,9 @@ class Exported:
             known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             left = fates["seen"] + fates["intervals"] - known - reading.held - reading.keyed.waiting
             fates["passed"] = max(left, 0)
-            self._note_spans()
+            self.note_settled()
 
-    def _note_spans(self) -> None:
+    def note_settled(self) -> None:
         """Write which spans are about to be sent, and what has become of those that were."""
         with self._lock:
             reading = self._reading
@@ -235,7 +235,7 @@ class Exported:
 
     def note_sent(self) -> None:
         """Write what has become of spans and metrics that were sent."""
-        self._note_spans()
+        self.note_settled()
         with self._lock:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
@@ -292,13 +292,12 @@ class Exported:
             if reading is not None:
                 reading.base["abandoned"] += reading.held + reading.keyed.waiting
                 progress.fates["abandoned"] = reading.base["abandoned"]
-            self._note_spans()
-            found = Counter(progress.fates)
+                self.note_settled()
+            found = Counter(progress.untold())
             found.subtract(self._told)
-            found.update(progress.before)
-            if reading is not None:
-                progress.is_told, progress.before = True, Progress().before
-                self._note_spans()
+            progress.is_told, progress.before = True, Progress().before
+            if self.is_ours:
+                self._place.write(progress)
             return dict(found)
 
 

@@ -117,8 +117,8 @@ class Exporter:
     sent after the spans; those of other processes come with their sources, by `add_metrics`. `origin` and `ids` may be
     read, and `origin` replaced by a renewed one, at any time. Where it has none of its own it need not know what it
     `detects` of itself.
-    `note(source)` is called by the thread that sends: before it does so with some of a source's spans, which its counts
-    tell as `sending`, and when their fate has become known or metrics of it were sent.
+    `settled(source)` is called by the thread that sends when the fate of some of a source's spans has become known or
+    metrics of it were sent, and before it sends some, which the counts tell as `sending`.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
@@ -128,13 +128,13 @@ class Exporter:
         settings: Otlp,
         origin: Origin,
         threads: Callable[[], Mapping[int, str]],
-        note: Callable[[Source], object] = lambda _: None,
+        settled: Callable[[Source], object] = lambda _: None,
         *,
         detects: bool = True,
     ) -> None:
         self._settings = settings
         self._threads = threads
-        self._note = note
+        self._settled = settled
         self._sender = sender_for(settings)
         self.metrics = self.new_metrics(os.environ)
         self._detected: Mapping[str, object] | None = None if detects else {}
@@ -507,7 +507,7 @@ class Exporter:
                 FAULTS.note("OTLP export of metrics", fault)
             finally:
                 self._telling = None
-            self._note(source)
+            self._settled(source)
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
 
@@ -647,13 +647,13 @@ class Exporter:
                     counts["rejected"] -= len(owners) - verdict.rejected
                     counts["exported"] += len(owners) - verdict.rejected
             self._counts["requests"] += 1
-        self._note(owners[0].source)
+        self._settled(owners[0].source)
         self._say(verdict)
 
     def _note_sending(self, source: Source, spans: int) -> None:
         with self._lock:
             source.counts[_SENDING] = spans
-        self._note(source)
+        self._settled(source)
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:
         """Wait where the collector has asked for it, all that is offered meanwhile, too; whether to send then.

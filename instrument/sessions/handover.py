@@ -20,7 +20,7 @@ from instrument.otlp.metrics import Metrics, asked_of_metrics
 from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
-from instrument.runtime.unpatched import Lock, RLock
+from instrument.runtime.unpatched import RLock
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
 """How long nobody must have exported what this process records before it does so itself: where there is no agent, and
@@ -28,6 +28,8 @@ where there is one. Meanwhile spans wait in the recording."""
 
 LOCK_S = 1.0
 """The longest that who is to export a recording waits for the one before to let go of it."""
+
+PATIENCE_S = 0.1
 
 LAST_READ_S = 1.0
 """The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
@@ -85,7 +87,7 @@ class Handover:
         self._since = 0.0
         self._found = Progress()
         self._fates: dict[str, int] = {}
-        self._noting = Lock()
+        self._noting = RLock()
         self._noted: tuple[Standing, Mapping[str, int]] | None = None
         self._counted: Mapping[str, int] = {}
         self._written: Counter[str] = Counter()
@@ -262,11 +264,15 @@ class Handover:
 
     def note_sent(self) -> None:
         """Write which spans are about to be sent, and what has become of those that were. By the thread that sends."""
-        with self._noting:
+        if not self._noting.acquire(timeout=PATIENCE_S):
+            return  # a signal handler has interrupted who writes, and waits for what is being sent
+        try:
             place, exporter, noted = self._place, self._exporter, self._noted
             if place is not None and exporter is not None and noted is not None:
                 with suppress(OSError):
                     self._write(place, exporter, noted[0])
+        finally:
+            self._noting.release()
 
     def _write(
         self, place: ExportPlace, exporter: otlp.Exporter, standing: Standing, *, is_told: bool = False
