@@ -117,6 +117,16 @@ def test_a_request_of_an_engine_is_a_part_of_that_around_it(both: tuple[Serving,
     assert parents(engine.sent, engine.ids)[3] == (trace, engine.ids.span_id(REQUEST))
 
 
+def test_who_waits_for_a_request_waits_longer_where_its_process_is_read_later(both: tuple[Serving, Serving]) -> None:
+    front, engine = both
+    front.lag_ns = 10**12
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a")]) == []
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    front.lag_ns = 0
+    assert engine.take() == [[10]]
+    assert parents(engine.sent, engine.ids)[10] == (front.ids.trace_id(REQUEST), front.ids.span_id(2))
+
+
 def test_what_is_asked_for_at_once_waits_for_open_requests_alone(
     both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

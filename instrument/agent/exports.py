@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from instrument.agent.peer import Connection
-from instrument.agent.processes import VANISHED, Process, Run
+from instrument.agent.processes import GOODBYE, Process, Run
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.runtime import packets
@@ -108,9 +108,9 @@ class Exports:
     def note_ended(self, process: Process) -> None:
         """A process has ended, and its recording stands still.
 
-        One that was killed while it exported itself has left what it had not read, or does not know the fate of.
+        One that ended without a word while it exported itself has left what it had not sent, or heard no answer to.
         """
-        if not self._tell("ended", process) and process.how == VANISHED:
+        if not self._tell("ended", process) and process.how != GOODBYE:
             self.add(process)
 
     def release(self, process: Process) -> None:
@@ -229,7 +229,9 @@ class Exports:
             if number not in self._released:
                 self._count_left(process, memory, is_told=bool(fates))
                 self._let_go(process)
-            elif process.how == VANISHED:  # it has been told that this one ended when there was nobody to hear it
+            elif (
+                not process.lives and process.how != GOODBYE
+            ):  # it has been told that this one ended when there was nobody to hear it
                 self.add(process)
             os.close(memory)
         self._released.discard(number)

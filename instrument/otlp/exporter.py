@@ -651,6 +651,7 @@ class Exporter:
         self._say(verdict)
 
     def _note_sending(self, source: Source, spans: int) -> None:
+        """Tell who is told what is settled, too, that so many spans are about to be sent."""
         with self._lock:
             source.counts[_SENDING] = spans
         self._settled(source)
