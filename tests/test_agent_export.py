@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
 from instrument.agent.column_shelf import ColumnShelf
+from instrument.cli import main
 from instrument.recording.export_place import SENT, ExportPlace
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import RingRows
@@ -777,6 +779,7 @@ def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Co
     spans = served_by_two(collector, 1.0)
     assert Counter(span.name for span in spans) == {
         "serve": 50, "submit": 50, "add": 50, "step": 50, "emit": 50, "work": 200, "loop": 1,
+        "queue": 50,
     }  # fmt: skip
     own = {span.span_id: span for span in spans}
     assert len(own) == len(spans)
@@ -787,7 +790,7 @@ def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Co
             assert own[span.parent_span_id].trace_id == span.trace_id
         if span.name in ("add", "emit"):
             assert own[span.parent_span_id].name == "submit"
-    parts = ["add", "emit", "serve", "submit", "work", "work"]
+    parts = ["add", "emit", "queue", "serve", "submit", "work", "work"]
     assert Counter(tuple(sorted(names)) for names in of_requests.values())[tuple(parts)] == 50
     assert len(of_requests) == 51  # and the engine's loop, with its steps
     requests = {span.trace_id: span.span_id for span in spans if span.name == "serve"}
@@ -795,11 +798,71 @@ def test_a_request_that_two_processes_serve_is_one_tree_by_its_key(collector: Co
     assert sorted(linked) == sorted(requests.items())
 
 
+LONG = """
+import time
+
+def add(request_id):
+    time.sleep(0.001)
+
+def step(tokens):
+    time.sleep(0.1)
+
+def loop(asked, done):
+    done.put("ready")
+    add(asked.get())
+    end = time.monotonic() + 20
+    step({"long": 100})
+    while time.monotonic() < end:
+        step({"long": 1, "other": 1})
+        time.sleep(0.3 if 10 < end - time.monotonic() < 10.5 else 0)
+    done.put("long")
+    asked.get()
+"""
+
+
+@pytest.mark.slow
+def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(collector: Collector) -> None:
+    Path("core.py").write_text(LONG)
+    Path("front.py").write_text(FRONT)
+    recording = 'export:\n  recording: {path: "traces/{service}-{pid}.npz"}'
+    text = KEYED % ("", 1.0, collector.server_port)
+    Path("profile.yaml").write_text(text.replace("batch: ids", "batch: tokens").replace("export:", recording))
+    one = 'if True:\n        front.serve("long",'
+    done = run(SERVED_BY_TWO.replace('for x in range(50):\n        front.serve(f"r{x}",', one))
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    spans = [span for of in collector.spans.values() for span in of]
+    [request] = [span for span in spans if span.name == "serve"]
+    steps = [span for span in spans if span.name == "step"]
+    assert len(steps) > 150
+    assert {tuple((link.trace_id, link.span_id) for link in span.links) for span in steps} == {
+        ((request.trace_id, request.span_id),)
+    }
+    stages = [span for span in spans if span.name in ("queue", "prefill", "decode", "stall")]
+    assert {(span.trace_id, span.parent_span_id) for span in stages} == {(request.trace_id, request.span_id)}
+    assert len({span.span_id for span in spans}) == len(spans)
+    sent = sorted((span.name, span.end_time_unix_nano - span.start_time_unix_nano) for span in stages)
+    assert [name for name, _ in sent][:3] == ["decode", "prefill", "queue"]
+    files = sorted(map(str, Path("traces").iterdir()))
+    assert main(["convert", *files, "--to", "otlp", "-o", "all.jsonl"]) == 0
+    found = [
+        (span["name"], int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]))
+        for line in Path("all.jsonl").read_text().splitlines()
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+        if span["name"] in ("queue", "prefill", "decode", "stall")
+    ]
+    assert sorted(found) == sent
+
+
 @pytest.mark.parametrize("emit", ["", pytest.param(", kind: request", marks=pytest.mark.slow)])
 def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
     spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}
-    assert Counter(span.name for span in spans) == {"serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4}
+    assert Counter(span.name for span in spans) == {
+        "serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4, "queue": 2,
+    }  # fmt: skip
     assert len({span.trace_id for span in spans}) == 2
     assert all(span.parent_span_id in own for span in spans if span.name != "serve")
 

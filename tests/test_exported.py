@@ -48,7 +48,8 @@ class Service:
     def begin(self, name: str) -> None:
         """Begin a session."""
         ids = Ids(instance=name)
-        told = export_facts.told(ids, {"service.name": name, "service.instance.id": name}, Capture(sample=1.0), 1000)
+        resource = {"service.name": name, "service.instance.id": name}
+        told = export_facts.told(ids, resource, Capture(sample=1.0), 1000, export_facts.MeteredFacts(0))
         origin = Origin(os.getpid(), name, time.monotonic_ns(), time.time_ns())
         self.recorder.begin(1 << 20, {"origin": asdict(origin), "export": told})
 

@@ -8,7 +8,9 @@ import pytest
 from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
 from instrument.agent import keyed_trees
-from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
+from instrument.agent.key_facts import KeyedRoot, KeyFacts
+from instrument.agent.keyed_requests import KeyedRequests
+from instrument.agent.keyed_trees import KeyedTrees
 from instrument.otlp.packing import Ids, identify, links_of
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import Span
@@ -19,21 +21,26 @@ REQUEST = 1000 | REQUEST_BIT
 class Serving:
     """A process, with the keys of its open requests."""
 
-    is_over = False
+    is_over = is_behind = False
     lag_ns = 0
 
     def __init__(self, requests: KeyedRequests, number: int) -> None:
         self.ids = Ids([number, number, number], str(number))
-        self.keys: set[str] = set()
         requests.members[number] = self
-        self.trees = KeyedTrees(requests, self, self.ids)
+        self.requests = requests
+        self.trees = KeyedTrees(requests, self.ids)
+
+    def open(self, key: str, root_id: int = REQUEST, *, sample: float = 1.0) -> None:
+        """A request begins."""
+        self.requests.learn(self.ids, KeyFacts([KeyedRoot(root_id, 0, None, None)], [(root_id, key)]), sample)
+
+    def close(self) -> None:
+        """All requests end."""
+        self.requests.leave(self.ids)
 
     @property
     def undecided(self) -> int:
         return self.trees.undecided
-
-    def open_keys(self) -> set[str]:
-        return self.keys
 
     def take(
         self, *trees: list[Span], sample: float = 1.0, is_last: bool = False, at_once: bool = False
@@ -46,7 +53,7 @@ class Serving:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Serving, Serving]:
     """A front and an engine, of which nobody waits for what is not open."""
-    for name in ("LOOKED_NS", "PATIENCE_NS", "OPEN_KNOWN_NS"):
+    for name in ("LOOKED_NS", "PATIENCE_NS"):
         monkeypatch.setattr(keyed_trees, name, 0)
     requests = KeyedRequests()
     return Serving(requests, 1), Serving(requests, 2)
@@ -65,11 +72,11 @@ def parents(sent: Sequence[Sequence[Span]], ids: Ids) -> dict[int, tuple[int, in
 
 def test_a_span_with_a_key_waits_while_its_request_is_open_and_goes_below_it(both: tuple[Serving, Serving]) -> None:
     front, engine = both
-    front.keys = {"a"}
+    front.open("a")
     assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a"), made(20, TOKENISE, 21, 22, 10)]) == []
     assert engine.take() == []
     assert engine.trees.waiting == 2
-    front.keys = set()
+    front.close()
     assert front.take(request("a")) == [[REQUEST, 2]]
     assert engine.take() == [[10, 20]]
     assert engine.trees.waiting == 0
@@ -82,9 +89,9 @@ def test_a_span_with_a_key_waits_while_its_request_is_open_and_goes_below_it(bot
 
 def test_what_was_done_for_a_request_that_is_not_kept_is_let_go(both: tuple[Serving, Serving]) -> None:
     front, engine = both
-    front.keys = {"a"}
+    front.open("a")
     assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, key="a")]) == []
-    front.keys = set()
+    front.close()
     assert engine.take() == []
     assert engine.trees.waiting == 0
 
@@ -104,9 +111,38 @@ def test_a_batch_is_linked_to_requests_of_another_process(both: tuple[Serving, S
     assert (link.trace_id, link.span_id) == (front.ids.trace_id(REQUEST), front.ids.span_id(REQUEST))
 
 
+def test_a_batch_is_linked_at_once_to_requests_that_go_on_and_are_kept_whatever_comes(
+    both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOOKED_NS", "PATIENCE_NS"):
+        monkeypatch.setattr(keyed_trees, name, 10**12)
+    front, engine = both
+    front.open("a")
+    front.open("b", 2001, sample=0.0)
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, batch=["a"])]) == [[10]]
+    [link] = links_of(engine.sent[0][0], engine.ids)
+    assert (link.trace_id, link.span_id) == (front.ids.trace_id(REQUEST), front.ids.span_id(REQUEST))
+    assert engine.take([made(12, STEP, 20, 30, thread=ENGINE, batch=["b"])]) == []
+    monkeypatch.setattr(keyed_trees, "PATIENCE_NS", 0)
+    assert engine.take() == [[12]]
+    [link] = links_of(engine.sent[0][0], engine.ids)
+    assert link.span_id == front.ids.span_id(2001)
+
+
+def test_a_batch_is_linked_by_the_key_that_an_engine_has_of_its_own_for_a_request(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    front.open("a")
+    taken_in = [made(10, STEP, 2, 9, thread=ENGINE, key="a"), made(12, TOKENISE, 3, 8, 10, key="a-own")]
+    assert engine.take(taken_in) == []
+    assert engine.take([made(14, STEP, 20, 30, thread=ENGINE, batch=["a-own"])]) == [[14]]
+    assert [link.span_id for link in links_of(engine.sent[0][0], engine.ids)] == [front.ids.span_id(REQUEST)]
+
+
 def test_a_request_of_an_engine_is_a_part_of_that_around_it(both: tuple[Serving, Serving]) -> None:
     front, engine = both
-    front.keys = {"a"}
+    front.open("a")
     assert engine.take(request("a", 20, 40)) == []
     assert front.take(request("a")) == [[REQUEST, 2]]
     assert engine.take() == [[REQUEST, 2]]
@@ -133,7 +169,7 @@ def test_what_is_asked_for_at_once_waits_for_open_requests_alone(
     for name in ("LOOKED_NS", "PATIENCE_NS"):
         monkeypatch.setattr(keyed_trees, name, 10**12)
     front, engine = both
-    front.keys = {"b"}
+    front.open("b", 2001)
     waiting = [[made(10, STEP, 20, 30, thread=ENGINE, key="a")], [made(12, STEP, 20, 30, thread=ENGINE, key="b")]]
     assert engine.take(*waiting, [made(14, STEP, 20, 30, thread=ENGINE, batch=["a"])]) == []
     assert front.take(request("a")) == []
@@ -148,6 +184,6 @@ def test_of_spans_that_wait_the_oldest_go_on_without_their_requests(
 ) -> None:
     monkeypatch.setattr(keyed_trees, "MOST_WAITING", 2)
     front, engine = both
-    front.keys = {"a"}
+    front.open("a")
     assert engine.take(*([made(number, STEP, 20, 30, thread=ENGINE, key="a")] for number in (10, 20, 30))) == [[10]]
     assert engine.take(is_last=True) == [[20], [30]]

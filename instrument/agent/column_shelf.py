@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.agent.key_facts import Details
 from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG, Held
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
 from instrument.recording.ring import REQUEST_BIT, Row
 from instrument.recording.spans import KEY, REMOTE
-
-Details = Mapping[int, tuple[int, bytes]]
-"""What few spans have beside their numbers, by their ids, as it was written."""
 
 _ROW = struct.Struct("<QQQqqqQII")
 _KEY = KEY.encode()
@@ -76,12 +73,6 @@ class ColumnShelf:
             found |= is_new
             above = rows["span_id"][is_new]
         return found
-
-    def held_keys(self) -> set[str]:
-        """The keys that rows bear which are put aside."""
-        texts = (text for parts in self._open.values() for _, _, its in parts for _, text in its.values())
-        told = (_detail_of(-1, text)[2] for text in texts if _KEY in text)
-        return {key for one in told if one and isinstance(key := one.get(KEY), str)}
 
     def _have_details(self, rows: Records) -> NDArray[np.bool_]:
         if not self.details:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.column_shelf import ColumnShelf, Details, roots_ended, rows_of
+from instrument.agent.column_shelf import ColumnShelf, roots_ended, rows_of
+from instrument.agent.key_facts import Details, KeyFactsReader
 from instrument.recording.export_place import Progress
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
@@ -48,6 +49,8 @@ class Drain:
         """How long ago what was left may have ended; 0 where nothing was."""
         self.opened: Mapping[int, OpenSpan] = {}
         """The spans that were open as rows were read the last time, by their ids."""
+        self.keys = KeyFactsReader(self._site_of_node)
+        """What rows tell of keys."""
         self._recent: deque[tuple[int, Mapping[int, tuple[int, bytes]]]] = deque()
         self._details_read = progress.details
         self._shelves: list[ColumnShelf] = []
@@ -74,7 +77,10 @@ class Drain:
 
     def site_of(self, row: Row) -> Site:
         """The site of a row that was read."""
-        return self._mapped.known_tree.site(row[0])
+        return self._site_of_node(row[0])
+
+    def _site_of_node(self, node: int) -> Site:
+        return self._mapped.known_tree.site(node)
 
     def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
         """The totals up to now of the sites that are wanted of a tree: of requests, where nobody says of which."""
@@ -110,7 +116,9 @@ class Drain:
         for shelf in self._shelves:
             shelf.open_below_keys = below_keys
         rings = self._mapped.rows(self.places, ROWS_AT_ONCE, before=self.left)
-        self._take_details()
+        details = self._take_details()
+        self.has_more = sum(len(ring.rows) for ring in rings) >= ROWS_AT_ONCE
+        self.keys.read(self.opened, rings, details, has_more=self.has_more)
         found, written = [], ended
         if self._watched is not None:
             self._watched.take(rings)
@@ -121,7 +129,6 @@ class Drain:
             written += head
             if rows:
                 found.append((ring.thread_id, rows))
-        self.has_more = sum(len(ring.rows) for ring in rings) >= ROWS_AT_ONCE
         self.places = {ring.ring: ring.head for ring in rings}
         self.missed = max(self.missed, written - self.seen)
         until_ns, now_ns = self.left
@@ -137,16 +144,12 @@ class Drain:
                 found.add(span.span_id)
         return found
 
-    def open_keys(self) -> set[str]:
-        """The keys of requests that have not ended."""
-        found = {
-            key
-            for span in self._mapped.open_spans()
-            if span.root_id & REQUEST_BIT and isinstance(key := span.attributes.get(KEY), str)
-        }
-        return found.union(*(shelf.held_keys() for shelf in self._shelves))
+    def look_at_open(self) -> None:
+        """Note the keys of what is open, where no rows have come."""
+        details, _ = self._mapped.details_since(self.details_at)
+        self.keys.read({span.span_id: span for span in self._mapped.open_spans()}, (), details, has_more=True)
 
-    def _take_details(self) -> None:
+    def _take_details(self) -> Details:
         """What rows have is written before them, perhaps since a time before, when they were not there yet."""
         found, self._details_read = self._mapped.details_since(self._details_read)
         self._recent.append((time.monotonic_ns(), found))
@@ -155,6 +158,7 @@ class Drain:
             shelf.details = every
         if self._watched is not None:
             self._watched.details = every
+        return every
 
     def _forget_details(self) -> None:
         """Keep those of rows that are still to be read, and the newest, whose rows may be about to be written."""
@@ -183,6 +187,7 @@ class Drain:
                 for ring in rings:
                     before = max(self.places.get(ring.ring, 0) - ring.first, 0)
                     adopted += shelf.adopt(ring._replace(rows=ring.rows[:before]), roots)
+                    self.keys.read_rows([(ring.rows[:before], ring.thread_id)], details)
         return adopted
 
     def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from instrument.agent.exported import Exported
-from instrument.agent.keyed_trees import KeyedRequests
+from instrument.agent.keyed_requests import KeyedRequests
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.profile.model import Otlp

@@ -16,14 +16,15 @@ from functools import partial
 
 from instrument import clock
 from instrument.agent.drain import Drain
-from instrument.agent.keyed_trees import KeyedRequests, KeyedTrees
+from instrument.agent.keyed_requests import KeyedRequests
+from instrument.agent.keyed_trees import KeyedTrees
 from instrument.agent.metering import Metering
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
-from instrument.recording.export_place import SENT, ExportPlace, Progress
+from instrument.recording.export_place import DERIVED_LOST, SENT, UNTOLD, ExportPlace, Progress
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
@@ -35,6 +36,9 @@ from instrument.trace.of_memory import origin_of
 
 FACTS_S = 1.0
 """How often it is looked what a process says of itself."""
+
+OPENED_S = 0.5
+"""How often it is looked which requests have begun where nothing has ended."""
 
 CLOCK_S = 60.0
 CLOCK_DRIFT_NS = 10**6
@@ -75,7 +79,7 @@ class Exported:
         self._told: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
-        self._facts_at = self._clock_at = 0.0
+        self._facts_at = self._clock_at = self._opened_at = 0.0
         self._heads: dict[int, int] = {}
         self.is_ours = False
         self.is_behind = False
@@ -93,6 +97,8 @@ class Exported:
             try:
                 self.note_settled()
             finally:
+                if self._reading is not None:
+                    self._requests.leave(self._reading.source.ids)
                 self._mapped.close()
                 self._place.close()
                 self.is_ours = False
@@ -112,6 +118,8 @@ class Exported:
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (has_more or self.is_behind))
         self.is_over = ended and not (has_more or self.is_behind)
+        if self.is_over and self._reading is not None:
+            self._requests.leave(self._reading.source.ids)
         return has_more
 
     def _look(self, *, is_last: bool, at_once: bool) -> bool:
@@ -125,7 +133,10 @@ class Exported:
             self.send_waiting()
             return False
         facts, reading = self._read_facts(), self._reading
-        if facts is None or not self._is_new():
+        if facts is None:
+            return False
+        if not self._is_new():
+            self._look_at_open()
             return False
         if reading is not None and self._exporter.waiting > WAITING_SPANS:
             self.is_behind = self._mapped.unread_share(reading.drain.places) < CROWDED
@@ -144,6 +155,8 @@ class Exported:
         self._note_read(reading, kept)
         for spans in kept:
             self._exporter.offer(spans, reading.source)
+        for spans in reading.keyed.stages.due(at_once=is_last or at_once):
+            self._exporter.offer(spans, reading.derived)
         return drain.has_more
 
     def _is_superseded(self) -> bool:
@@ -157,6 +170,14 @@ class Exported:
         is_new = has_more or heads != self._heads
         self._heads = heads
         return is_new
+
+    def _look_at_open(self) -> None:
+        """Learn of requests that have begun, where nothing has ended."""
+        now, reading = time.monotonic(), self._reading
+        if reading is not None and now >= self._opened_at and self._mapped.generation == self._progress.generation:
+            self._opened_at = now + OPENED_S
+            reading.drain.look_at_open()
+            reading.learn()
 
     def _read_facts(self) -> ExportFacts | None:
         now = time.monotonic()
@@ -175,23 +196,24 @@ class Exported:
                 self._clock_at = now + CLOCK_S
                 fresh, at_ns = _origin_now(header), time.monotonic_ns()
                 if abs(fresh.realtime_of(at_ns) - reading.source.origin.realtime_of(at_ns)) > CLOCK_DRIFT_NS:
-                    reading.source.origin = fresh
+                    reading.source.origin = reading.derived.origin = fresh
         return facts
 
     def _begin(self, facts: ExportFacts) -> _Reading:
         """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
         self._mapped.tree()
+        if self._reading is not None:
+            self._requests.leave(self._reading.source.ids)
         header, found = self._mapped.header, self._progress
         if found.generation != self._generation:
             found = Progress(self._generation, before=found.untold())
         elif found.is_told:
             self._told, found.is_told = Counter(found.fates), False
         unsettled, unanswered = found.unsettled, found.unanswered
-        keyed = KeyedTrees(self._requests, self, facts.ids)
         if self._reading is not None:
             self._reading.metering.end()
         start = partial(Metering, self._mapped, facts, self._exporter, self._place)
-        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, keyed, start)
+        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, self._requests, start)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
@@ -248,6 +270,9 @@ class Exported:
             self._note_read(reading, kept)
             for spans in kept:
                 self._exporter.offer(spans, reading.source)
+            for _ in range(2):  # the first time for those that have just come
+                for spans in reading.keyed.stages.due(at_once=True):
+                    self._exporter.offer(spans, reading.derived)
 
     @property
     def lag_ns(self) -> int:
@@ -258,10 +283,6 @@ class Exported:
     def undecided(self) -> int:
         """Kept requests that wait, for they may be parts of others."""
         return 0 if self._reading is None else self._reading.keyed.undecided
-
-    def open_keys(self) -> set[str]:
-        """The keys of requests that have not ended."""
-        return set() if self._reading is None else self._reading.drain.open_keys()
 
     @property
     def source(self) -> Source | None:
@@ -277,7 +298,7 @@ class Exported:
             return True
         if self.is_over:
             self._reading.metering.take_last()
-        if self._reading.source.counts["pending"]:
+        if self._reading.source.counts["pending"] or self._reading.derived.counts["pending"]:
             self._exporter.hurry()
             return False
         return self._is_superseded() or (self._reading.metering.is_settled and not self._reading.lingers)
@@ -295,6 +316,9 @@ class Exported:
                 self.note_settled()
             found = Counter(progress.untold())
             found.subtract(self._told)
+            if reading is not None:
+                found[UNTOLD] += reading.keyed.stages.untold + len(reading.keyed.stages)
+                found[DERIVED_LOST] += sum(reading.derived.counts[fate] for fate in SENT if fate != "exported")
             progress.is_told, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
@@ -311,7 +335,7 @@ class _Reading:
         facts: ExportFacts,
         origin: Origin,
         decisions: Decisions,
-        keyed: KeyedTrees,
+        requests: KeyedRequests,
         metering: Callable[[Drain, Source], Metering],
     ) -> None:
         self._mapped = mapped
@@ -325,8 +349,11 @@ class _Reading:
         """Whether what was read last may be another session's."""
         self.drain = Drain(mapped, progress)
         self.times = DeviceTimes(lambda: MappedIntervals(mapped))
-        self.keyed = keyed
+        self._requests = requests
+        self.keyed = KeyedTrees(requests, facts.ids)
         self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
+        self.derived = replace(self.source, counts=Counter())
+        """The same process, for spans that it has not recorded."""
         self.metering = metering(self.drain, self.source)
         self._trees = Trees(
             self.drain,
@@ -348,7 +375,11 @@ class _Reading:
     @property
     def lingers(self) -> bool:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
-        return self._trees.lingers or self.keyed.waiting > 0
+        return self._trees.lingers or self.keyed.waiting > 0 or len(self.keyed.stages) > 0
+
+    def learn(self) -> None:
+        """Note what the rows that were read tell of keys."""
+        self._requests.learn(self._facts.ids, self.drain.keys.taken(), self._facts.capture.sample)
 
     @property
     def is_behind(self) -> bool:
@@ -370,6 +401,7 @@ class _Reading:
         if not is_sound():
             self.is_spoilt = True
             return None
+        self.learn()
         self.times.join([span for spans in self._kept for span in spans], settled_ns or NOTHING_TO_COME)
         self._threads = self._mapped.threads()
         opened = self.drain.opened

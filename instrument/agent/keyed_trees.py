@@ -5,6 +5,9 @@ request over: of the spans that bear the key and had begun, the newest that was 
 one that ended last, else the request. A request that lies within another one of its key is a part of that one. Batches
 stay where they lie, and are linked to their requests. It is the rule of `instrument.trace.grafted`, here for rows as
 they come: a tree waits until its request is kept, for as long as that is open, and is let go where that is not kept.
+
+A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
+which that is not known after some seconds. Their stages follow as they end, see `instrument.agent.kept_stages`.
 """
 
 from __future__ import annotations
@@ -12,23 +15,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from instrument.agent.kept_stages import KeptStages
+from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of
 from instrument.otlp.packing import Ids
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, LinkedRequest, RemoteParent, Span
-
-KEYS_KNOWN = 20_000
-"""Keys of requests that are remembered; the oldest go first."""
-
-UNDER_ONE_KEY = 4
-"""Requests that are known by one key, for keys come again."""
-
-GIVERS = 64
-"""Spans of a request that may have handed it over: the newest."""
 
 MOST_WAITING = 50_000
 """Spans of a process that wait for their requests; of more the oldest go on without."""
@@ -38,9 +34,6 @@ LOOKED_NS = 10**9
 
 PATIENCE_NS = LINGER_NS + LOOKED_NS
 """How long a tree waits for a request that is not open: it may have ended, and be kept by then."""
-
-OPEN_KNOWN_NS = 10**8
-"""How long it counts as known which keys are of open requests."""
 
 _Top = tuple[int, str, int]
 """A span that goes below its request: its id, its key and when it began."""
@@ -59,124 +52,6 @@ class _OpenSpan(Protocol):
     def attributes(self) -> Mapping[str, AttributeValue]: ...
 
 
-class _Process(Protocol):
-    """A process whose requests others may serve."""
-
-    is_over: bool
-    """Whether it has ended, and all that it recorded has been read."""
-
-    @property
-    def undecided(self) -> int:
-        """Its kept requests that wait, for they may be parts of others."""
-
-    @property
-    def lag_ns(self) -> int:
-        """How far it is behind."""
-
-    def open_keys(self) -> set[str]:
-        """The keys of its requests that have not ended."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A kept request. `givers` are begin, end and id of its spans with keys, and whether each is of its own tree."""
-
-    instance: str
-    start_ns: int
-    end_ns: int
-    caller: RemoteParent
-    givers: list[tuple[int, int, int, bool]]
-
-    def below(self, start_ns: int, instance: str) -> RemoteParent:
-        """What a span that began then lies below."""
-        before = [one for one in self.givers if one[0] < start_ns]
-        still_open = [one for one in before if one[1] > start_ns]
-        ended = [one for one in before if one[3]]
-        span_id = self.caller.span_id
-        if still_open:
-            span_id = max(still_open, key=lambda one: (one[0], -one[1]))[2]
-        elif ended:
-            span_id = max(ended, key=lambda one: one[1])[2]
-        is_local, caller = instance == self.instance, self.caller
-        return RemoteParent(caller.trace_id, span_id, caller.flags, is_local, is_local, caller.state)
-
-
-class KeyedRequests:
-    """The requests of all processes that are kept, by their keys. Used by one thread."""
-
-    def __init__(self) -> None:
-        self.members: dict[int, _Process] = {}
-        self._kept: OrderedDict[str, list[_Request]] = OrderedDict()
-        self._open: dict[int, set[str]] = {}
-        self._open_until_ns = 0
-
-    def note(self, spans: Sequence[Span], ids: Ids) -> None:
-        """A request is kept: its own span comes first."""
-        first = spans[0]
-        caller = RemoteParent(*ids.of(first))
-        if first.remote is not None:
-            caller = replace(caller, flags=first.remote.flags, state=first.remote.state)
-        request = _Request(ids.instance, first.start_ns, first.end_ns, caller, [])
-        for key in _handed_over(request, spans, ids, is_own=True):
-            self._bind(key, request)
-
-    def add(self, request: _Request, spans: Sequence[Span], ids: Ids) -> None:
-        """Spans have come below a request: their keys are the request's, too."""
-        for key in _handed_over(request, spans, ids, is_own=False):
-            if all(one.caller.trace_id != request.caller.trace_id for one in self._kept.get(key, ())):
-                self._bind(key, request)
-
-    def _bind(self, key: str, request: _Request) -> None:
-        found = self._kept.setdefault(key, [])
-        found.append(request)
-        del found[:-UNDER_ONE_KEY]
-        self._kept.move_to_end(key)
-        if len(self._kept) > KEYS_KNOWN:
-            self._kept.popitem(last=False)
-
-    def of(self, key: str, at_ns: int) -> _Request | None:
-        """Of the kept requests that a key names the one that began last before a time."""
-        before = [one for one in self._kept.get(key, ()) if one.start_ns <= at_ns]
-        return max(before, key=lambda one: one.start_ns, default=None)
-
-    def decided(self, key: str, at_ns: int) -> bool | None:
-        """Whether a request is kept that has this key and was open then, None where one that is open has it."""
-        found = self.of(key, at_ns)
-        if found is not None and at_ns <= found.end_ns:
-            return True
-        return None if self.is_open(key) else False
-
-    def around(self, key: str, start_ns: int, end_ns: int, instance: str) -> _Request | None:
-        """The kept request of another process, that a key names, within which such a one lies."""
-        for one in self._kept.get(key, ()):
-            if one.instance != instance and one.start_ns <= start_ns and end_ns <= one.end_ns:
-                return one
-        return None
-
-    def is_open(self, key: str, besides: _Process | None = None) -> bool:
-        """Whether a key is that of a request that has not ended, of another process than this one."""
-        now_ns = time.monotonic_ns()
-        if now_ns >= self._open_until_ns:
-            self._open = {id(one): one.open_keys() for one in self.members.values() if not one.is_over}
-            self._open_until_ns = now_ns + OPEN_KNOWN_NS
-        return any(key in keys for whose, keys in self._open.items() if whose != id(besides))
-
-    @property
-    def lag_ns(self) -> int:
-        """How far the farthest of all processes is behind."""
-        return max((one.lag_ns for one in self.members.values()), default=0)
-
-    @property
-    def are_over(self) -> bool:
-        """Whether no process goes on."""
-        return all(one.is_over for one in self.members.values())
-
-    @property
-    def undecided(self) -> bool:
-        """Whether there are kept requests that are not noted yet."""
-        return any(one.undecided for one in self.members.values())
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """Spans that wait for requests: the one that they serve, or those of the batches among them."""
@@ -186,17 +61,22 @@ class _Waiting:
     top: _Top | None = None
     is_request: bool = False
     is_kept: bool = True
-    since_ns: int = field(default_factory=time.monotonic_ns)
+    since_ns: int = field(default_factory=lambda: time.monotonic_ns())
     was_open: bool = False
+
+    @property
+    def start_ns(self) -> int:
+        """When what waits began."""
+        return self.spans[0].start_ns if self.top is None else self.top[2]
 
 
 class KeyedTrees:
     """The kept trees of one process on their way to the exporter. Used by one thread."""
 
-    def __init__(self, requests: KeyedRequests, member: _Process, ids: Ids) -> None:
+    def __init__(self, requests: KeyedRequests, ids: Ids) -> None:
         self._requests = requests
-        self._member = member
         self._ids = ids
+        self.stages = KeptStages(requests)
         self._unplaced: list[Span] = []
         self._has_keys = False
         self._moved: OrderedDict[int, _Top] = OrderedDict()
@@ -235,6 +115,7 @@ class KeyedTrees:
             else:
                 for span in spans:
                     span.remote = self._callers.get(span.root_id, span.remote)
+                self.stages.add_late(spans, self._ids)
                 self._link(spans)
                 ready.append(spans)
         again = {span.span_id for span in unplaced}
@@ -279,8 +160,9 @@ class KeyedTrees:
         while len(self._moved) > KEYS_KNOWN:
             self._moved.popitem(last=False)
         for top, piece in pieces.items():
+            self._requests.note_names(top[1], _keys_of(piece))
             self._waiting.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept))
-        if keys := {key for span in stay for key in _batch_of(span)}:
+        if keys := {key for span in stay for key in batch_of(span.attributes)}:
             self._waiting.append(_Waiting(stay, keys))
         elif stay:
             ready.append(stay)
@@ -316,8 +198,8 @@ class KeyedTrees:
         size = sum(len(one.spans) for one in waiting)
         read_ns = time.monotonic_ns() - self._requests.lag_ns
         is_last = is_last or self._requests.are_over
-        # Requests first: what they hand over may wait here, too.
-        for one in sorted(waiting, key=lambda one: not one.is_request):
+        # Requests first, and parts of them as they began: what one hands over may wait here, too.
+        for one in sorted(waiting, key=lambda one: (not self._is_whole(one), one.start_ns)):
             is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
             age_ns = PATIENCE_NS + LOOKED_NS if at_once else read_ns - one.since_ns
             if self._is_awaited(one, age_ns, is_over=is_over) or (
@@ -334,34 +216,39 @@ class KeyedTrees:
             return False
         requests = self._requests
         if one.top is None:
-            if all(requests.of(key, one.spans[0].start_ns) for key in one.keys):
+            at_ns = one.spans[0].start_ns
+            unsure = [key for key in one.keys if requests.linked(key, at_ns, is_sure=True) is None]
+            if not unsure:
                 return False
             return age_ns < PATIENCE_NS or (
-                time.monotonic_ns() - one.since_ns < 2 * PATIENCE_NS and any(map(requests.is_open, one.keys))
+                time.monotonic_ns() - one.since_ns < 2 * PATIENCE_NS
+                and any((found := requests.of(key, at_ns)) is not None and found.is_open for key in unsure)
             )
         if one.is_request:
-            if self._around(one) is not None:
-                return False
-            is_alone = len(requests.members) == 1
-            return not is_alone and (age_ns < LOOKED_NS or any(requests.is_open(key, self._member) for key in one.keys))
+            around = self._around(one)
+            if around is None:
+                return len(requests.members) > 1 and age_ns < LOOKED_NS
+            if around.is_open:
+                one.since_ns = time.monotonic_ns()
+            return not around.is_kept and (around.is_open or age_ns < PATIENCE_NS)
         known = requests.of(one.top[1], one.top[2])
-        if known is not None and (one.top[2] <= known.end_ns or age_ns > LOOKED_NS):
+        if known is not None and known.is_kept and (one.top[2] <= known.end_ns or age_ns > LOOKED_NS):
             return False
-        if requests.is_open(one.top[1]):
+        if known is not None and known.is_open:
             one.was_open = True
             one.since_ns = time.monotonic_ns()
             return True
         return age_ns < PATIENCE_NS
 
-    def _around(self, one: _Waiting) -> _Request | None:
+    def _is_whole(self, one: _Waiting) -> bool:
+        return one.is_request and self._around(one) is None
+
+    def _around(self, one: _Waiting) -> KeyedRequest | None:
         """The request that this one is a part of."""
         first = one.spans[0]
         if first.remote is not None:
             return None  # its caller has said so
-        found = (
-            self._requests.around(key, first.start_ns, first.end_ns, self._ids.instance) for key in sorted(one.keys)
-        )
-        return next(filter(None, found), None)
+        return self._requests.around(first, self._ids, one.keys)
 
     def _sent(self, one: _Waiting, *, is_over: bool) -> list[list[Span]]:
         """The spans as they go to the exporter, none where their request was let go."""
@@ -371,9 +258,9 @@ class KeyedTrees:
             return [spans]
         top_id, key, start_ns = one.top
         request = self._around(one) if one.is_request else requests.of(key, start_ns)
-        if request is None:
+        if request is None or not request.is_kept:
             if one.is_request:
-                requests.note(spans, self._ids)
+                self.stages.add(requests.note(spans, self._ids), spans[0])
             elif (one.was_open and not is_over) or not one.is_kept:
                 return []
         else:
@@ -390,28 +277,12 @@ class KeyedTrees:
 
     def _link(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            found = (self._requests.of(key, span.start_ns) for key in _batch_of(span))
+            keys = batch_of(span.attributes)
+            found = (self._requests.linked(key, span.start_ns, is_sure=False) for key in keys)
             links = dict.fromkeys(LinkedRequest(0, 0, one.caller) for one in found if one is not None)
             if links:
                 span.links = tuple(links)
 
 
-def _handed_over(request: _Request, spans: Sequence[Span], ids: Ids, *, is_own: bool) -> dict[str, None]:
-    """Note the spans with keys among what a request may have been handed over by; returns these keys."""
-    found: dict[str, None] = {}
-    for span in spans:
-        if isinstance(key := span.attributes.get(KEY), str) and key:
-            found[key] = None
-            if span is not spans[0] or not is_own:
-                request.givers.append((span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own))
-    del request.givers[:-GIVERS]
-    return found
-
-
 def _keys_of(spans: Sequence[Span]) -> Iterator[str]:
     return (key for span in spans if isinstance(key := span.attributes.get(KEY), str) and key)
-
-
-def _batch_of(span: Span) -> Sequence[str]:
-    found = span.attributes.get(BATCH_KEYS) if span.attributes else None
-    return [key for key in found if isinstance(key, str)] if isinstance(found, list | tuple) else ()

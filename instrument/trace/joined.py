@@ -214,10 +214,10 @@ def _top(parts: Mapping[int, int], request: int) -> int:
 
 def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
     rows = trace.attributes.having(BATCH_KEYS)
-    of_rows = [_texts(one) for one in trace.attributes.values(BATCH_KEYS, rows)]
+    of_rows = [batch_keys(one) for one in trace.attributes.values(BATCH_KEYS, rows)]
     sizes = np.array([len(its) for its in of_rows], dtype=np.int64)
     weights = [
-        _weights(told, len(its))
+        batch_weights(told, len(its))
         for told, its in zip(trace.attributes.values(BATCH_WEIGHTS, rows), of_rows, strict=True)
     ]
     keys = tuple(chain.from_iterable(of_rows))
@@ -225,10 +225,10 @@ def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: I
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
     flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
-    return _once(Served(batch, request, flat, keys))
+    return each_once(Served(batch, request, flat, keys))
 
 
-def _once(served: Served) -> Served:
+def each_once(served: Served) -> Served:
     """Each request once in a batch: one that is there under several keys, or several times, has the weight of all."""
     places = np.arange(len(served.batch))
     whose = np.where(served.request == NONE, NONE - 1 - places, served.request)  # what is of none stays as it is
@@ -246,12 +246,13 @@ def _once(served: Served) -> Served:
     return Served(served.batch[kept], served.request[kept], weight, tuple(served.key[at] for at in kept.tolist()))
 
 
-def _texts(told: Any) -> Sequence[str]:
+def batch_keys(told: Any) -> Sequence[str]:
+    """The keys that a batch serves, by what it says of them."""
     found = told if isinstance(told, (list, tuple)) else ()
     return [one for one in found[:BATCH_LIMIT] if isinstance(one, str)]
 
 
-def _weights(told: Any, count: int) -> Sequence[int]:
+def batch_weights(told: Any, count: int) -> Sequence[int]:
     """Of each key its weight in thousandths; all alike where they are not told, or there is none for each, or all 0."""
     alike = [THOUSANDTHS] * count
     if not isinstance(told, (list, tuple)) or len(told) != count:

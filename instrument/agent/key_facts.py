@@ -1,0 +1,169 @@
+"""What a recording tells of requests with keys, and of the batches that serve them, as its rows are read.
+
+All requests are told, whether they are kept or not, and all batches: which request a key names, and what its time went
+to, is told by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, REMOTE, RemoteParent, Site, remote_of
+from instrument.trace.joined import batch_keys, batch_weights
+
+_KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
+
+Details = Mapping[int, tuple[int, bytes]]
+"""What few spans have beside their numbers, by their ids, as it was written."""
+
+
+class Batch(NamedTuple):
+    """A batch: the keys of those that it serves, and how much of it each one takes, if it `says_weight`."""
+
+    name: str
+    thread_id: int
+    start_ns: int
+    end_ns: int
+    keys: Sequence[str]
+    weights: Sequence[int]
+    says_weight: bool
+
+
+class KeyedRoot(NamedTuple):
+    """A request that bears keys; `end_ns` is None while it is open. `remote` is its caller's span."""
+
+    root_id: int
+    start_ns: int
+    end_ns: int | None
+    remote: RemoteParent | None
+
+
+@dataclass(slots=True)
+class KeyFacts:
+    """What has been told since the last time.
+
+    `keys` are borne by spans of requests, each with the id of its root; `gone` are those that are open no more, and
+    whose rows nobody will read.
+    """
+
+    roots: list[KeyedRoot] = field(default_factory=list)
+    keys: list[tuple[int, str]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+
+
+class KeyFactsReader:
+    """Goes through the rows of one recording. `site_of` tells the site of a call path's number. Used by one thread."""
+
+    def __init__(self, site_of: Callable[[int], Site]) -> None:
+        self._site_of = site_of
+        self._open: dict[int, KeyedRoot] = {}
+        """All requests that are open, by their roots' ids."""
+        self._keyed: set[int] = set()
+        """Those that bear keys, and have not ended."""
+        self._missing: set[int] = set()
+        """Those of them that were not among the open ones the last time."""
+        self._ended: list[Records] = []
+        """The requests that ended the last time: a row with a key may come after its root's, of another ring."""
+        self._facts = KeyFacts()
+
+    def taken(self) -> KeyFacts:
+        """What has been told since the last time."""
+        found, self._facts = self._facts, KeyFacts()
+        return found
+
+    def read(
+        self, opened: Mapping[int, OpenSpan], rings: Sequence[RingRows], details: Details, *, has_more: bool
+    ) -> None:
+        """Go through what was open, and through the rows that were read right after that."""
+        facts = self._facts
+        before, self._open = self._open, {}
+        for span in opened.values():
+            if not span.root_id & REQUEST_BIT:
+                continue
+            if span.span_id == span.root_id:
+                known = before.get(span.span_id)
+                remote = _remote_of(span.attributes, details.get(span.span_id)) if known is None else known.remote
+                self._open[span.span_id] = KeyedRoot(span.span_id, span.start_ns, None, remote)
+            if isinstance(key := span.attributes.get(KEY), str) and key:
+                facts.keys.append((span.root_id, key))
+        self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
+        ended = [
+            rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
+        ]
+        self._keyed.update(root_id for root_id, _ in facts.keys)
+        self._tell_ended([*self._ended, *ended], details, before)
+        facts.roots += [one for root_id, one in self._open.items() if root_id in self._keyed]
+        self._ended = ended if rings else self._ended
+        missing = self._keyed - self._open.keys()
+        if not has_more:
+            facts.gone += missing & self._missing
+            self._keyed -= missing & self._missing
+            self._missing = missing - self._missing
+
+    def read_rows(self, of_threads: Iterable[tuple[Records, int]], details: Details) -> None:
+        """Note the keys that rows of requests bear, and batches. Rows come with the native id of their thread."""
+        bearing = [span_id for span_id, (_, text) in details.items() if _KEY in text]
+        serving = [span_id for span_id, (_, text) in details.items() if _BATCH_KEYS in text]
+        for rows, thread_id in of_threads:
+            self._read_keys(rows[_are_in_requests(rows)], bearing, details)
+            self._read_batches(rows, serving, thread_id, details)
+
+    def _read_keys(self, rows: Records, bearing: Sequence[int], details: Details) -> None:
+        its = rows[_are_among(rows["span_id"], bearing)]
+        for span_id, root_id in zip(its["span_id"].tolist(), its["root_id"].tolist(), strict=True):
+            key = _told(details[span_id]).get(KEY)
+            if isinstance(key, str) and key:
+                self._facts.keys.append((root_id, key))
+
+    def _read_batches(self, rows: Records, serving: Sequence[int], thread_id: int, details: Details) -> None:
+        its = rows[_are_among(rows["span_id"], serving)]
+        columns = (its[name].tolist() for name in ("span_id", "start_ns", "end_ns", "node"))
+        for span_id, start_ns, end_ns, node in zip(*columns, strict=True):
+            told = _told(details[span_id])
+            if keys := batch_keys(told.get(BATCH_KEYS)):
+                weights = batch_weights(told.get(BATCH_WEIGHTS), len(keys))
+                name, says_weight = self._site_of(node).name, BATCH_WEIGHTS in told
+                self._facts.batches.append(Batch(name, thread_id, start_ns, end_ns, keys, weights, says_weight))
+
+    def _tell_ended(self, ended: Sequence[Records], details: Details, opened: Mapping[int, KeyedRoot]) -> None:
+        for rows in ended:
+            its = rows[_are_among(rows["root_id"], self._keyed)]
+            columns = (its[name].tolist() for name in ("root_id", "start_ns", "end_ns"))
+            for root_id, start_ns, end_ns in zip(*columns, strict=True):
+                known = opened.get(root_id)
+                detail = details.get(root_id)
+                remote = known.remote if known is not None else _remote_of(_told(detail) if detail else {}, None)
+                self._facts.roots.append(KeyedRoot(root_id, start_ns, end_ns, remote))
+                self._keyed.discard(root_id)
+                self._open.pop(root_id, None)
+
+
+def _told(detail: tuple[int, bytes]) -> Mapping[str, Any]:
+    active_ns, text = detail
+    return detail_of(active_ns, facts_in(text)).attributes
+
+
+def _remote_of(attributes: Mapping[str, Any], detail: tuple[int, bytes] | None) -> RemoteParent | None:
+    """The caller of a request, which stands in its details where its attributes were too many."""
+    found = attributes.get(REMOTE)
+    if found is None and detail is not None:
+        found = _told(detail).get(REMOTE)
+    return remote_of(tuple(found) if isinstance(found, list) else found)
+
+
+def _are_in_requests(rows: Records) -> NDArray[np.bool_]:
+    return np.asarray(rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
+
+
+def _are_among(column: NDArray[np.uint64], ids: Sequence[int] | set[int]) -> NDArray[np.bool_]:
+    if not ids:
+        return np.zeros(len(column), np.bool_)
+    return np.isin(column, np.fromiter(ids, np.uint64, len(ids)))

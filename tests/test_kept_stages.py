@@ -1,0 +1,292 @@
+"""Stages and links of requests that several processes serve, as the agent sends them: what `convert` makes of all rows.
+
+Requests here last tens of seconds, of a clock that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from test_grafted import saved
+from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
+
+from instrument.agent import kept_stages, keyed_requests, keyed_trees, served_batches
+from instrument.agent.key_facts import Batch, KeyFactsReader
+from instrument.agent.keyed_requests import KeyedRequests
+from instrument.agent.keyed_trees import KeyedTrees
+from instrument.agent.served_batches import Needed, ServedBatches
+from instrument.otlp.packing import Ids, identify, links_of
+from instrument.recording.mapped import ROWS
+from instrument.recording.mapped_facts import OpenSpan, RingRows
+from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, Site, Span
+from instrument.trace.by_process import spans_by_process
+from instrument.trace.grafted import grafted
+from instrument.trace.joined import join
+from instrument.trace.merge import merge
+from instrument.trace.stages import stage_spans
+
+FRONT, ENGINE = 1, 2
+S = 10**9
+SCHEDULE, EXECUTE = Site("schedule", "op"), Site("execute_model", "op")
+LOOP = Site("engine.loop", "user")
+
+
+@dataclass
+class Clock:
+    """Reads what it is set to."""
+
+    at_ns: int = 0
+
+    def monotonic_ns(self) -> int:
+        return self.at_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for module in (keyed_trees, keyed_requests, kept_stages):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+@dataclass
+class Run:
+    """What a front and an engine record."""
+
+    front: list[Span] = field(default_factory=list)
+    engine: list[Span] = field(default_factory=list)
+
+    def add(
+        self, where: list[Span], site: Site, start_ns: int, end_ns: int, parent: Span | None = None, **more: object
+    ) -> Span:
+        number = 2 * (len(self.front) + len(self.engine) + 1) | (site.kind == "request" and REQUEST_BIT)
+        thread = FRONT if where is self.front else ENGINE
+        one = made(number, site, start_ns, end_ns, thread=thread, **more)  # type: ignore[arg-type]
+        one.attributes = {**one.attributes, "number": number}
+        if parent is not None:
+            one.parent_id = parent.span_id
+            one.root_id = number if site.kind == "request" else parent.root_id
+        where.append(one)
+        return one
+
+
+def run_of(seed: int) -> Run:
+    """Requests of up to a minute, some under keys that come again, and an engine that preempts, cuts prompts into
+    pieces, serves some who have gone, and never serves others; steps are of two batches each."""
+    rng, run = random.Random(seed), Run()
+    asked: list[tuple[str, int, int]] = []
+    for number in range(rng.randint(2, 8)):
+        start_ns, length_ns = rng.randrange(20 * S), rng.choice([S // 10, 5 * S, 20 * S, 40 * S])
+        key = f"r{rng.randrange(number)}" if number and rng.random() < 0.3 else f"r{number}"
+        if any(one[0] == key and not (one[1] < start_ns and one[2] < start_ns + length_ns) for one in asked):
+            key = f"r{number}"
+        asked.append((key, start_ns, start_ns + length_ns))
+        top = run.add(run.front, CHAT, start_ns, start_ns + length_ns)
+        begun_ns = start_ns + rng.randrange(S // 20)
+        run.add(run.front, TOKENISE, start_ns + 5, begun_ns + 5, top)
+        if is_keyed := rng.random() < 0.9:
+            wait = run.add(run.front, WAIT, begun_ns + 6, start_ns + length_ns - 9, top, key=key)
+            run.add(run.front, DETOKENISE, start_ns + length_ns - 19, start_ns + length_ns - 12, wait)
+        if rng.random() < 0.8:
+            run.add(run.engine, ACCEPT, begun_ns + 20, begun_ns + 60, key=key)
+        if is_keyed and rng.random() < 0.2:  # requests of the engine's own are parts of those
+            own = run.add(run.engine, WORKER, begun_ns + 25, start_ns + length_ns - 15, key=key)
+            run.add(run.engine, TOKENISE, begun_ns + 30, begun_ns + 90, own)
+    loop = run.add(run.engine, LOOP, 0, 70 * S)
+    at_ns, left = 100, {key: rng.choice([1, 2, 100]) for key, _, _ in asked}
+    done: dict[str, int] = {}
+    while at_ns < 60 * S:
+        its = [
+            key
+            for key in dict.fromkeys(key for key, start_ns, end_ns in asked if start_ns + S // 10 < at_ns < end_ns + S)
+            if left[key] and rng.random() < 0.8
+        ]
+        length_ns = rng.randrange(S // 100, S)
+        if its:
+            weights = [float(500 if done.get(key, 0) < 2 else rng.choice([1, 1, 1, 3])) for key in its]
+            run.add(run.engine, SCHEDULE, at_ns, at_ns + 1000, loop, batch=its, weights=weights)
+            its = [*its, "nobody"] if rng.random() < 0.1 else its
+            weights = [*weights, 1.0][: len(its)]
+            run.add(run.engine, EXECUTE, at_ns + 2000, at_ns + length_ns, loop, batch=its, weights=weights)
+        for key in its:
+            left[key], done[key] = left.get(key, 1) - 1, done.get(key, 0) + 1
+        at_ns += length_ns + rng.choice([1000, S // 50, 3 * S])
+    return run
+
+
+class Told:
+    """One process, as the agent reads its rows, sends its trees, and derives its stages."""
+
+    def __init__(self, requests: KeyedRequests, spans: Sequence[Span], number: int) -> None:
+        self.is_over = self.is_behind = False
+        self.ids = Ids([number, number, number], str(number))
+        requests.members[number] = self
+        self.requests, self.spans = requests, spans
+        sites = list({span.site: None for span in spans})
+        self.node_of = {site: node for node, site in enumerate(sites)}
+        self.reader = KeyFactsReader(sites.__getitem__)
+        self.trees = KeyedTrees(requests, self.ids)
+        self.sent: list[Span] = []
+        self.derived: list[Span] = []
+
+    @property
+    def undecided(self) -> int:
+        return self.trees.undecided
+
+    def look(self, since_ns: int, now_ns: int, *, is_last: bool = False) -> None:
+        """Read what has ended since a time."""
+        ended = sorted((one for one in self.spans if since_ns <= one.end_ns < now_ns), key=lambda one: one.end_ns)
+        opened = {
+            one.span_id: OpenSpan(
+                one.site, 0, one.span_id, one.parent_id, one.root_id, 0, one.thread_id, one.start_ns, 0, one.attributes
+            )
+            for one in self.spans
+            if one.start_ns < now_ns <= one.end_ns
+        }
+        rows = np.zeros(len(ended), ROWS)
+        for name in ("span_id", "parent_id", "root_id", "start_ns", "end_ns"):
+            rows[name] = [getattr(one, name) for one in ended]
+        rows["node"] = [self.node_of[one.site] for one in ended]
+        details = {
+            one.span_id: (-1, json.dumps({"attributes": one.attributes}).encode()) for one in ended if one.attributes
+        }
+        ring = RingRows(1, self.spans[0].thread_id if self.spans else 0, rows, 0, 0, 0)
+        self.reader.read(opened, [ring], details, has_more=False)
+        self.requests.learn(self.ids, self.reader.taken(), 1.0)
+        over = [one.span_id for one in ended if one.span_id == one.root_id and one.root_id & REQUEST_BIT]
+        trees = [[replace(one) for one in self.spans if one.root_id == root_id] for root_id in over]
+        trees = [sorted(its, key=lambda one: one.span_id != one.root_id) for its in trees]
+        trees += [[replace(one)] for one in ended if not one.root_id & REQUEST_BIT]
+        for kept in self.trees.take(trees, opened, 1.0, is_last=is_last):
+            self.sent += kept
+        for spans in self.trees.stages.due(at_once=is_last):
+            self.derived += spans
+
+
+def by_agent(run: Run, clock: Clock, every_ns: int = S // 2) -> tuple[Told, Told]:
+    """What the agent sends that looks every so often."""
+    requests = KeyedRequests()
+    front, engine = Told(requests, run.front, FRONT), Told(requests, run.engine, ENGINE)
+    for at_ns in range(0, 80 * S, every_ns):
+        clock.at_ns = at_ns + every_ns
+        front.look(at_ns, at_ns + every_ns)
+        engine.look(at_ns, at_ns + every_ns)
+    front.is_over = engine.is_over = True
+    for _ in range(3):
+        front.look(80 * S, 80 * S, is_last=True)
+        engine.look(80 * S, 80 * S, is_last=True)
+    return front, engine
+
+
+Stage = tuple[int, str, int, int, Mapping[str, object]]
+
+
+def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, int]]:
+    """As `convert` finds them in recordings: the stages of all requests, by the span of each batch its links, and the
+    parent of each span, but for the roots of traces."""
+    parts = [saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))]
+    merged = merge(parts)
+    joined = join(merged.saved.columns)
+    columns = grafted(merged.saved.columns, joined, "run")
+    below = stage_spans(columns, joined)
+    numbers = columns.attributes.values("number", np.arange(len(columns)))
+    number_of = dict(zip(columns.span_id.tolist(), (int(str(number)) for number in numbers), strict=True))
+    derived = {one.span_id for its in below.values() for one in its}
+    stages: list[Stage] = []
+    links: dict[int, list[int]] = {}
+    for _, trees in spans_by_process(merged, columns, joined, below):
+        for span in (span for its in trees for span in its):
+            if span.span_id in derived:
+                stages.append(told(span, number_of[span.parent_id]))
+            elif span.links:
+                links[number_of[span.span_id]] = [number_of[one.span_id] for one in span.links]
+    above = zip(columns.span_id.tolist(), columns.parent_id.tolist(), columns.root_id.tolist(), strict=True)
+    parents = {number_of[one]: number_of[parent] for one, parent, root in above if one != root}
+    return stages, links, parents
+
+
+def told(span: Span, request: int) -> Stage:
+    return request, span.site.name, span.start_ns, span.end_ns, dict(span.attributes)
+
+
+def in_order(stages: Iterable[Stage]) -> list[Stage]:
+    return sorted(stages, key=lambda one: one[:4])
+
+
+def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
+    """By each batch that has been sent the requests that it is linked to."""
+    known = {
+        its.ids.of(span): span.span_id
+        for its in (front, engine)
+        for span in its.spans
+        if span.span_id == span.root_id
+    }  # fmt: skip
+    for span in engine.sent:
+        if span.attributes.get(BATCH_KEYS) and span.links:
+            yield span.span_id, [known[one.trace_id, one.span_id] for one in links_of(span, engine.ids)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_and_links_of_random_engines_are_those_of_their_recordings(seed: int, clock: Clock) -> None:
+    run = run_of(seed)
+    front, engine = by_agent(run, clock)
+    stages, links, parents = by_convert(run)
+    derived = [*front.derived, *engine.derived]
+    assert in_order(told(span, span.parent_id) for span in derived) == in_order(stages)
+    assert dict(links_by(front, engine)) == links
+    found = [one for its in (front, engine) for one in identify([*its.sent, *its.derived], its.ids)]
+    own = {span_id: trace_id for trace_id, span_id, *_ in found}
+    assert len(own) == len(found) == len(run.front) + len(run.engine) + len(stages)
+    assert all(not parent or own[parent] == trace_id for trace_id, _, parent, *_ in found)
+    number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
+    assert {
+        number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent and one in number_of
+    } == parents  # fmt: skip
+
+
+def pairs(batches: ServedBatches, keys: Iterable[str]) -> int:
+    return len(batches.of(keys)[0])
+
+
+def test_where_batches_are_too_many_the_request_that_has_most_loses_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_batches, "MOST_PAIRS", 1000)
+    needed = {"long", "short", "shorter"}
+    batches = ServedBatches(lambda: Needed(needed, 0, 0))
+    for at in range(5000):
+        keys = ["long", *["short"] * (at > 4800), *["shorter"] * (at > 4950), f"gone {at}"]
+        batches.add("one", [Batch("step", 1, at, at + 1, keys, [1000] * len(keys), False)])
+        assert len(batches) <= 1002
+        assert len(batches.batches) <= 1002
+    assert batches.lost == {"long"}
+    assert (pairs(batches, ["short"]), pairs(batches, ["shorter"])) == (199, 49)
+    found, keys = batches.of(["shorter"])
+    assert batches.batches["start_ns"][found["batch"]].tolist() == list(range(4951, 5000))
+    needed.clear()
+    batches.add("one", [Batch("step", 1, at, at + 1, [f"r{at}"], [1000], False) for at in range(5000)])
+    assert len(batches) == 0
+    assert batches.lost == set()
+
+
+def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_told(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    for key, start_ns, end_ns in (("long", 0, 60 * S), ("short", 50 * S, 59 * S)):
+        run.add(run.front, CHAT, start_ns, end_ns, key=key)
+    for at_ns in range(S, 60 * S, S // 10):
+        keys = ["long", "short"] if at_ns > 50 * S else ["long"]
+        run.add(run.engine, EXECUTE, at_ns, at_ns + S * 9 // 100, batch=keys)
+    monkeypatch.setattr(served_batches, "MOST_PAIRS", 300)
+    front, _ = by_agent(run, clock)
+    short = run.front[1].span_id
+    assert front.trees.stages.untold == 1
+    assert {(span.site.name, span.parent_id) for span in front.derived} == {
+        ("queue", short), ("prefill", short), ("decode", short),
+    }  # fmt: skip
+    assert len(front.trees.stages) == 0
