@@ -98,6 +98,18 @@ def run_of(seed: int) -> Run:
         if is_keyed and rng.random() < 0.2:  # requests of the engine's own are parts of those
             own = run.add(run.engine, WORKER, begun_ns + 25, start_ns + length_ns - 15, key=key)
             run.add(run.engine, TOKENISE, begun_ns + 30, begun_ns + 90, own)
+    for key, start_ns, _ in asked:  # what is done for one within what is done for another
+        if rng.random() < 0.5:
+            within = run.add(run.engine, ACCEPT, start_ns + S // 4, start_ns + S, key=rng.choice(asked)[0])
+            own = run.add(
+                run.engine,
+                ACCEPT,
+                start_ns + S // 3,
+                start_ns + S // 2,
+                within,
+                key=rng.choice([key, f"{key} {start_ns}"]),
+            )
+            run.add(run.engine, TOKENISE, start_ns + S // 3 + 5, start_ns + S // 2 - 5, own)
     loop = run.add(run.engine, LOOP, 0, 70 * S)
     at_ns, left = 100, {key: rng.choice([1, 2, 100]) for key, _, _ in asked}
     done: dict[str, int] = {}

@@ -87,6 +87,32 @@ def test_a_span_with_a_key_waits_while_its_request_is_open_and_goes_below_it(bot
     }
 
 
+def test_what_bears_the_key_of_another_request_within_what_is_done_for_one_goes_to_that(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    other = REQUEST + 2
+    front.open("a")
+    front.open("b", other)
+    tree = [
+        made(10, STEP, 20, 40, thread=ENGINE, key="a"),
+        made(12, STEP, 25, 35, 10, thread=ENGINE, key="b"),
+        made(14, TOKENISE, 26, 27, 12, thread=ENGINE),
+        made(16, STEP, 36, 38, 10, thread=ENGINE, key="nobody's"),
+    ]
+    for span in tree:
+        span.root_id = 10
+    assert engine.take(tree) == []
+    assert front.take(request("a"), [made(other, CHAT, 0, 100, key="b")]) == [[REQUEST, 2], [other]]
+    assert engine.take() == [[10, 16], [12, 14]]
+    assert parents(engine.sent, engine.ids) == {
+        10: (front.ids.trace_id(REQUEST), front.ids.span_id(2)),
+        16: (front.ids.trace_id(REQUEST), engine.ids.span_id(10)),
+        12: (front.ids.trace_id(other), front.ids.span_id(other)),
+        14: (front.ids.trace_id(other), engine.ids.span_id(12)),
+    }
+
+
 def test_what_was_done_for_a_request_that_is_not_kept_is_let_go(both: tuple[Serving, Serving]) -> None:
     front, engine = both
     front.open("a")

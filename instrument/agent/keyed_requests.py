@@ -122,7 +122,6 @@ class KeyedRequests:
         self._by_root: OrderedDict[tuple[tuple[int, ...], int], KeyedRequest] = OrderedDict()
         self._ended: deque[tuple[int, tuple[tuple[int, ...], int], KeyedRequest]] = deque()
         self._staged: dict[KeyedRequest, None] = {}
-        self._other_names: OrderedDict[str, str] = OrderedDict()
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
         self.unknown = 0
@@ -193,13 +192,12 @@ class KeyedRequests:
                 else:
                     self.unknown += 1
 
-    def note_names(self, key: str, others: Iterable[str]) -> None:
+    def note_names(self, key: str, at_ns: int, others: Iterable[str]) -> None:
         """What is done for the request of a key bears other keys, too, and is not below it yet."""
+        request = self.of(key, at_ns)
         for other in others:
-            if other != key:
-                self._other_names[other] = key
-                if len(self._other_names) > KEYS_KNOWN:
-                    self._other_names.popitem(last=False)
+            if request is not None and self.of(other, at_ns) is None:
+                self._bind(other, request)
 
     def _unbind(self, request: KeyedRequest) -> None:
         for key in request.keys:
@@ -251,8 +249,6 @@ class KeyedRequests:
 
     def of(self, key: str, at_ns: int) -> KeyedRequest | None:
         """The request that a key names at a time: of those that had begun, and are parts of none, the last one."""
-        if key not in self._by_key:
-            key = self._other_names.get(key, key)
         before = [one for one in self._by_key.get(key, ()) if one.start_ns <= at_ns]
         first = min((one for one in before if one.is_open), key=lambda one: one.start_ns, default=None)
         whole = [

@@ -1,10 +1,11 @@
 """Requests by their keys, over all processes of a run: what bears a request's key elsewhere goes into its trace.
 
-A span outside of a request's own tree that bears its key goes, with all below it, below the span that handed the
-request over: of the spans that bear the key and had begun, the newest that was open, else of the request's own tree the
-one that ended last, else the request. A request that lies within another one of its key is a part of that one. Batches
-stay where they lie, and are linked to their requests. It is the rule of `instrument.trace.grafted`, here for rows as
-they come: a tree waits until its request is kept, for as long as that is open, and is let go where that is not kept.
+A span outside of a request's own tree that bears its key goes, with all below it but what bears the key of another
+request, below the span that handed the request over: of the spans that bear the key and had begun, the newest that was
+open, else of the request's own tree the one that ended last, else the request. A request that lies within another one
+of its key is a part of that one. Batches stay where they lie, and are linked to their requests. It is the rule of
+`instrument.trace.grafted`, here for rows as they come: a tree waits until its request is kept, for as long as that is
+open, and is let go where that is not kept.
 
 A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
 which that is not known after some seconds. Their stages follow as they end, see `instrument.agent.kept_stages`.
@@ -160,7 +161,7 @@ class KeyedTrees:
         while len(self._moved) > KEYS_KNOWN:
             self._moved.popitem(last=False)
         for top, piece in pieces.items():
-            self._requests.note_names(top[1], _keys_of(piece))
+            self._requests.note_names(top[1], top[2], _keys_of(piece))
             self._waiting.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept))
         if keys := {key for span in stay for key in batch_of(span.attributes)}:
             self._waiting.append(_Waiting(stay, keys))
@@ -170,7 +171,8 @@ class KeyedTrees:
     def _find_top(
         self, span_id: int, by_id: Mapping[int, _OpenSpan], tops: dict[int, _Top | None], lost: set[int]
     ) -> None:
-        """Find the topmost span with a key at or above one, and whether what is above it is not at hand."""
+        """Find the topmost span with a key at or above one, or the lowest whose key names another request than those
+        above it; and whether what is above it is not at hand."""
         path: list[tuple[int, _OpenSpan]] = []
         at, found, is_lost = span_id, None, False
         while at and at not in tops:
@@ -185,11 +187,19 @@ class KeyedTrees:
         else:
             found, is_lost = tops.get(at), at in lost
         for at, one in reversed(path):
-            if found is None and isinstance(key := one.attributes.get(KEY), str) and key:
+            key = one.attributes.get(KEY)
+            if isinstance(key, str) and key and (found is None or self._is_of_another(key, one.start_ns, found)):
                 found = at, key, one.start_ns
             tops[at] = found
             if is_lost and found is None:
                 lost.add(at)
+
+    def _is_of_another(self, key: str, start_ns: int, top: _Top) -> bool:
+        """Whether a key below a span with one names another request than that does."""
+        if key == top[1]:
+            return False
+        found = self._requests.of(key, start_ns)
+        return found is not None and found is not self._requests.of(top[1], top[2])
 
     # ---------------------------------------------------------------- waiting
 
