@@ -93,6 +93,13 @@ def run_of(seed: int) -> Run:
         if is_keyed := rng.random() < 0.9:
             wait = run.add(run.front, WAIT, begun_ns + 6, start_ns + length_ns - 9, top, key=key)
             run.add(run.front, DETOKENISE, start_ns + length_ns - 19, start_ns + length_ns - 12, wait)
+            if rng.random() < 0.3:  # a request within it: a part by its key, or one of its own
+                between = run.add(run.front, LOOP, begun_ns + 7, start_ns + length_ns - 21, wait)
+                its = key if rng.random() < 0.5 else f"{key} within"
+                inner = (begun_ns + 8, start_ns + length_ns - 22)
+                if its != key:
+                    asked.append((its, *inner))
+                run.add(run.front, WORKER, *inner, between, key=its)
         if rng.random() < 0.8:
             run.add(run.engine, ACCEPT, begun_ns + 20, begun_ns + 60, key=key)
         if is_keyed and rng.random() < 0.2:  # requests of the engine's own are parts of those

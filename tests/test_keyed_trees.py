@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
-from instrument.agent import keyed_trees
+from instrument.agent import keyed_requests, keyed_trees
 from instrument.agent.key_facts import KeyedRoot, KeyFacts
 from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
@@ -213,3 +213,21 @@ def test_of_spans_that_wait_the_oldest_go_on_without_their_requests(
     front.open("a")
     assert engine.take(*([made(number, STEP, 20, 30, thread=ENGINE, key="a")] for number in (10, 20, 30))) == [[10]]
     assert engine.take(is_last=True) == [[20], [30]]
+
+
+def test_of_keys_that_are_too_many_those_of_requests_that_have_ended_go_first(
+    both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_requests, "KEYS_KNOWN", 3)
+    front, engine = both
+    front.open("old", 2001)
+    for number in range(10):
+        assert front.take([made(3001 + 2 * number, CHAT, 0, 100, key=f"r{number}")]) == [[3001 + 2 * number]]
+    assert engine.take([made(10, STEP, 20, 30, thread=ENGINE, batch=["old", "r9", "r0"])]) == [[10]]
+    spans = [front.ids.span_id(number) for number in (2001, 3019)]
+    assert [link.span_id for link in links_of(engine.sent[0][0], engine.ids)] == spans
+    assert front.requests.forgotten() == 0
+    for number in range(4):
+        front.open(f"open {number}", 4001 + 2 * number)
+    assert front.requests.forgotten() == 2
+    assert front.requests.forgotten() == 0

@@ -24,7 +24,7 @@ from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
-from instrument.recording.export_place import DERIVED_LOST, SENT, UNTOLD, ExportPlace, Progress
+from instrument.recording.export_place import DERIVED_LOST, SENT, UNLINKED, UNTOLD, ExportPlace, Progress
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
@@ -318,6 +318,7 @@ class Exported:
             found.subtract(self._told)
             if reading is not None:
                 found[UNTOLD] += reading.keyed.stages.untold + len(reading.keyed.stages)
+                found[UNLINKED] += self._requests.forgotten()
                 found[DERIVED_LOST] += sum(reading.derived.counts[fate] for fate in SENT if fate != "exported")
             progress.is_told, progress.before = True, Progress().before
             if self.is_ours:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,12 +38,16 @@ class Batch(NamedTuple):
 
 
 class KeyedRoot(NamedTuple):
-    """A request that bears keys; `end_ns` is None while it is open. `remote` is its caller's span."""
+    """A request that bears keys; `end_ns` is None while it is open. `remote` is its caller's span.
+
+    `within` is the root of the request in whose tree it began, 0 without one.
+    """
 
     root_id: int
     start_ns: int
     end_ns: int | None
     remote: RemoteParent | None
+    within: int = 0
 
 
 @dataclass(slots=True)
@@ -91,7 +96,8 @@ class KeyFactsReader:
             if span.span_id == span.root_id:
                 known = before.get(span.span_id)
                 remote = _remote_of(span.attributes, details.get(span.span_id)) if known is None else known.remote
-                self._open[span.span_id] = KeyedRoot(span.span_id, span.start_ns, None, remote)
+                within = known.within if known is not None else _root_around(span.parent_id, opened, ())
+                self._open[span.span_id] = KeyedRoot(span.span_id, span.start_ns, None, remote, within)
             if isinstance(key := span.attributes.get(KEY), str) and key:
                 facts.keys.append((span.root_id, key))
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
@@ -99,7 +105,8 @@ class KeyFactsReader:
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
         self._keyed.update(root_id for root_id, _ in facts.keys)
-        self._tell_ended([*self._ended, *ended], details, before)
+        around = partial(_root_around, opened=opened, rings=rings)
+        self._tell_ended([*self._ended, *ended], details, before, around)
         facts.roots += [one for root_id, one in self._open.items() if root_id in self._keyed]
         self._ended = ended if rings else self._ended
         missing = self._keyed - self._open.keys()
@@ -133,15 +140,22 @@ class KeyFactsReader:
                 name, says_weight = self._site_of(node).name, BATCH_WEIGHTS in told
                 self._facts.batches.append(Batch(name, thread_id, start_ns, end_ns, keys, weights, says_weight))
 
-    def _tell_ended(self, ended: Sequence[Records], details: Details, opened: Mapping[int, KeyedRoot]) -> None:
+    def _tell_ended(
+        self,
+        ended: Sequence[Records],
+        details: Details,
+        before: Mapping[int, KeyedRoot],
+        root_around: Callable[[int], int],
+    ) -> None:
         for rows in ended:
             its = rows[_are_among(rows["root_id"], self._keyed)]
-            columns = (its[name].tolist() for name in ("root_id", "start_ns", "end_ns"))
-            for root_id, start_ns, end_ns in zip(*columns, strict=True):
-                known = opened.get(root_id)
-                detail = details.get(root_id)
-                remote = known.remote if known is not None else _remote_of(_told(detail) if detail else {}, None)
-                self._facts.roots.append(KeyedRoot(root_id, start_ns, end_ns, remote))
+            columns = (its[name].tolist() for name in ("root_id", "parent_id", "start_ns", "end_ns"))
+            for root_id, parent_id, start_ns, end_ns in zip(*columns, strict=True):
+                known = before.get(root_id)
+                if known is None:
+                    remote = _remote_of({}, details.get(root_id))
+                    known = KeyedRoot(root_id, start_ns, None, remote, root_around(parent_id))
+                self._facts.roots.append(known._replace(end_ns=end_ns))
                 self._keyed.discard(root_id)
                 self._open.pop(root_id, None)
 
@@ -157,6 +171,17 @@ def _remote_of(attributes: Mapping[str, Any], detail: tuple[int, bytes] | None) 
     if found is None and detail is not None:
         found = _told(detail).get(REMOTE)
     return remote_of(tuple(found) if isinstance(found, list) else found)
+
+
+def _root_around(parent_id: int, opened: Mapping[int, OpenSpan], rings: Sequence[RingRows]) -> int:
+    """The request that a span is of which is open, or has just ended."""
+    above = opened.get(parent_id) if parent_id else None
+    found = 0 if above is None else above.root_id
+    if parent_id and above is None:
+        for rows in (ring.rows for ring in rings):
+            its = rows["root_id"][rows["span_id"] == parent_id]
+            found = int(its[0]) if len(its) else found
+    return found if found & REQUEST_BIT else 0
 
 
 def _are_in_requests(rows: Records) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from instrument.agent.key_facts import KeyedRoot, KeyFacts
 from instrument.agent.served_batches import Needed, ServedBatches
@@ -59,12 +59,23 @@ class ReadProcess(Protocol):
         """How far it is behind."""
 
 
+class _Giver(NamedTuple):
+    """A span with a key that may have handed a request over, and whether it is of that one's own tree."""
+
+    start_ns: int
+    end_ns: int
+    span_id: int
+    is_own: bool
+    key: str
+
+
 @dataclass(slots=True, eq=False)
 class KeyedRequest:
     """A request that bears keys. `caller` is its own span, as spans below it in other processes have it for a parent.
 
-    `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are begin, end and id of
-    its spans with keys, and whether each is of its own tree. `work` are its own phases until its stages are known.
+    `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its
+    spans with keys. `work` are its own phases until its stages are known. It began in the tree of the one that it is
+    `within`.
     """
 
     instance: str
@@ -74,8 +85,9 @@ class KeyedRequest:
     is_sure: bool = False
     is_kept: bool = False
     keys: dict[str, None] = field(default_factory=dict)
-    givers: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    givers: list[_Giver] = field(default_factory=list)
     work: Edges | None = None
+    within: KeyedRequest | None = None
 
     @property
     def is_open(self) -> bool:
@@ -88,16 +100,16 @@ class KeyedRequest:
             return False
         return other.end_ns <= self.end_ns and (self.start_ns, self.end_ns) != (other.start_ns, other.end_ns)
 
-    def below(self, start_ns: int, instance: str) -> RemoteParent:
-        """What a span that began then lies below."""
-        before = [one for one in self.givers if one[0] < start_ns]
-        still_open = [one for one in before if one[1] > start_ns]
-        ended = [one for one in before if one[3]]
+    def below(self, start_ns: int, instance: str, key: str = "") -> RemoteParent:
+        """What a span that began then lies below, by its key if it has one."""
+        before = [one for one in self.givers if one.start_ns < start_ns and key in ("", one.key)]
+        still_open = [one for one in before if one.end_ns > start_ns]
+        ended = [one for one in before if one.is_own]
         span_id = self.caller.span_id
         if still_open:
-            span_id = max(still_open, key=lambda one: (one[0], -one[1]))[2]
+            span_id = max(still_open, key=lambda one: (one.start_ns, -one.end_ns)).span_id
         elif ended:
-            span_id = max(ended, key=lambda one: one[1])[2]
+            span_id = max(ended, key=lambda one: one.end_ns).span_id
         is_local, caller = instance == self.instance, self.caller
         return RemoteParent(caller.trace_id, span_id, caller.flags, is_local, is_local, caller.state)
 
@@ -107,7 +119,7 @@ class KeyedRequest:
             if isinstance(key := span.attributes.get(KEY), str) and key:
                 yield key
                 if not is_own or span.span_id != span.root_id:
-                    self.givers.append((span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own))
+                    self.givers.append(_Giver(span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own, key))
             if self.work is not None and _is_phase(span.site) and BATCH_KEYS not in span.attributes:
                 self.work.append((span.start_ns, span.end_ns))
         del self.givers[:-GIVERS]
@@ -124,15 +136,14 @@ class KeyedRequests:
         self._staged: dict[KeyedRequest, None] = {}
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
-        self.unknown = 0
-        """Requests that were open as their keys were forgotten, for there were too many."""
+        self._forgotten = 0
 
     # ---------------------------------------------------------------- what rows tell
 
     def learn(self, ids: Ids, facts: KeyFacts, sample: float) -> None:
         """Take in what a process's rows tell, of which this share of requests is kept in any case."""
         now_ns = time.monotonic_ns()
-        for root in facts.roots:
+        for root in sorted(facts.roots, key=lambda one: one.start_ns):  # what one began within comes before it
             self._learn_root(ids, root, sample, now_ns)
         for root_id, key in facts.keys:
             request = self._by_root.get((ids.seeds, root_id))
@@ -166,6 +177,7 @@ class KeyedRequests:
             is_sure = is_sampled(root.root_id, sample) if remote is None else bool(remote.flags & 1)
             request = KeyedRequest(ids.instance, root.start_ns, OPEN_NS, caller, is_sure)
             self._by_root[root_of] = request
+            request.within = self._by_root.get((ids.seeds, root.within))
         if root.end_ns is not None:
             self._end(root_of, root.end_ns, now_ns)
 
@@ -190,7 +202,7 @@ class KeyedRequests:
                 if looked < KEYS_KNOWN:
                     self._by_key[oldest] = its
                 else:
-                    self.unknown += 1
+                    self._forgotten += 1
 
     def note_names(self, key: str, at_ns: int, others: Iterable[str]) -> None:
         """What is done for the request of a key bears other keys, too, and is not below it yet."""
@@ -212,6 +224,11 @@ class KeyedRequests:
         keys = {key for one in asked for key in one.keys}
         since_ns = time.monotonic_ns() - ENDED_NS
         return Needed(keys, since_ns, min((one.start_ns for one in asked), default=since_ns))
+
+    def forgotten(self) -> int:
+        """How many keys of open requests have been forgotten since the last time, for they were too many."""
+        found, self._forgotten = self._forgotten, 0
+        return found
 
     # ---------------------------------------------------------------- what is kept
 
@@ -254,7 +271,7 @@ class KeyedRequests:
         whole = [
             one
             for one in before
-            if (first is not None and one.is_open and one.instance == first.instance)
+            if (first is not None and one.is_open and one.instance == first.instance and one.within not in before)
             or not (one.is_open or any(other.is_around(one) for other in before))
         ]
         return max(whole, key=lambda one: one.start_ns, default=None)
@@ -278,6 +295,11 @@ class KeyedRequests:
         own = self._by_root.get((ids.seeds, root.root_id)) or _ended_as(root, ids)
         found = [one for key in keys for one in self._by_key.get(key, ()) if one is not own and one.is_around(own)]
         return min(found, key=lambda one: (one.start_ns, -one.end_ns), default=None)
+
+    def began_in(self, request: KeyedRequest, root: Span, ids: Ids) -> bool:
+        """Whether one began in the own tree of another request."""
+        known = self._by_root.get((ids.seeds, root.root_id))
+        return known is not None and known.within is request
 
     def followers(self, request: KeyedRequest, key: str) -> list[int]:
         """When others began, and were no parts of it, that a request's key named from then on."""

@@ -66,6 +66,11 @@ class _Waiting:
     was_open: bool = False
 
     @property
+    def key(self) -> str:
+        """The key of the request that spans wait for."""
+        return "" if self.top is None else self.top[1]
+
+    @property
     def start_ns(self) -> int:
         """When what waits began."""
         return self.spans[0].start_ns if self.top is None else self.top[2]
@@ -274,7 +279,7 @@ class KeyedTrees:
             elif (one.was_open and not is_over) or not one.is_kept:
                 return []
         else:
-            caller = request.below(start_ns, self._ids.instance)
+            caller = self._below(one, request)
             for span in spans:
                 span.root_id, span.remote = top_id, caller
             if one.is_request:
@@ -284,6 +289,17 @@ class KeyedTrees:
             requests.add(request, spans, self._ids)
         self._link(spans)
         return [spans]
+
+    def _below(self, one: _Waiting, request: KeyedRequest) -> RemoteParent:
+        """What of a request such spans lie below: a part of it that began in its tree stays where it is."""
+        first = one.spans[0]
+        if one.is_request and first.parent_id and self._requests.began_in(request, first, self._ids):
+            caller = request.caller
+            return RemoteParent(
+                caller.trace_id, self._ids.span_id(first.parent_id), caller.flags, True, True, caller.state
+            )
+        key = str(first.attributes.get(KEY) or "") if one.is_request else one.key
+        return request.below(one.start_ns, self._ids.instance, key)
 
     def _link(self, spans: Sequence[Span]) -> None:
         for span in spans:

@@ -33,8 +33,9 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
-UNTOLD, DERIVED_LOST = "untold", "derived lost"
-"""Beside the spans of recordings: requests whose stages were not told, and spans of stages that were lost."""
+UNTOLD, UNLINKED, DERIVED_LOST = "untold", "unlinked", "derived lost"
+"""Beside the spans of recordings: requests whose stages were not told, keys that were forgotten while their requests
+were open, and spans of stages that were lost."""
 
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
@@ -246,6 +247,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         UNTIMED: "untimed",
         "spans that no agent had read as it was ended": "unread",
         "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
+        "keys of open requests beyond those that the OTLP export knows": UNLINKED,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
     }
     return {name: fates[fate] for name, fate in names.items() if fates.get(fate)}
