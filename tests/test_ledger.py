@@ -101,6 +101,23 @@ def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
     }
 
 
+def test_a_request_within_another_one_has_its_own_ledger_by_a_key_of_its_own() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, TOKENISE, 10, 90, 1),
+        made(3, WORKER, 20, 60, 2, key="b"),
+        made(4, WORKER, 70, 80, 1, key="a"),  # a part
+        made(5, ACCEPT, 22, 30, 3),
+        made(10, STEP, 40, 50, thread=ENGINE, batch=["b"]),
+    ]
+    for span in spans[2:5]:
+        span.root_id = span.span_id if span.site is WORKER else 3
+    assert times_of(spans) == {
+        1: {"unknown": 20, "tokenise": 40, "sub-requests": 40},
+        3: {"unknown": 2 + 10, "accept": 8, "queue": 10, "share of batches": 10},
+    }
+
+
 def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     trace = trace_of(engine())
     joined = join(trace)

@@ -7,6 +7,7 @@ work, in whatever process, a batch that served it, or one of the times between t
 - `stall`: from a batch to its next one.
 - `transport`: from the last that was done for it on a thread to the first that another thread of another kind of work
   did for it: from a batch to its own work, and from its own work to that of whoever accepts it before the first batch.
+- `sub-requests`: requests that began within it and are no parts of it. Each has a ledger of its own.
 - `unknown`: none of all.
 
 An instant in a batch is the request's own share of it, as far as that goes, or waiting for the others in it. A
@@ -31,6 +32,7 @@ from instrument.trace.turns import turns
 
 QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
 SHARE, WAITING = "share of batches", "waiting in batches"
+SUB_REQUESTS = "sub-requests"
 
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
 PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
@@ -110,21 +112,22 @@ class Turns(NamedTuple):
 def turns_of(trace: Trace, joined: Joined) -> Turns:
     """What went on in each request, turn by turn, but for what is unknown."""
     work, batches = _work(trace, joined), _batches(trace, joined)
-    between = _between(trace, joined, work, batches)
+    between, inner = _between(trace, joined, work, batches), _sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
         [NONE if one is None else names.setdefault(one, len(names)) for one in map(phase_of, trace.sites)] or [NONE],
         dtype=np.int64,
     )
     request, starts, ends, pair = (
-        np.concatenate([getattr(one, name) for one in (between, work, batches)])
+        np.concatenate([getattr(one, name) for one in (between, work, inner, batches)])
         for name in ("request", "start_ns", "end_ns", "pair")
     )
     in_batch = np.full(len(batches.row), names[SHARE])
-    part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_batch])
-    spans, none = np.concatenate([work.row, batches.row]), np.full(len(between.row), NONE)
+    in_others = np.full(len(inner.row), names.setdefault(SUB_REQUESTS, len(names)) if len(inner.row) else 0)
+    part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_others, in_batch])
+    spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
     ranks = _ranks(trace, between, spans)
-    del work, batches, between, in_batch  # as much memory as the columns of the trace, which `turns` wants again
+    del work, batches, between, inner, in_batch  # as much memory as the columns of the trace, which `turns` wants again
     taken, begun, ended = turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[taken]
     return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
@@ -250,6 +253,14 @@ def _work(trace: Trace, joined: Joined) -> Stretches:
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
     rows = rows[~np.isin(rows, joined.served.batch)]
     return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
+
+
+def _sub_requests(trace: Trace, joined: Joined) -> Stretches:
+    """Requests that began within other ones, of which they are no parts."""
+    above = trace.parent[joined.rows]
+    around = np.append(joined.of, NONE)[above]
+    inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
+    return _clipped(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
 
 
 def _batches(trace: Trace, joined: Joined) -> Stretches:
