@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
 from test_ledger import ACCEPT, API, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
 
 from instrument.cli import main
-from instrument.otlp.packing import Ids, pack
+from instrument.otlp.packing import Ids, links_of, pack
 from instrument.recording.spans import BATCH_KEYS, Origin, RemoteParent, Span
 from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
@@ -335,3 +335,17 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
         links = {link.span_id for link in span.links}
         assert links <= requests
         assert bool(span.attributes.get(BATCH_KEYS)) or not links
+
+
+def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
+    spans = [made(1, CHAT, 0, 100), made(2, TOKENISE, 10, 90, 1), made(3, WORKER, 20, 60, 2, key="b")]
+    spans[2].root_id = 3
+    merged = merge([saved(spans, 1, "one")])
+    joined = join(merged.saved.columns)
+    columns = grafted(merged.saved.columns, joined, "run")
+    [(_, trees)] = spans_by_process(merged, columns, joined)
+    found = {span.site.name: span for its in trees for span in its}
+    ids = Ids()
+    [link] = links_of(found["worker.handle"], ids)
+    assert (link.trace_id, link.span_id) == (ids.of(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
+    assert links_of(found["POST /chat"], ids) == []

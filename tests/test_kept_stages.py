@@ -24,7 +24,7 @@ from instrument.otlp.packing import Ids, identify, links_of
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, Site, Span
+from instrument.recording.spans import LINK, Site, Span
 from instrument.trace.by_process import spans_by_process
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import join
@@ -100,6 +100,10 @@ def run_of(seed: int) -> Run:
                 if its != key:
                     asked.append((its, *inner))
                 run.add(run.front, WORKER, *inner, between, key=its)
+        elif rng.random() < 0.5:  # or several within one that has none itself
+            for _ in range(2):
+                own = run.add(run.front, WORKER, begun_ns + 6, start_ns + length_ns - 9, top, key=f"{key} {len(asked)}")
+                asked.append((f"{key} {len(asked)}", own.start_ns, own.end_ns))
         if rng.random() < 0.8:
             run.add(run.engine, ACCEPT, begun_ns + 20, begun_ns + 60, key=key)
         if is_keyed and rng.random() < 0.2:  # requests of the engine's own are parts of those
@@ -107,7 +111,9 @@ def run_of(seed: int) -> Run:
             run.add(run.engine, TOKENISE, begun_ns + 30, begun_ns + 90, own)
     for key, start_ns, _ in asked:  # what is done for one within what is done for another
         if rng.random() < 0.5:
-            within = run.add(run.engine, ACCEPT, start_ns + S // 4, start_ns + S, key=rng.choice(asked)[0])
+            within = run.add(
+                run.engine, ACCEPT, start_ns + S // 4 + rng.randrange(10**6), start_ns + S, key=rng.choice(asked)[0]
+            )
             own = run.add(
                 run.engine,
                 ACCEPT,
@@ -225,6 +231,8 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
                 stages.append(told(span, number_of[span.parent_id]))
             elif span.links:
                 links[number_of[span.span_id]] = [number_of[one.span_id] for one in span.links]
+            elif LINK in span.attributes:  # where a request began
+                links[number_of[span.span_id]] = [number_of[span.attributes[LINK][0]]]  # type: ignore[index, call-overload]
     above = zip(columns.span_id.tolist(), columns.parent_id.tolist(), columns.root_id.tolist(), strict=True)
     parents = {number_of[one]: number_of[parent] for one, parent, root in above if one != root}
     return stages, links, parents
@@ -239,16 +247,16 @@ def in_order(stages: Iterable[Stage]) -> list[Stage]:
 
 
 def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
-    """By each batch that has been sent the requests that it is linked to."""
+    """By each batch that has been sent the requests that it is linked to, and by requests where they began."""
     known = {
         its.ids.of(span): span.span_id
         for its in (front, engine)
         for span in its.spans
-        if span.span_id == span.root_id
     }  # fmt: skip
-    for span in engine.sent:
-        if span.attributes.get(BATCH_KEYS) and span.links:
-            yield span.span_id, [known[one.trace_id, one.span_id] for one in links_of(span, engine.ids)]
+    for its in (front, engine):
+        for span in its.sent:
+            if links := links_of(span, its.ids):
+                yield span.span_id, [known[one.trace_id, one.span_id] for one in links]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 class KeyedRoot(NamedTuple):
     """A request that bears keys; `end_ns` is None while it is open. `remote` is its caller's span.
 
-    `within` is the root of the request in whose tree it began, 0 without one.
+    `within` is the root of the request in whose tree it began, 0 without one, and `remote_around` that one's caller.
     """
 
     root_id: int
@@ -48,6 +48,7 @@ class KeyedRoot(NamedTuple):
     end_ns: int | None
     remote: RemoteParent | None
     within: int = 0
+    remote_around: RemoteParent | None = None
 
 
 @dataclass(slots=True)
@@ -97,7 +98,11 @@ class KeyFactsReader:
                 known = before.get(span.span_id)
                 remote = _remote_of(span.attributes, details.get(span.span_id)) if known is None else known.remote
                 within = known.within if known is not None else _root_around(span.parent_id, opened, ())
-                self._open[span.span_id] = KeyedRoot(span.span_id, span.start_ns, None, remote, within)
+                around = self._open.get(within) or before.get(within)
+                remote_around = None if around is None else around.remote
+                self._open[span.span_id] = KeyedRoot(
+                    span.span_id, span.start_ns, None, remote, within, remote_around
+                )  # fmt: skip
             if isinstance(key := span.attributes.get(KEY), str) and key:
                 facts.keys.append((span.root_id, key))
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
@@ -105,8 +110,8 @@ class KeyFactsReader:
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
         self._keyed.update(root_id for root_id, _ in facts.keys)
-        around = partial(_root_around, opened=opened, rings=rings)
-        self._tell_ended([*self._ended, *ended], details, before, around)
+        root_around = partial(_root_around, opened=opened, rings=rings)
+        self._tell_ended([*self._ended, *ended], details, before, root_around)
         facts.roots += [one for root_id, one in self._open.items() if root_id in self._keyed]
         self._ended = ended if rings else self._ended
         missing = self._keyed - self._open.keys()
@@ -154,7 +159,10 @@ class KeyFactsReader:
                 known = before.get(root_id)
                 if known is None:
                     remote = _remote_of({}, details.get(root_id))
-                    known = KeyedRoot(root_id, start_ns, None, remote, root_around(parent_id))
+                    within = root_around(parent_id)
+                    around = self._open.get(within) or before.get(within)
+                    remote_around = _remote_of({}, details.get(within)) if around is None else around.remote
+                    known = KeyedRoot(root_id, start_ns, None, remote, within, remote_around)
                 self._facts.roots.append(known._replace(end_ns=end_ns))
                 self._keyed.discard(root_id)
                 self._open.pop(root_id, None)

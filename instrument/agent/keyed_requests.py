@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -170,14 +170,13 @@ class KeyedRequests:
         request = self._by_root.get(root_of)
         if request is None:
             remote = root.remote
-            trace_id = ids.trace_id(root.root_id) if remote is None else remote.trace_id
-            caller = RemoteParent(trace_id, ids.span_id(root.root_id))
-            if remote is not None:
-                caller = replace(caller, flags=remote.flags, state=remote.state)
+            caller = _caller_of(root.root_id, remote, ids)
             is_sure = is_sampled(root.root_id, sample) if remote is None else bool(remote.flags & 1)
             request = KeyedRequest(ids.instance, root.start_ns, OPEN_NS, caller, is_sure)
             self._by_root[root_of] = request
-            request.within = self._by_root.get((ids.seeds, root.within))
+            if root.within:
+                unknown = KeyedRequest(ids.instance, 0, OPEN_NS, _caller_of(root.within, root.remote_around, ids))
+                request.within = self._by_root.get((ids.seeds, root.within), unknown)
         if root.end_ns is not None:
             self._end(root_of, root.end_ns, now_ns)
 
@@ -235,9 +234,7 @@ class KeyedRequests:
     def note(self, spans: Sequence[Span], ids: Ids) -> KeyedRequest:
         """A request is kept: its own span comes first. Its `work` is None where its batches are not remembered."""
         first = spans[0]
-        caller = RemoteParent(*ids.of(first))
-        if first.remote is not None:
-            caller = replace(caller, flags=first.remote.flags, state=first.remote.state)
+        caller = _caller_of(first.root_id, first.remote, ids)
         known = self._by_root.get((ids.seeds, first.root_id))
         request = KeyedRequest(ids.instance, first.start_ns, first.end_ns, caller) if known is None else known
         request.start_ns, request.end_ns, request.caller, request.is_kept = (
@@ -296,10 +293,10 @@ class KeyedRequests:
         found = [one for key in keys for one in self._by_key.get(key, ()) if one is not own and one.is_around(own)]
         return min(found, key=lambda one: (one.start_ns, -one.end_ns), default=None)
 
-    def began_in(self, request: KeyedRequest, root: Span, ids: Ids) -> bool:
-        """Whether one began in the own tree of another request."""
+    def began_within(self, root: Span, ids: Ids) -> KeyedRequest | None:
+        """The request in whose own tree another one began."""
         known = self._by_root.get((ids.seeds, root.root_id))
-        return known is not None and known.within is request
+        return None if known is None else known.within
 
     def followers(self, request: KeyedRequest, key: str) -> list[int]:
         """When others began, and were no parts of it, that a request's key named from then on."""
@@ -325,6 +322,13 @@ class KeyedRequests:
     def undecided(self) -> bool:
         """Whether there are kept requests that are not noted yet."""
         return any(one.undecided for one in self.members.values())
+
+
+def _caller_of(root_id: int, remote: RemoteParent | None, ids: Ids) -> RemoteParent:
+    """A request's own span as spans below it in other processes have it for a parent."""
+    if remote is None:
+        return RemoteParent(ids.trace_id(root_id), ids.span_id(root_id))
+    return RemoteParent(remote.trace_id, ids.span_id(root_id), flags=remote.flags, state=remote.state)
 
 
 def _ended_as(root: Span, ids: Ids) -> KeyedRequest:

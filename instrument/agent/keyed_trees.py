@@ -25,7 +25,7 @@ from instrument.otlp.packing import Ids
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, LinkedRequest, RemoteParent, Span
+from instrument.recording.spans import BATCH_KEYS, KEY, LINK, AttributeValue, LinkedRequest, RemoteParent, Span, link_of
 
 MOST_WAITING = 50_000
 """Spans of a process that wait for their requests; of more the oldest go on without."""
@@ -275,6 +275,7 @@ class KeyedTrees:
         request = self._around(one) if one.is_request else requests.of(key, start_ns)
         if request is None or not request.is_kept:
             if one.is_request:
+                self._link_to_around(spans[0])
                 self.stages.add(requests.note(spans, self._ids), spans[0])
             elif (one.was_open and not is_over) or not one.is_kept:
                 return []
@@ -293,13 +294,19 @@ class KeyedTrees:
     def _below(self, one: _Waiting, request: KeyedRequest) -> RemoteParent:
         """What of a request such spans lie below: a part of it that began in its tree stays where it is."""
         first = one.spans[0]
-        if one.is_request and first.parent_id and self._requests.began_in(request, first, self._ids):
+        if one.is_request and first.parent_id and self._requests.began_within(first, self._ids) is request:
             caller = request.caller
             return RemoteParent(
                 caller.trace_id, self._ids.span_id(first.parent_id), caller.flags, True, True, caller.state
             )
         key = str(first.attributes.get(KEY) or "") if one.is_request else one.key
         return request.below(one.start_ns, self._ids.instance, key)
+
+    def _link_to_around(self, root: Span) -> None:
+        """Link a request that began within another one, and is no part of it, to the span in which it did."""
+        around = self._requests.began_within(root, self._ids)
+        if around is not None and LINK not in root.attributes:
+            root.attributes = {**root.attributes, **link_of(root.parent_id, 0, around.caller)}
 
     def _link(self, spans: Sequence[Span]) -> None:
         for span in spans:

@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 
 from instrument.recording import spans
-from instrument.recording.spans import LINK, LinkedRequest, Span
+from instrument.recording.spans import LINK, AttributeValue, LinkedRequest, Span, link_of
 from instrument.trace.apart import ApartFile
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
@@ -35,13 +35,13 @@ def spans_by_process(
     process that the row is of. Some whole trees of a process come at a time.
     """
     base = merged.saved.facts.origin
-    linked = linked_requests(columns, joined)
+    linked, began = linked_requests(columns, joined), where_began(columns, joined)
     for _, parts in groupby(merged.parts, attrgetter("process")):
         its = list(parts)
         facts = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
         threads = {thread_id: name for part in its for thread_id, name in part.saved.facts.threads.items()}
-        yield replace(facts, origin=origin, threads=threads), _trees(its, columns, linked, below or {})
+        yield replace(facts, origin=origin, threads=threads), _trees(its, columns, linked, began, below or {})
 
 
 def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
@@ -59,10 +59,25 @@ def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[Lin
     return {batch: tuple(map(requests.__getitem__, its)) for batch, its in found.items()}
 
 
+def where_began(columns: Trace, joined: Joined) -> Mapping[int, Mapping[str, AttributeValue]]:
+    """By the rows of requests that have keys, and began within others, the link to the span in which they did."""
+    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
+    found: dict[int, Mapping[str, AttributeValue]] = {}
+    for place in joined.keys:
+        row = int(joined.rows[place])
+        above, root_id = int(columns.parent[row]), int(columns.root_id[row])
+        if above != NONE and joined.of[above] != NONE and root_id == columns.span_id[row]:
+            around = int(columns.root_id[above])
+            if around != root_id:
+                found[row] = link_of(int(columns.span_id[above]), around, remotes.get(around))
+    return found
+
+
 def _trees(
     parts: Sequence[ApartFile],
     columns: Trace,
     linked: Mapping[int, Sequence[LinkedRequest]],
+    began: Mapping[int, Mapping[str, AttributeValue]],
     below: Mapping[int, Sequence[Span]],
 ) -> Iterator[list[Span]]:
     """The spans of a process, some whole trees at a time, those of a tree in the order of their begins."""
@@ -83,7 +98,7 @@ def _trees(
             span
             for number, part in enumerate(parts)
             if (its_own := its[of_part[its] == number]).size
-            for span in _spans_of(part, own[its_own], row[its_own], columns, linked, below)
+            for span in _spans_of(part, own[its_own], row[its_own], columns, linked, began, below)
         ]
         found.sort(key=lambda span: (span.root_id, span.start_ns, -span.end_ns, span.span_id))
         for span in found:
@@ -97,6 +112,7 @@ def _spans_of(
     rows: Int64s,
     columns: Trace,
     linked: Mapping[int, Sequence[LinkedRequest]],
+    began: Mapping[int, Mapping[str, AttributeValue]],
     below: Mapping[int, Sequence[Span]],
 ) -> Iterator[Span]:
     """The spans of a file by their `own` rows in it and their `rows` among all, and what hangs below them."""
@@ -111,6 +127,8 @@ def _spans_of(
             )
         if span.attributes and LINK in span.attributes:
             span.attributes = {**span.attributes, **moved_link(span.attributes[LINK], part)}
+        elif row in began:
+            span.attributes = {**span.attributes, **began[row]}
         span.links = linked.get(row, ())
         yield span
         for one in below.get(row, ()):
