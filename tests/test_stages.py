@@ -14,7 +14,7 @@ from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
 
 from instrument.cli import main
 from instrument.profile.keys import load
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import FIRST_ITEM, ITEMS, Origin, Site, Span, Trace
 from instrument.trace import file
 from instrument.trace.joined import join
 from instrument.trace.of_spans import trace_of
@@ -70,6 +70,30 @@ def test_the_prefill_is_what_makes_the_first_token(
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == (prefill, steps)
     assert found.queue == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("first_ns", "items", "weights", "until_ns", "steps"),
+    [
+        (33, 3, None, 30, 2),  # two steps had ended
+        (5, 3, None, 20, 3),  # something was sent before any
+        (33, 1, None, 20, 3),  # all was sent at once
+        (90, 3, None, 20, 3),  # and here as it was over
+        (33, 3, [1.0, 1.0, 1.0, 1.0], 30, 2),
+        (33, 3, [5.0, 1.0, 1.0, 1.0], 20, 3),  # whose weights tell
+    ],
+)
+def test_where_batches_do_not_tell_the_prefill_ends_before_the_first_part_of_the_answer(
+    first_ns: int, items: int, weights: list[float] | None, until_ns: int, steps: int
+) -> None:
+    spans = [made(1, CHAT, 0, 100, key="a")]
+    spans[0].attributes = {**spans[0].attributes, FIRST_ITEM: first_ns, ITEMS: items}
+    for at in range(4):
+        its = None if weights is None else weights[at : at + 1]
+        spans.append(made(2 + at, STEP, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=its))
+    trace = trace_of(spans)
+    [found] = stages(trace, join(trace))
+    assert (found.prefill, found.steps) == ((10, until_ns), steps)
 
 
 def served_by_vllm(asked: dict[str, list[int]], workers: int, ahead_ns: int = 0) -> tuple[list[Span], list[int]]:

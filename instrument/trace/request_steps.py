@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -134,8 +134,11 @@ def _merged(parts: Parts, which: Sequence[int]) -> list[int]:
     return found
 
 
-def prefills(parts: Parts, steps: Steps) -> Int64s:
-    """How many steps of each request make its first token."""
+def prefills(parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s]) -> Int64s:
+    """How many steps of each request make its first token.
+
+    `streamed_ns` tells of some requests when the first part of their answer was sent, `FARTHEST` of what is no stream.
+    """
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):
         return counts
@@ -146,7 +149,14 @@ def prefills(parts: Parts, steps: Steps) -> Int64s:
     is_called_otherwise = names != np.repeat(names[steps.first], steps.count)
     first_other = np.minimum.reduceat(np.where(is_called_otherwise, ordinal, FARTHEST), steps.first)
     are_alike = most <= least
-    counts[are_alike] = np.where(first_other < FARTHEST, first_other, 1)[are_alike]
+    are_named = are_alike & (first_other < FARTHEST)
+    counts[are_named] = first_other[are_named]
+    untold = np.flatnonzero(are_alike & ~are_named & (steps.count > 1))
+    if len(untold):
+        sent_ns = np.full(len(counts), -FARTHEST)
+        sent_ns[untold] = streamed_ns(untold)
+        done = np.add.reduceat(steps.end_ns <= np.repeat(sent_ns, steps.count), steps.first, dtype=np.int64)
+        counts[untold] = np.where(done < steps.count, np.maximum(done, 1), 1)[untold]  # else it came all at once
     later_least = np.minimum.reduceat(np.where(is_first, FARTHEST, weights), steps.first)
     later_most = np.maximum.reduceat(np.where(is_first, -1, weights), steps.first)
     # Where all but the first take alike the first one is it, whatever it takes.

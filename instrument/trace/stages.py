@@ -5,10 +5,11 @@ workers may. Those that take turns are the parts of one step: the steps of a req
 say weights, and of these that take longest, of one worker.
 
 A request that one step serves has a queue alone. Of one that several serve, the first make its first token, the
-prefill: those that take clearly more of the weight than the later ones do, such as the tokens of a prompt, or where
-all take alike those that are called differently from the later ones, else the first one. It ends with the last part
-of its last step. The rest is the decode. A stall is a time between two batches that is at least as long as half of its
-steps are: what is shorter is routine. It says which batches, of others then, took most of it.
+prefill: those that take clearly more of the weight than the later ones do, such as the tokens of a prompt; where all
+take alike those that are called differently from the later ones, else those that had ended when the first part of a
+streamed answer was sent, else the first one. It ends with the last part of its last step. The rest is the decode. A
+stall is a time between two batches that is at least as long as half of its steps are: what is shorter is routine. It
+says which batches, of others then, took most of it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from itertools import pairwise
 import numpy as np
 
 from instrument.recording.generations import GENERATION
-from instrument.recording.spans import BATCH_WEIGHTS, AttributeValue, Site, Span
+from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import firsts_of
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Stretches, served_stretches
-from instrument.trace.request_steps import last_of_firsts, prefills, steps_of, usual_ns
+from instrument.trace.request_steps import FARTHEST, last_of_firsts, prefills, steps_of, usual_ns
 from instrument.trace.step_kinds import Parts, StepKinds
 
 PREFILL, DECODE = "prefill", "decode"
@@ -100,7 +101,7 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
     kinds = StepKinds() if kinds is None else kinds
     kinds.learn(parts)
     steps = steps_of(parts, kinds.kinds())
-    counts = prefills(parts, steps)
+    counts = prefills(parts, steps, lambda requests: _streamed_ns(trace, joined.rows[place[requests]]))
     is_whole = ~trace.clipped[joined.rows[place]]
     columns = (
         place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
@@ -117,6 +118,20 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
             left = count - of_prefill
             found.append(Stages(request, queues.get(request), prefill, decode, left, stalls.get(request, ())))
     return found
+
+
+def _streamed_ns(trace: Trace, rows: Int64s) -> Int64s:
+    """When the first part of the answers of these requests was sent, of those that came in several parts."""
+    firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
+    after_ns = [
+        first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None
+        for first, count in zip(firsts, items, strict=True)
+    ]
+    starts = trace.start_ns[rows].tolist()
+    told = [
+        FARTHEST if one is None else min(start + one, FARTHEST) for start, one in zip(starts, after_ns, strict=True)
+    ]
+    return np.array(told, dtype=np.int64)
 
 
 def _queues(between: Stretches) -> Mapping[int, tuple[int, int]]:
