@@ -94,8 +94,8 @@ SHOW = "import sys, work; work.step(1); print(sys.argv, sys.path[0], sys.flags, 
         ([], ["-c", SHOW, "-I"], None),
         ([], ["-", "-I"], SHOW),
         ([], ["-O", "-Xutf8", "main.py", "-I"], None),
-        (["-O", "-X", "utf8", "-W", "error", "-B"], ["main.py"], None),
-        *([(["-P"], ["-m", "main"], None)] if sys.version_info >= (3, 11) else []),
+        pytest.param(["-O", "-X", "utf8", "-W", "error", "-B"], ["main.py"], None, marks=pytest.mark.slow),
+        *([pytest.param(["-P"], ["-m", "main"], None, marks=pytest.mark.slow)] if sys.version_info >= (3, 11) else []),
     ],
 )
 def test_the_host_gets_its_own_arguments_and_the_flags_of_our_interpreter(
@@ -218,7 +218,7 @@ def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -
     assert len(traces()) == 1
 
 
-@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("1", "2")), "1 2"])
 def test_a_daemon_with_closed_standard_streams_runs(folder: Path, closed: str) -> None:
     write(folder / "main.py", "from work import step\nstep(1)\nopen('done', 'w').close()\nprint(1)")
     closing = " ".join(f"{number}>&-" for number in closed.split())
@@ -255,11 +255,13 @@ def test_run_with_a_module_and_with_the_profile_from_the_environment(folder: Pat
     ("source", "code", "stderr"),
     [
         ("raise SystemExit(7)", 7, ""),
-        ("import sys; sys.exit('text')", 1, "text"),
+        pytest.param("import sys; sys.exit('text')", 1, "text", marks=pytest.mark.slow),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("import os; os._exit(9)", 9, ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, "Summary of "),
+        pytest.param(
+            "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, "Summary of ", marks=pytest.mark.slow
+        ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -2, "KeyboardInterrupt"),
     ],
 )
@@ -528,8 +530,8 @@ def test_report_prints_the_table_of_a_saved_trace(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "titles"),
     [
-        (["--tracer-option", "OpDetail"], ["Profiling"]),
-        (["--view", "device"], ["Device"]),
+        pytest.param(["--tracer-option", "OpDetail"], ["Profiling"], marks=pytest.mark.slow),
+        pytest.param(["--view", "device"], ["Device"], marks=pytest.mark.slow),
         (["--view", "copies,events"], ["Copies", "Profiling"]),
         (["--view", "device", "--view", "copies", "--rows", "1"], ["Device", "Copies"]),
     ],

@@ -167,7 +167,11 @@ def test_a_spin_is_as_long_as_plain_events_say_or_labelled(card: Card, session: 
         assert any(part.label == "exclusive" for part in parts)
 
 
-@pytest.mark.parametrize("card", CARDS, indirect=True)
+@pytest.mark.parametrize(
+    "card",
+    [*CARDS[:3], pytest.param(*CARDS[3].values, marks=[*CARDS[3].marks, pytest.mark.slow], id=CARDS[3].id)],
+    indirect=True,
+)
 def test_begin_and_end_lie_where_the_host_knows_them_to(card: Card, session: Any) -> None:
     """The stream waits for a gate that the host opens, and the host sees when it has come to the end."""
     running = session()

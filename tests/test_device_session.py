@@ -318,7 +318,12 @@ def test_the_cost_of_device_time_is_part_of_the_cost(torch: Any, session: Any, f
 
 
 @pytest.mark.parametrize(
-    ("text", "held"), [("", False), ("device: {gil: hold}", True), ("device: {gil: release}", False)]
+    ("text", "held"),
+    [
+        ("", False),
+        ("device: {gil: hold}", True),
+        pytest.param("device: {gil: release}", False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_profile_says_whether_the_lock_is_kept(torch: Any, session: Any, text: str, held: bool) -> None:
     running = session(text)

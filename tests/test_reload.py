@@ -1000,6 +1000,7 @@ def test_one_that_hangs_up_or_is_slow_is_asked_again_and_named_meanwhile(capsys:
     assert found[path] == {"pid": 7, "generation": 2, "digest": "x"}
 
 
+@pytest.mark.slow
 def test_every_worker_of_gunicorn_follows_its_file() -> None:
     pytest.importorskip("gunicorn")
     import urllib.request

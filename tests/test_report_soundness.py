@@ -66,7 +66,7 @@ def test_a_file_that_is_not_sound_is_refused_before_any_view(case: str, tmp_path
         Recording.of_trace(*chrome.read(written(tmp_path / "trace.json", spans)))
 
 
-@pytest.mark.parametrize("case", ["two that are in each other", "one id for two"])
+@pytest.mark.parametrize("case", ["two that are in each other", pytest.param("one id for two", marks=pytest.mark.slow)])
 def test_the_command_refuses_it_in_one_line_whichever_view_is_asked_for(case: str, tmp_path: Path) -> None:
     spans, says = UNSOUND[case]
     path = written(tmp_path / "trace.json", spans)

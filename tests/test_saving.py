@@ -189,14 +189,14 @@ def test_a_service_is_given_numpy_only_where_its_profile_asks_for_files() -> Non
         assert len(arrays["span_id_steps"]) == 1
 
 
-@pytest.mark.parametrize("text", [ALONE, BOTH, "export: {summary: {to: stderr}}"])
+@pytest.mark.parametrize("text", [pytest.param(ALONE, marks=pytest.mark.slow), BOTH, "export: {summary: {to: stderr}}"])
 def test_without_numpy_a_service_runs_and_the_notes_say_that_nothing_is_written(text: str) -> None:
     done = python(HIDES_NUMPY + PROGRAM, text)
     assert (done.returncode, done.stdout.count(saving.WITHOUT_NUMPY)) == (0, 1), done.stderr
     assert not Path("traces").exists()
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_check_says_that_no_file_can_be_written(as_json: bool, tmp_path: Path) -> None:
     Path("profile.yaml").write_text(ALONE)
     words = ["check", "profile.yaml", *["--json"] * as_json]

@@ -712,7 +712,7 @@ def test_a_request_inside_a_span_of_the_services_own_tracer_becomes_its_child_at
         assert children[span.span_id].trace_id == span.trace_id
 
 
-@pytest.mark.parametrize("sample", [0, 1])
+@pytest.mark.parametrize("sample", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_request_within_other_work_is_the_root_of_a_trace_of_its_own_at_the_collector(sample: int) -> None:
     from opentelemetry import trace as opentelemetry_trace
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
