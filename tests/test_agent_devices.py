@@ -47,7 +47,9 @@ SERVICE = """
 import os, signal, sys, threading, time
 
 import torch
+import instrument
 from instrument import scope
+from instrument.sessions import process
 
 MS = 10**6
 torch.cuda.init()
@@ -113,6 +115,11 @@ with scope("stream", kind="request"):
     list(tokens())
 if "by the agent" in sys.argv:
     assert "instrument-otlp" not in names(), names()
+torch.work(600_000 * MS)
+serve(1)
+running = process.session()
+instrument.stop()
+print(running.losses())
 """
     found = []
     for more in ("", "agent: off"):
@@ -124,10 +131,11 @@ if "by the agent" in sys.argv:
         until(lambda: not run_folder.found())
         (spans,) = collector.spans.values()
         found.append(spans)
+        assert eval(done.stdout) == {"device times dropped": 2}
     by_agent, by_itself = (Counter(map(told, spans)) for spans in found)
     assert by_agent == by_itself
     names = Counter(span.name for span in found[0])
-    assert names["decode (device)"] == names["copy (device)"] == 3
+    assert names["decode (device)"] == names["copy (device)"] == 4
     for spans in found:
         own = {span.span_id: span for span in spans}
         assert len(own) == len(spans)

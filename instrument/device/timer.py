@@ -32,7 +32,7 @@ from instrument.recording.interval_ring import LABELS, IntervalRing
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import NO_DEVICE_TIME, Site, Work
 from instrument.runtime import imports
-from instrument.runtime.unpatched import Lock, sleep
+from instrument.runtime.unpatched import Lock
 
 if TYPE_CHECKING:
     from instrument.trace.columns import DeviceIntervals, Int64s
@@ -431,7 +431,7 @@ class Timing:
                 self.intervals.tell_settled(settled_ns)
                 return
             resolver.wake()
-            sleep(LOOK_S)
+            time.sleep(LOOK_S)
 
     @property
     def pair_ns(self) -> float:
