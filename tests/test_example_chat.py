@@ -157,7 +157,7 @@ def test_slot_and_company_change_scores_far_less_than_two_tokens_differ(model: C
 
 def run_in_engine(engine: Engine, prompts: list[str]) -> list[Generation]:
     async def submit_all() -> list[Generation]:
-        generations = [engine.submit(encode(prompt), 64) for prompt in prompts]
+        generations = [engine.submit(prompt, encode(prompt), 64) for prompt in prompts]
         engine.cancel(generations[0])
         engine.stop()
         for generation in generations:
@@ -177,7 +177,7 @@ def test_an_engine_that_stops_ends_every_open_request(model: ChatModel) -> None:
 def test_a_full_queue_and_a_stopped_engine_accept_nothing(model: ChatModel) -> None:
     async def submit() -> None:
         with pytest.raises(EngineBusyError):
-            engine.submit([1], 1)
+            engine.submit("one", [1], 1)
 
     engine = Engine(model, slots=1, waiting=0)
     asyncio.run(submit())
@@ -198,7 +198,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
         raise RuntimeError("out of memory")
 
     async def finish_of_one() -> str | None:
-        generation = engine.submit(encode("the sea"), 2)
+        generation = engine.submit("one", encode("the sea"), 2)
         while await generation.tokens.get() is not None:
             pass
         return generation.finish
@@ -306,9 +306,27 @@ def test_the_demo_runs_server_and_load_and_ends_well(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert "errors" in first.stdout
     server = [sys.executable, "-m", "chat.server", "--port", "0", "--slots", "3", "--weights", str(weights)]
+    server += ["--engine-process"]
     check = [*demo, "--concurrency", "2", "--signal", "SIGTERM", "--check", str(answers), "--", *server]
     second = subprocess.run(check, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert second.returncode == 0, second.stderr
+
+
+@pytest.mark.slow
+def test_requests_fail_and_others_are_refused_where_the_engines_process_was_killed() -> None:
+    server, url = start_server("--engine-process")
+    ask = {"prompt": "Tell me about music", "max_tokens": 64, "stream": True, "seed": 3}
+    with httpx.stream("POST", f"{url}/generate", json=ask, timeout=30, trust_env=False) as response:
+        chunks = response.iter_text()
+        text = next(chunks)
+        for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+        text += "".join(chunks)
+    assert json.loads(text.rpartition("data: ")[2])["finish"] == "failed"
+    assert httpx.post(f"{url}/generate", json={"prompt": "x"}, trust_env=False).status_code == 503
+    server.send_signal(signal.SIGTERM)
+    assert server.communicate(timeout=20) == ("", "")
 
 
 def test_the_demo_fails_when_the_server_does_not_start() -> None:

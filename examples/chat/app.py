@@ -4,17 +4,23 @@ A request is a JSON object: `prompt`, and if wanted `max_tokens`, `seed` (draw i
 and `stream`. Whatever is wrong with it is answered with status 400 and the reason.
 """
 
+import itertools
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chat import debug_log
+from chat.debug_log import logged
 from chat.engine import Engine, EngineBusyError, Generation
+from chat.engine_process import EngineProcess
 from chat.text import END, decode, decode_next, encode
 
 MAX_BODY_BYTES = 64 * 1024
@@ -35,7 +41,31 @@ class Ask:
     stream: bool
 
 
-def build_app(engine: Engine) -> Starlette:
+class RequestIds:
+    """Gives each request an id, by which the engine knows it, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the application answer a request that has its id."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = scope.setdefault("state", {})["request_id"] = f"chat-{next(self._numbers)}"
+        with ExitStack() as log:
+            log.enter_context(logged(scope["path"], request_id))
+
+            async def send_on(message: Message) -> None:
+                await send(message)
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    log.close()
+
+            await self.app(scope, receive, send_on)
+
+
+def build_app(engine: Engine | EngineProcess) -> Starlette:
     """The application; the engine runs from its start-up to its shutdown."""
 
     @asynccontextmanager
@@ -45,19 +75,22 @@ def build_app(engine: Engine) -> Starlette:
             yield
         finally:
             engine.stop()
+            debug_log.save()
 
     routes = [Route("/generate", generate, methods=["POST"]), Route("/health", health)]
-    app = Starlette(routes=routes, lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=[Middleware(RequestIds)], lifespan=lifespan)
     app.state.engine = engine
     return app
 
 
 async def generate(request: Request) -> Response:
     """Answer a prompt."""
-    engine: Engine = request.app.state.engine
+    engine: Engine | EngineProcess = request.app.state.engine
+    request_id: str = request.state.request_id
     try:
-        ask = read_ask(await read_body(request), engine.model.size.length)
-        generation = engine.submit(ask.prompt, ask.max_tokens, ask.seed)
+        with logged("read", request_id):
+            ask = read_ask(await read_body(request), engine.length)
+        generation = engine.submit(request_id, ask.prompt, ask.max_tokens, ask.seed)
     except BadRequestError as error:
         return JSONResponse({"error": str(error)}, 400)
     except EngineBusyError as error:
@@ -66,35 +99,40 @@ async def generate(request: Request) -> Response:
         return StreamingResponse(stream_events(engine, generation), media_type="text/event-stream")
     tokens = [token async for token in stream_tokens(engine, generation)]
     status = 200 if generation.finish in ("end", "length") else 500
-    return JSONResponse({"text": decode(tokens), "tokens": len(tokens), "finish": generation.finish}, status)
+    with logged("decode_text", request_id):
+        text = decode(tokens)
+    return JSONResponse({"text": text, "tokens": len(tokens), "finish": generation.finish}, status)
 
 
 async def health(request: Request) -> Response:
     """Say that the service is up, and how busy it is."""
-    engine: Engine = request.app.state.engine
+    engine: Engine | EngineProcess = request.app.state.engine
     return JSONResponse({"status": "ok", "device": str(engine.device), **engine.load()})
 
 
-async def stream_tokens(engine: Engine, generation: Generation) -> AsyncIterator[int]:
+async def stream_tokens(engine: Engine | EngineProcess, generation: Generation) -> AsyncIterator[int]:
     """Tokens as the engine makes them. A reader that leaves early cancels the request."""
-    try:
-        await generation.wait_for_turn()
-        token = await generation.first_token()
-        while token is not None:
-            yield token
-            token = await generation.tokens.get()
-    finally:
-        engine.cancel(generation)
+    with logged("stream_tokens", generation.id):
+        try:
+            await generation.wait_for_turn()
+            token = await generation.first_token()
+            while token is not None:
+                yield token
+                token = await generation.tokens.get()
+        finally:
+            engine.cancel(generation)
 
 
-async def stream_events(engine: Engine, generation: Generation) -> AsyncIterator[str]:
+async def stream_events(engine: Engine | EngineProcess, generation: Generation) -> AsyncIterator[str]:
     """Server-sent events: one for every token, one that says how it ended."""
     pending, made = b"", 0
     async for token in stream_tokens(engine, generation):
-        text, pending = decode_next(pending, token)
+        with logged("decode_text", generation.id):
+            text, pending = decode_next(pending, token)
         made += 1
         yield _event({"text": text})
-    text, _ = decode_next(pending, END)
+    with logged("decode_text", generation.id):
+        text, _ = decode_next(pending, END)
     yield _event({"text": text, "tokens": made, "finish": generation.finish})
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from chat.debug_log import logged
 from chat.model import Cache, ChatModel, make_cache
 from chat.text import END
 
@@ -35,10 +36,11 @@ class Generation:
     it, `finish` before the None is sent.
     """
 
+    id: str
     prompt: list[int]
     max_tokens: int
-    random: torch.Generator | None
-    loop: asyncio.AbstractEventLoop
+    random: torch.Generator | None = None
+    loop: asyncio.AbstractEventLoop | None = None
     tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
     taken_up: asyncio.Event = field(default_factory=asyncio.Event)
     slot: int = -1
@@ -49,11 +51,36 @@ class Generation:
 
     async def wait_for_turn(self) -> None:
         """Until the engine begins with the prompt, or has ended the request before it came to that."""
-        await self.taken_up.wait()
+        with logged("wait_for_turn", self.id):
+            await self.taken_up.wait()
 
     async def first_token(self) -> int | None:
         """What the prompt gives, None if the request has ended without a token."""
-        return await self.tokens.get()
+        with logged("first_token", self.id):
+            return await self.tokens.get()
+
+    # The rest is called by the engine, on its thread.
+
+    def begin(self) -> None:
+        """Say that the engine works on it."""
+        self._tell(self.taken_up.set)
+
+    def give(self, token: int) -> None:
+        """Send a token."""
+        self._tell(self.tokens.put_nowait, token)
+
+    def end(self, finish: Finish) -> None:
+        """Say how it ended, after its last token or without one."""
+        self.finish = finish
+        self.begin()
+        self._tell(self.tokens.put_nowait, None)
+
+    def _tell(self, what: Callable[..., None], *values: int | None) -> None:
+        try:
+            if self.loop is not None:
+                self.loop.call_soon_threadsafe(what, *values)
+        except RuntimeError:  # the loop has closed: nobody is left to read
+            self.cancelled = True
 
 
 class Engine:
@@ -63,6 +90,7 @@ class Engine:
         """`slots` requests are computed at a time, `waiting` more may queue."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()
+        self.length = model.size.length
         self.slots = slots
         self._limit = waiting
         self._cache = make_cache(model.size, slots, self.device)
@@ -71,7 +99,7 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._work = threading.Condition()
         self._running = False
-        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread = threading.Thread(target=self.run, name="engine")
 
     def start(self) -> None:
         """Start the thread; an engine starts once."""
@@ -89,16 +117,19 @@ class Engine:
         """Requests being computed and requests in the queue."""
         return {"active": len(self._active), "waiting": len(self._waiting)}
 
-    def submit(self, prompt: list[int], max_tokens: int, seed: int | None = None) -> Generation:
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int, seed: int | None = None) -> Generation:
         """Queue a request of the running event loop. Prompt and answer must fit the length of the model."""
-        random = None if seed is None else torch.Generator().manual_seed(seed)
-        generation = Generation(prompt, max_tokens, random, asyncio.get_running_loop())
-        with self._work:
+        generation = Generation(request_id, prompt, max_tokens, random_of(seed), asyncio.get_running_loop())
+        self.accept(generation)
+        return generation
+
+    def accept(self, generation: Generation) -> None:
+        """Queue a request; EngineBusyError if there is no room for it."""
+        with logged("accept", generation.id), self._work:
             if not self._running or len(self._waiting) >= self._limit:
                 raise EngineBusyError(f"{len(self._waiting)} requests are waiting")
             self._waiting.append(generation)
             self._work.notify()
-        return generation
 
     def cancel(self, generation: Generation) -> None:
         """Drop a request before the next step; one that has finished stays as it is."""
@@ -107,9 +138,11 @@ class Engine:
     def step(self) -> None:
         """Let requests in, compute the prompts of the new ones and one more token for all."""
         for generation in self.admit():
-            self.prefill(generation)
+            with logged("prefill", generation.id):
+                self.prefill(generation)
         if self._active:
-            self.decode()
+            with logged("decode", *(generation.id for generation in self._active)):
+                self.decode()
 
     def admit(self) -> list[Generation]:
         """Free the slots of cancelled requests and give the free slots to those who wait longest."""
@@ -126,7 +159,7 @@ class Engine:
 
     def prefill(self, generation: Generation) -> None:
         """Compute the prompt of one request, which gives its first token."""
-        _tell(generation, generation.taken_up.set)
+        generation.begin()
         tokens, positions = self.prepare_batch([generation.prompt], [0])
         scores = self.forward(tokens, positions, [layer.slot(generation.slot) for layer in self._cache])
         self._deliver([generation], self.sample([generation], [0], scores))
@@ -173,20 +206,27 @@ class Engine:
                 continue
             generation.last = token
             generation.made += 1
-            _tell(generation, generation.tokens.put_nowait, token)
+            generation.give(token)
             if generation.made == generation.max_tokens:
                 self._end(generation, "length")
 
     def _end(self, generation: Generation, finish: Finish) -> None:
         self._active.remove(generation)
         self._free.append(generation.slot)
-        _finish(generation, finish)
+        generation.end(finish)
 
-    def _run(self) -> None:
-        while self._wait_for_work():
+    def run(self) -> None:
+        """Work until there will be none, on the engine's thread."""
+        while self.wait_for_work():
             self._step_or_fail()
         for generation in [*self._active, *self._waiting]:
-            _finish(generation, "stopped")
+            generation.end("stopped")
+
+    def wait_for_work(self) -> bool:
+        """Wait until there is something to compute; False once the engine is to stop."""
+        with self._work:
+            self._work.wait_for(lambda: self._active or self._waiting or not self._running)
+            return self._running
 
     def _step_or_fail(self) -> None:
         try:
@@ -196,20 +236,7 @@ class Engine:
             for generation in list(self._active):
                 self._end(generation, "failed")
 
-    def _wait_for_work(self) -> bool:
-        with self._work:
-            self._work.wait_for(lambda: self._active or self._waiting or not self._running)
-            return self._running
 
-
-def _finish(generation: Generation, finish: Finish) -> None:
-    generation.finish = finish
-    _tell(generation, generation.taken_up.set)
-    _tell(generation, generation.tokens.put_nowait, None)
-
-
-def _tell(generation: Generation, what: Callable[..., None], *values: int | None) -> None:
-    try:
-        generation.loop.call_soon_threadsafe(what, *values)
-    except RuntimeError:  # the loop has closed: nobody is left to read
-        generation.cancelled = True
+def random_of(seed: int | None) -> torch.Generator | None:
+    """What draws the samples of a request, None if it does not sample."""
+    return None if seed is None else torch.Generator().manual_seed(seed)

@@ -14,8 +14,8 @@ import uvicorn
 
 from chat.app import build_app
 from chat.engine import Engine
-from chat.model import ChatModel, Size
-from chat.weights import load_weights, make_weights
+from chat.engine_process import EngineProcess
+from chat.weights import build_model
 
 _SHUTDOWN_S = 10
 
@@ -31,11 +31,12 @@ class Server(uvicorn.Server):
             print(f"listening on http://{host}:{port}", flush=True)
 
 
-def build_engine(weights: Path | None = None, slots: int = 16) -> Engine:
-    """Engine with the weights of a file, or with those that the built-in seed gives."""
-    model = ChatModel(Size())
-    model.load_state_dict(make_weights(Size()) if weights is None else load_weights(weights))
-    return Engine(model, slots=slots)
+def build_engine(options: argparse.Namespace) -> Engine | EngineProcess:
+    """The engine that the command line asks for."""
+    if options.engine_process:
+        return EngineProcess(options.weights, slots=options.slots, threads=options.threads)
+    torch.set_num_threads(options.threads)
+    return Engine(build_model(options.weights), slots=options.slots)
 
 
 def _listen(port: int) -> socket.socket:
@@ -54,9 +55,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="file of chat.weights; without it they are made in memory")
     parser.add_argument("--slots", type=int, default=16, help="requests computed at a time (default: 16)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model (default: 1)")
+    parser.add_argument("--engine-process", action="store_true", help="run the engine in a process of its own")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    app = build_app(build_engine(options.weights, options.slots))
+    app = build_app(build_engine(options))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S)
     # uvicorn repeats a SIGINT once it has shut down
     with _listen(options.port) as listener, suppress(KeyboardInterrupt):

@@ -47,6 +47,13 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
+def build_model(path: Path | None = None) -> ChatModel:
+    """Model with the weights of a file, or with those that the built-in seed gives."""
+    model = ChatModel(Size())
+    model.load_state_dict(make_weights(Size()) if path is None else load_weights(path))
+    return model
+
+
 def main() -> None:
     """Command line of the module."""
     parser = argparse.ArgumentParser(prog="python -m chat.weights", description="write the weights of the chat model")
