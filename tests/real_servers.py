@@ -152,10 +152,10 @@ def serve_twice(
             start_limit_s=START_LIMIT_S,
         ) as (port, _):
             found.append(ask_all(port))
-    return found[0], found[1], Served(folder, _with_report(folder / "log"))
+    return found[0], found[1], Served(folder, with_report(folder / "log"))
 
 
-def _with_report(log: Path) -> str:
+def with_report(log: Path) -> str:
     """The output of a server, once the run's agent has put its report there."""
     until = time.monotonic() + REPORT_LIMIT_S
     while not re.search(r"^Process(es)?:", output := log.read_text(), re.MULTILINE):

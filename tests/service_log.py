@@ -1,0 +1,117 @@
+"""What requests of the demonstration were spent on, by its own log alone (`chat.debug_log`), instant by instant.
+
+Nothing of `instrument` is used here, so that what it says of the same requests can be held against this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+PHASES = {
+    "read": "prepare",
+    "accept": "accept",
+    "stream_tokens": "generate",
+    "wait_for_turn": "queue",
+    "first_token": "prefill",
+    "decode_text": "post",
+}
+BATCHES = ("prefill", "decode")
+
+Thread = tuple[str, str]
+"""A process and one of its threads."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Something that was done for requests, from when to when and where."""
+
+    what: str
+    ids: tuple[str, ...]
+    begin: int
+    end: int
+    thread: Thread
+
+
+@dataclass
+class LoggedRequest:
+    """What the log has of one request: when it was there, what was done for it, and the batches that served it."""
+
+    whole: Done
+    work: list[Done] = field(default_factory=list)
+    batches: list[Done] = field(default_factory=list)
+
+    @property
+    def wall(self) -> int:
+        """How long it took."""
+        return self.whole.end - self.whole.begin
+
+
+def read_log(path: Path) -> dict[str, LoggedRequest]:
+    """The requests to `/generate` of a log, by their ids."""
+    done: list[Done] = []
+    begun: dict[tuple[str, ...], list[int]] = {}
+    for line in path.read_text().splitlines():
+        at, process, thread, edge, what, *ids = line.split()
+        key = (process, thread, what, *ids)
+        if edge == "begin":
+            begun.setdefault(key, []).append(int(at))
+        else:
+            begin = begun[key].pop()
+            done.append(Done(what, tuple(ids), begin, int(at), (process, thread)))
+    assert not any(begun.values()), "the log has no end of something that began"
+    requests = {one.ids[0]: LoggedRequest(one) for one in done if one.what == "/generate"}
+    for one in sorted(done, key=lambda one: one.begin):
+        for request in (requests[name] for name in one.ids if name in requests):
+            if one.what in PHASES:
+                request.work.append(one)
+            elif one.what in BATCHES:
+                request.batches.append(one)
+    return requests
+
+
+def parts_of(request: LoggedRequest) -> Counter[str]:
+    """What the wall of a request was spent on, in ns: at each instant what began last of all that went on then."""
+    first, last = request.whole.begin, request.whole.end
+    spans = [(one.begin, one.end, PHASES[one.what], None) for one in request.work]
+    spans += [(one.begin, one.end, "", one) for one in request.batches]
+    spans += [(*one, None) for one in between(request)]
+    # What began at the same time as another, and ends before it, is within it.
+    spans.sort(key=lambda span: (span[0], -span[1]))
+    edges = sorted({min(max(edge, first), last) for span in spans for edge in span[:2]} | {first, last})
+    parts: Counter[str] = Counter()
+    in_batch: Counter[Done] = Counter()
+    for begin, end in pairwise(edges):
+        going_on = [span for span in spans if span[0] <= begin and end <= span[1]]
+        if not going_on:
+            parts["unknown"] += end - begin
+        elif going_on[-1][3] is None:
+            parts[going_on[-1][2]] += end - begin
+        else:
+            in_batch[going_on[-1][3]] += end - begin
+    for batch, spent in in_batch.items():
+        its_own = min(spent, (batch.end - batch.begin) // len(batch.ids))
+        parts["share of batches"] += its_own
+        parts["waiting in batches"] += spent - its_own
+    assert parts.total() == request.wall
+    return parts
+
+
+def between(request: LoggedRequest) -> list[tuple[int, int, str]]:
+    """The times before the first batch, from a batch to the next, and from one thread to another."""
+    batches, of_batches = request.batches, {batch.thread for batch in request.batches}
+    own = [one for one in request.work if one.thread not in of_batches]
+    accepted = [one.begin for one in request.work if one.thread in of_batches]
+    before = [edge for one in request.work for edge in (one.begin, one.end) if edge <= batches[0].begin]
+    found = [(max(before), batches[0].begin, "queue")]
+    found += [(batch.end, after.begin, "stall") for batch, after in pairwise(batches)]
+    for batch, until in zip(batches, [*(after.begin for after in batches[1:]), request.whole.end], strict=True):
+        back = min((one.begin for one in own if one.begin >= batch.end), default=until + 1)
+        if back <= until:
+            found.append((batch.end, back, "transport"))
+    if accepted:
+        sent = [one.end for one in own if one.end <= accepted[0]]
+        found.append((max(sent), accepted[0], "transport"))
+    return found
