@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Span
 from instrument.runtime.faults import FAULTS
@@ -356,3 +357,39 @@ def test_a_rule_for_a_server_s_own_function_tells_of_the_request_that_it_serves(
         for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
             del sys.modules[name]
     assert (request.site.kind, inner.parent_id, inner.attributes[KEY]) == ("request", request.span_id, "r1")
+
+
+class Holder:
+    """What has a list of requests, or one."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def step(self) -> None:
+        pass
+
+
+class Text(str):
+    __slots__ = ()
+
+
+Named = types.SimpleNamespace
+HELD = [
+    "a", "", "x" * 300, 7, None, Text("a"), object, [], ["a", "b"], [Text("a")], ["a", 7, None], ["x" * 300], ("a",),
+    [Named(id="a"), Named(id="b")], [Named(id="a"), {"id": "b"}], [{"id": "a"}], [Named(id=7)], [Named(id="x" * 300)],
+    [Named(id=["a"])], [Named()], {"a": Named(id="b")}, {"a": 2}, [Named(id=str(at)) for at in range(BATCH_LIMIT + 2)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["self.held", "self.held[]", "self.held[].id"])
+@pytest.mark.parametrize("held", HELD, ids=lambda held: repr(held)[:40])
+def test_what_is_read_at_once_is_what_is_read_step_by_step(path: str, held: Any) -> None:
+    for what in ("key", "batch") if "[" not in path else ("batch",):
+        (rule,) = loads(f'functions: [{{match: "m:Holder.step", {what}: "{path}"}}]').functions
+        read = KeyReader(Holder.step, rule).of_call
+        assert read is not None
+        for holder in (Holder(held), {"held": held}):
+            at_once, step_by_step = read((holder,), {}), read((), {"self": holder})
+            assert [(key, value) for key, value in at_once.items()] == list(step_by_step.items())
+            assert list(map(type, at_once.values())) == list(map(type, step_by_step.values()))
+    FAULTS.clear()

@@ -16,7 +16,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from instrument.instrumentors.arguments import LEFT_OUT, parameter_of
+from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import key_text
 from instrument.recorder.wrapping import Attributes
@@ -28,6 +28,7 @@ EACH = "[]"
 
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
+ReadCall = Callable[[tuple[Any, ...], dict[str, Any]], Told]
 
 
 class KeyReader:
@@ -77,7 +78,7 @@ class KeyReader:
                 return complain(value, error)
 
         read, complain = self._reader(name, wanted), self._complainer(wanted)
-        return read_call
+        return _read_at_once(parameter, wanted, name, read_call)
 
     def _read_of_result(self, name: str, wanted: RequestKeys) -> ReadResult:
         read, complain = self._reader(name, wanted), self._complainer(wanted)
@@ -104,6 +105,48 @@ class KeyReader:
             return {}
 
         return complain
+
+
+def _read_at_once(parameter: Parameter, wanted: RequestKeys, name: str, read_call: ReadCall) -> ReadCall:
+    """The same in one step for what most paths lead to: text in an attribute, in a list of one, or in those of its
+    items. All else is left to `read_call`.
+
+    Amid a service's own work each further function that runs here takes microseconds, for the processor's caches have
+    lost its code meanwhile.
+    """
+    path = re.fullmatch(r"\w+\.(\w+)(?:(\[\])(?:\.(\w+))?)?", wanted.argument)
+    if path is None or wanted.cut or wanted.weights or parameter.position < 0 or (name == KEY and path[2]):
+        return read_call
+    position, of_holder, is_mapping = parameter.position, attrgetter(path[1]), _is_mapping_type
+    of_item = attrgetter(path[3]) if path[3] else None
+
+    def read_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
+        try:
+            holder = args[position]
+            key = None if is_mapping(type(holder)) else of_holder(holder)
+            if type(key) is str and 0 < len(key) <= KEY_LIMIT:
+                return {KEY: key}
+        except Exception:
+            return read_call(args, kwargs)  # and is told there
+        return read_call(args, kwargs)
+
+    def read_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
+        try:
+            holder = args[position]
+            found = None if is_mapping(type(holder)) else of_holder(holder)
+            if type(found) is list and len(found) <= BATCH_LIMIT:
+                if of_item is not None and not any(map(is_mapping, set(map(type, found)))):
+                    found = list(map(of_item, found))
+                if _TEXT.issuperset(map(type, found)) and max(map(len, found), default=0) <= KEY_LIMIT:
+                    return {BATCH_KEYS: tuple(found)}
+        except Exception:
+            return read_call(args, kwargs)
+        return read_call(args, kwargs)
+
+    return read_key if name == KEY else read_keys
+
+
+_TEXT = frozenset({str})
 
 
 def _is_of_result(wanted: RequestKeys) -> bool:
