@@ -3,6 +3,9 @@
 Every step of a program opens a span with each recorder and, beside it, one with a tracker that is plainly right: a
 context variable set and reset at every step, a list of what happened, and ends that are marked. A span hangs below the
 nearest one above that is still open; where none is, it is a root, linked to the one that its context came from.
+
+How long a coroutine was suspended is measured twice beside the recorders: around its call, where a suspension begins
+later and ends earlier than they see it, and inside of its body, where it is the other way round.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import itertools
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +107,32 @@ class Expected(Exception):
 
 
 @dataclass(eq=False)
+class Suspensions:
+    """How long what was awaited in a task was suspended, all in all."""
+
+    task: object = None
+    sum_ns: int = 0
+
+    @types.coroutine
+    def of(self, awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+        """What awaits it and measures."""
+        self.task = asyncio.current_task()
+        steps: Any = awaitable.__await__()
+        value = thrown = None
+        while True:
+            try:
+                item = steps.send(value) if thrown is None else steps.throw(thrown)
+            except StopIteration as done:
+                return done.value
+            since_ns = time.monotonic_ns()
+            try:
+                value, thrown = (yield item), None
+            except BaseException as error:
+                value, thrown = None, error
+            self.sum_ns += time.monotonic_ns() - since_ns
+
+
+@dataclass(eq=False)
 class Tracked:
     """A span as the reference knows it: `parent` is what it hangs below, `came_from` what a root is linked to."""
 
@@ -110,6 +141,9 @@ class Tracked:
     parent: Tracked | None
     came_from: Tracked | None
     is_open: bool = True
+    waits_from_ns: int | None = None
+    """It was suspended for so long at the least, where that is known."""
+    waits_to_ns: int = 0
     root: Tracked = field(init=False)
     path: tuple[str, ...] = field(init=False)
     """By the names that all on it have when the span ends."""
@@ -153,6 +187,7 @@ class Machine:
         self.background: list[asyncio.Future[Any]] = []
         self.jobs: asyncio.Queue[Any] | None = None
         self.busy = False
+        self.around: contextvars.ContextVar[Suspensions | None] = contextvars.ContextVar("around", default=None)
 
     def begin(self, step: Step) -> Tracked:
         place = above = self.current.get()
@@ -171,13 +206,13 @@ class Machine:
             self.current.reset(token)
 
     @contextmanager
-    def track(self, step: Step, scopes: Sequence[Any] = ()) -> Iterator[None]:
+    def track(self, step: Step, scopes: Sequence[Any] = ()) -> Iterator[Tracked]:
         tracked = self.begin(step)
         if scopes:
             self.frames[tracked] = [scope._frame for scope in scopes]
         try:
             with self.inside(tracked):
-                yield
+                yield tracked
         finally:
             self.frames.pop(tracked, None)
             tracked.end()
@@ -326,11 +361,34 @@ class Machine:
 
     def coroutine_of(self, step: Step) -> Any:
         async def coroutine() -> None:
-            with self.track(step):
-                await asyncio.sleep(0)
-                await self.async_body(step.inside)
+            with self.track(step) as tracked:
+                await self.suspended_body(tracked, step)
 
-        return self.wrapped(coroutine, step)
+        wrapped = self.wrapped(coroutine, step)
+
+        async def outside() -> None:
+            around = Suspensions()
+            token = self.around.set(around)
+            try:
+                await around.of(wrapped())
+            finally:
+                self.around.reset(token)
+
+        return outside
+
+    async def suspended_body(self, tracked: Tracked, step: Step) -> None:
+        async def body() -> None:
+            await asyncio.sleep(0)
+            await self.async_body(step.inside)
+
+        inside, around = Suspensions(), self.around.get()
+        before_ns = 0 if around is None else around.sum_ns
+        try:
+            await inside.of(body())
+        finally:
+            tracked.waits_to_ns = inside.sum_ns
+            if around is not None and around.task is inside.task:
+                tracked.waits_from_ns = around.sum_ns - before_ns
 
     async def run_async(self, step: Step) -> None:
         coroutine = self.coroutine_of(step)
@@ -372,9 +430,8 @@ class Machine:
             async with AsyncExitStack() as stack:
                 for scope in scopes:
                     await stack.enter_async_context(scope)
-                with self.track(step, scopes):
-                    await asyncio.sleep(0)
-                    await self.async_body(step.inside)
+                with self.track(step, scopes) as tracked:
+                    await self.suspended_body(tracked, step)
         elif step.kind in ("async generator", "async partial", "async handed on"):
             await self.consume_async(step)
         elif step.kind == "to_thread":

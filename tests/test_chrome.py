@@ -828,7 +828,7 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "gzip damaged": (gzip.compress(b"[]")[:-8] + b"12345678", "gzip data is cut off or damaged"),
     "gzip header only": (b"\x1f\x8b", "gzip data is cut off"),
     "gzip of noise": (b"\x1f\x8b" + bytes(range(256)), "gzip data is cut off or damaged"),
-    "a newer format": (own(format=5), "read it with the version of instrument that wrote it"),
+    "a newer format": (own(format=6), "read it with the version of instrument that wrote it"),
     "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 2}}', "comes after its events"),
     **{
         f"own, {key} is {value!r:.30}": (own(**{key: value}), "cannot read the trace")

@@ -53,10 +53,10 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
         calls = draw(st.integers(least_calls, 3))
         totals = Totals()
         if calls:
-            host_ns, device_ns, elapsed_ns, self_ns, low_ns, first_ns = (draw(own) for _ in range(6))
+            host_ns, device_ns, elapsed_ns, self_ns, waiting_ns, low_ns, first_ns = (draw(own) for _ in range(7))
             totals = Totals(
-                calls, draw(st.integers(0, calls)), host_ns, self_ns, device_ns, elapsed_ns, low_ns, low_ns + draw(own),
-                draw(own), first_ns, {draw(st.integers(0, 300)): calls},
+                calls, draw(st.integers(0, calls)), host_ns, self_ns, waiting_ns, device_ns, elapsed_ns, low_ns,
+                low_ns + draw(own), draw(own), first_ns, {draw(st.integers(0, 300)): calls},
             )  # fmt: skip
         tally.totals(path, draw(st.integers(1, 3))).merge(totals)
     return tally

@@ -56,7 +56,18 @@ def recorder(make_recorder: Any) -> Any:
     return made
 
 
-SUMS = ("calls", "errors", "total_ns", "self_ns", "min_ns", "max_ns", "first_ns", "elapsed_ns", "moved_bytes")
+SUMS = (
+    "calls",
+    "errors",
+    "total_ns",
+    "self_ns",
+    "waiting_ns",
+    "min_ns",
+    "max_ns",
+    "first_ns",
+    "elapsed_ns",
+    "moved_bytes",
+)
 
 
 def lines(tally: Tally) -> list[Any]:

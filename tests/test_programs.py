@@ -125,6 +125,19 @@ def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...
     return shape_of(edges)
 
 
+def assert_waited(tracked: Iterable[Tracked], spans: list[Span], about: str) -> None:
+    """What coroutines waited lies between what was measured around their calls and inside of their bodies."""
+    least, most, found = Counter[str](), Counter[str](), Counter[str]()
+    names = {one.name for one in tracked if one.waits_from_ns is not None}
+    for one in tracked:
+        least[one.name] += one.waits_from_ns or 0
+        most[one.name] += one.waits_to_ns
+    for span in spans:
+        found[span.site.name] += span.total_ns - span.active_ns
+    for name in names:
+        assert least[name] <= found[name] <= most[name], f"{name} {about}"
+
+
 @chunks
 @modes
 def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_programs(
@@ -154,7 +167,9 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         assert recorder.current_id() == 0
         assert recorder.open_rows() == []
         for span in spans:
-            assert 0 <= span.self_ns <= span.active_ns <= span.total_ns
+            assert 0 <= span.self_ns <= span.total_ns
+            assert 0 <= span.active_ns <= span.total_ns
+        assert_waited(machine.spans, spans, about)
         recorder.reset()
     assert recorder.counts() == {}
 

@@ -876,7 +876,7 @@ def any_totals(draw: st.DrawFn) -> Totals:
     host, device, calls = draw(TIMES), draw(st.one_of(st.just(0), TIMES)), draw(st.integers(1, 10**6))
     elapsed = draw(st.integers(max(host, device), host + device))
     low = elapsed // calls
-    return Totals(calls, draw(st.integers(0, calls)), host, draw(st.integers(0, host)), device, elapsed, low,
+    return Totals(calls, draw(st.integers(0, calls)), host, draw(st.integers(0, host)), 0, device, elapsed, low,
                   low, 0, draw(st.integers(1, 9)), {bucket(low): calls})  # fmt: skip
 
 

@@ -57,6 +57,18 @@ def request_of(session: instrument.Session) -> Span:
     return span
 
 
+def test_a_request_waits_while_its_app_is_suspended(session: instrument.Session) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.002)
+        await answer(scope, receive, send)
+
+    serve(app, {})
+    span = request_of(session)
+    assert 0 < span.active_ns < span.total_ns == span.self_ns
+    (row,) = [row for row in RECORDER.tally().rows() if row.path[-1].kind == "request"]
+    assert row.totals.waiting_ns == span.total_ns - span.active_ns
+
+
 @pytest.mark.parametrize(
     ("header", "is_taken"),
     [

@@ -143,8 +143,10 @@ class ColumnShelf:
 def rows_of(rows: Records, details: Details) -> list[Row]:
     """Rows as recorders have them."""
     found: list[Row] = []
-    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, _, node, task in _ROW.iter_unpack(rows.tobytes()):
-        active_ns, error, told = -1, None, None
+    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _ROW.iter_unpack(
+        rows.tobytes()
+    ):
+        active_ns, error, told = rare >> 1 if rare & 1 else -1, None, None
         if (detail := details.get(span_id)) is not None:
             active_ns, error, told = _detail_of(*detail)
         found.append((node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, told))

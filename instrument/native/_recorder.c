@@ -52,6 +52,7 @@
 #include "_recorder_span.h"
 #include "_recorder_callables.h"
 #include "_recorder_scopes.h"
+#include "_recorder_stepped.h"
 #include "_recorder_generators.h"
 #include "_recorder_renaming.h"
 #include "_recorder_shelf.h"
@@ -91,7 +92,7 @@ execute(PyObject *made)
     }
 #endif
     PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
-                             &ScopeType,   &StretchType, &ShelfType, &PassType,
+                             &ScopeType,   &SteppedType, &StretchType, &ShelfType, &PassType,
                              &CoreType,    &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)

@@ -162,7 +162,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     }
     if (ring != NULL) {
         Py_INCREF(ring);
-        store(core, ring, frame, end_ns, -1, error);
+        store(core, ring, frame, end_ns, -1, 0, error);
         if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0) {
             Py_CLEAR(type);
             Py_CLEAR(raised);

@@ -125,16 +125,18 @@ typedef struct totals {
     int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
     int64_t first_total_ns;       /* of the call that began first */
     uint64_t steps;               /* of generators, also of those that go on */
+    int64_t waiting_ns;           /* of `self_ns`: while what was awaited suspended them */
     chunk_t *chunks[CHUNKS];
     uint64_t ring_number; /* of the ring that has them: who reads from outside finds them by this */
     uint32_t node;
 } totals_t;
 
 /* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
- * the dict of the attributes where there is nothing else. */
+ * the dict of the attributes where there is nothing else, or the active time alone as a number: see `is_number`. */
 typedef struct {
     uint64_t span_id, parent_id, root_id;
-    int64_t start_ns, end_ns, children_ns;
+    int64_t start_ns, end_ns;
+    int64_t children_ns; /* less what the span waited: the active time less this is its own, in which it waits, too */
     PyObject *rare;
     uint32_t node;
     uint32_t task; /* the task's address, without its four low bits */
@@ -179,7 +181,23 @@ typedef struct {
     PyObject_HEAD
     frame_t *frame; /* its own, where others can read it */
     struct stretch *stretch; /* whose span it is, or NULL */
+    struct stepped *stepped; /* what is awaited around it, or NULL: tells how long it was suspended. Borrowed by its own */
+    int64_t waited_before_ns;  /* how long that had been suspended when the span began */
+    int64_t children_waited_ns; /* of `children_ns` */
 } Frame;
+
+/* What a coroutine awaits, step by step: knows how long it was suspended. As the span of the coroutine that it is, or for
+ * the span of somebody else. */
+typedef struct stepped {
+    PyObject_HEAD
+    struct core *core;
+    PyObject *awaited; /* an iterator */
+    PyObject *site, *attributes, *results; /* of the span that begins with the first step; or NULL */
+    Frame *own; /* that span, while it is open */
+    int64_t waited_ns;
+    int64_t suspended_ns; /* since when it is, or 0 */
+    char has_begun, is_running;
+} Stepped;
 
 struct core;
 struct published;
@@ -382,10 +400,12 @@ typedef struct stretch {
     char lost; /* its begin could not be recorded */
     int64_t active_ns, resumed_ns, suspended_ns;
     int64_t items, first_item_ns, last_item_ns, longest_gap_ns; /* what it has yielded, and when */
+    Stepped *stepped; /* what an async generator awaits, or NULL */
+    int64_t waited_told_ns; /* of what that waited: counted against who resumed it */
 } Stretch;
 
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
-    StretchType;
+    SteppedType, StretchType;
 
 #define SELDOM __attribute__((noinline, cold)) /* kept out of what each call runs */
 
@@ -401,12 +421,14 @@ static THREAD_LOCAL struct {
     Ring *ring;
 } at_hand;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
+static THREAD_LOCAL Stepped *stepping; /* the innermost that runs on this thread, or NULL */
 static frame_t *free_frames;
 static uint32_t frame_count;
 /* Objects that are free. Each holds nothing, but is known to the collector, with the reference that is here. */
 static Frame *free_frame_objects[OBJECTS_KEPT];
 static Scope *free_scopes[OBJECTS_KEPT];
-static uint32_t free_frame_object_count, free_scope_count;
+static Stepped *free_stepped[OBJECTS_KEPT];
+static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
 /* How many Frame objects there are; of these, whose frames lie where others do not look, for they are older than the memory;
  * and how many are kept without a look at that: none as long as there are such. */
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;

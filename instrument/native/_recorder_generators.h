@@ -56,6 +56,7 @@ Stretch_dealloc(Stretch *self)
         self->frame->stretch = NULL;
     Py_XDECREF(self->frame);
     Py_XDECREF(self->parent);
+    Py_XDECREF(self->stepped);
     Py_XDECREF(self->core);
     Py_XDECREF(self->site);
     Py_XDECREF(self->attributes);
@@ -70,6 +71,7 @@ Stretch_traverse(Stretch *self, visitproc visit, void *arg)
     Py_VISIT(self->attributes);
     Py_VISIT(self->frame);
     Py_VISIT(self->parent);
+    Py_VISIT(self->stepped);
     return 0;
 }
 
@@ -84,14 +86,28 @@ move_frame(frame_t *frame, Ring *ring, uint64_t task)
     }
 }
 
-static PyObject *Stretch_finish(Stretch *, PyObject *);
-
-static int
-told(PyObject *none)
+/* A scope stands still with its generator: what is awaited around that meanwhile is none of its waiting. */
+static void
+leave_steps(frame_t *frame, int64_t now_ns)
 {
-    Py_XDECREF(none);
-    return none == NULL ? -1 : 0;
+    Frame *self = (Frame *)frame->self;
+    if (self == NULL || self->stepped == NULL)
+        return;
+    self->waited_before_ns = waited_since_begin(self, now_ns); /* so far, until it goes on */
+    leave_stepped(self);
 }
+
+static void
+follow_steps(frame_t *frame)
+{
+    Frame *self = (Frame *)frame->self;
+    if (self == NULL || self->stepped != NULL || stepping == NULL || !stepping->is_running)
+        return;
+    self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
+    self->waited_before_ns = stepping->waited_ns - self->waited_before_ns;
+}
+
+static PyObject *Stretch_finish(Stretch *, PyObject *);
 
 /* True where its site is muted: it has begun no span then, or has ended the one that it had, and the generator goes on
  * without. One that has scopes open inside waits until they are closed. */
@@ -122,6 +138,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
             Py_RETURN_NONE;
         }
         self->frame->stretch = self;
+        leave_stepped(self->frame); /* who resumes it may wait while it stands still */
         self->resumed_ns = self->frame->frame->start_ns;
         Py_RETURN_NONE;
     }
@@ -148,6 +165,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
         frame->children_ns += gap_ns;
         frame->counted_from_ns += gap_ns;
         move_frame(frame, ring, current->task);
+        follow_steps(frame);
     }
     move_frame(own, ring, current->task);
     own->above = current->top; /* the references of the inner chain move with it */
@@ -214,10 +232,18 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
         caller = current->base->frame;
     if (caller != NULL)
         caller->has_rows = 1; /* as soon as this has ended */
-    if (caller != NULL && caller->ring == ring && caller->task == own->task)
+    if (caller != NULL && caller->ring == ring && caller->task == own->task) {
         caller->children_ns += step_ns;
+        if (self->stepped != NULL) {
+            count_waited_above(caller, self->stepped->waited_ns - self->waited_told_ns);
+            self->waited_told_ns = self->stepped->waited_ns;
+        }
+    }
     Py_INCREF(current);
     uint64_t published_id = current->published_id;
+    if (self->stepped == NULL)
+        for (frame = self->inner; frame != own; frame = frame->above)
+            leave_steps(frame, now_ns);
     frame = self->inner;
     while (frame != own && frame->span_id != published_id)
         frame = frame->above;
@@ -324,7 +350,10 @@ Stretch_finish(Stretch *self, PyObject *error)
     PyObject *name = error == Py_None || is_answer(self->core, self->frame, error)
                          ? NULL
                          : error_name((PyObject *)Py_TYPE(error));
-    store(self->core, ring, frame, end_ns, self->active_ns, name);
+    int64_t waited_ns = self->stepped != NULL ? self->stepped->waited_ns : 0;
+    waited_ns = waited_ns < self->active_ns ? waited_ns : self->active_ns;
+    leave_stepped(self->frame);
+    store(self->core, ring, frame, end_ns, self->active_ns - waited_ns, waited_ns, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(ring);
@@ -333,11 +362,33 @@ Stretch_finish(Stretch *self, PyObject *error)
     Py_RETURN_NONE;
 }
 
+/* What awaits a step of the body, which may be suspended in it. */
+static PyObject *
+Stretch_stepped(Stretch *self, PyObject *awaitable)
+{
+    if (self->frame == NULL || self->frame->frame->state == CLOSED || !is_awaitable(awaitable))
+        return Py_NewRef(awaitable);
+    PyObject *iterator = iterator_of(awaitable);
+    if (iterator == NULL)
+        return NULL;
+    if (self->stepped == NULL) {
+        self->stepped = new_stepped(self->core, iterator);
+        if (self->stepped == NULL)
+            return NULL;
+        self->frame->stepped = (Stepped *)Py_NewRef((PyObject *)self->stepped);
+        self->frame->waited_before_ns = 0;
+    } else {
+        Py_SETREF(self->stepped->awaited, iterator);
+    }
+    return Py_NewRef((PyObject *)self->stepped);
+}
+
 static PyMethodDef Stretch_methods[] = {
     {"resume", (PyCFunction)Stretch_resume, METH_NOARGS,
      "The body goes on. True where the site is muted, and the span has ended or never begins."},
     {"suspend", (PyCFunction)Stretch_suspend, METH_NOARGS, "The body stands still, or has ended."},
     {"yielded", (PyCFunction)Stretch_yielded, METH_NOARGS, "The body stands still, for it has yielded an item."},
+    {"stepped", (PyCFunction)Stretch_stepped, METH_O, "What awaits a step of the body, which may be suspended in it."},
     {"finish", (PyCFunction)Stretch_finish, METH_O, "The generator has ended, with this exception or None."},
     {NULL},
 };

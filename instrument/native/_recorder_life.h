@@ -277,7 +277,7 @@ Core_preset(Core *self, PyObject *args)
     if (ring == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     for (uint64_t i = 0; i < ring->capacity; i++)
-        Py_CLEAR(ring->rows[i].rare);
+        drop_rare(ring->rows[i].rare), ring->rows[i].rare = NULL;
     self->last_id = next_id - 2;
     ring->head = head;
     Py_RETURN_NONE;

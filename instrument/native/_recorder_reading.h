@@ -59,7 +59,7 @@ end:
 }
 
 /* Numbers of a line, in the order of `lines.Sum`; its first is its node. */
-#define LINE_WIDTH 11
+#define LINE_WIDTH 12
 
 typedef struct {
     int64_t numbers[LINE_WIDTH];
@@ -116,7 +116,7 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
         }
         int64_t *to = lines[place_of[n]].numbers;
         const int64_t from[LINE_WIDTH] = {
-            place_of[n], at_most(sum.calls), at_most(sum.errors), sum.total_ns, sum.self_ns, sum.device_ns,
+            place_of[n], at_most(sum.calls), at_most(sum.errors), sum.total_ns, sum.self_ns, sum.waiting_ns, sum.device_ns,
             elapsed_of(&sum), sum.min_ns, sum.max_ns, at_most(sum.moved_bytes), sum.first_ns,
         };
         if (to[1] == 0) {
@@ -126,8 +126,8 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
             continue;
         }
         for (int i = 1; i < LINE_WIDTH - 1; i++)
-            if (i == 7 || i == 8)
-                to[i] = (i == 7) == (from[i] < to[i]) ? from[i] : to[i];
+            if (i == 8 || i == 9)
+                to[i] = (i == 8) == (from[i] < to[i]) ? from[i] : to[i];
             else
                 add_time(NULL, &to[i], from[i]);
         if (from[LINE_WIDTH - 1] < to[LINE_WIDTH - 1]) {
@@ -297,11 +297,19 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
         row_t row = {.span_id = frame->span_id, .parent_id = frame->parent_id, .root_id = frame->root_id,
                      .start_ns = frame->start_ns, .end_ns = now_ns, .children_ns = frame->children_ns,
                      .node = frame->node->index, .task = (uint32_t)(frame->task >> 4)};
-        if (frame->attributes != NULL) /* a copy, for whoever opened the span may still add to them */
-            row.rare = PyDict_Check(frame->attributes) ? PyDict_Copy(frame->attributes)
-                                                       : rare_of(-1, NULL, frame->attributes);
+        PyObject *attributes = frame->attributes; /* a copy, for whoever opened the span may still add to them */
+        attributes = attributes != NULL && PyDict_Check(attributes) ? PyDict_Copy(attributes) : Py_XNewRef(attributes);
+        int64_t active_ns = -1;
+        int64_t waited_ns = frame->self == NULL ? 0 : waited_of((Frame *)frame->self, now_ns);
+        if (waited_ns > 0) {
+            active_ns = now_ns - frame->start_ns - waited_ns;
+            row.children_ns -= waited_ns;
+        }
+        if (attributes != NULL || active_ns >= 0)
+            row.rare = rare_of(active_ns, NULL, attributes);
         PyObject *tuple = PyErr_Occurred() ? NULL : row_as_tuple(&row);
-        Py_XDECREF(row.rare);
+        drop_rare(row.rare);
+        Py_XDECREF(attributes);
         PyObject *pair = tuple == NULL ? NULL : Py_BuildValue("(lN)", frame->ring->thread_id, tuple);
         if (pair == NULL || PyList_Append(found, pair) < 0)
             known = -1;

@@ -1,5 +1,33 @@
 /* Hot: the calling thread's ring. Cold: rings that are made, read and given up. A part of `_recorder.c`. */
 
+/* Whether what is rare is the active time alone, as a number, which needs no memory of its own. */
+static inline int
+is_number(const PyObject *rare)
+{
+    return (uintptr_t)rare & 1;
+}
+
+static inline PyObject *
+number_as_rare(int64_t active_ns)
+{
+    return (PyObject *)((uintptr_t)active_ns << 1 | 1);
+}
+
+static inline PyObject *
+new_rare(PyObject *rare)
+{
+    if (!is_number(rare))
+        Py_XINCREF(rare);
+    return rare;
+}
+
+static inline void
+drop_rare(PyObject *rare)
+{
+    if (rare != NULL && !is_number(rare))
+        Py_DECREF(rare);
+}
+
 /* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
 static void
 free_rows_of(Ring *ring)
@@ -10,7 +38,7 @@ free_rows_of(Ring *ring)
     ring->head = 0;
     ring->context_version = NO_VERSION;
     for (uint64_t i = 0; rows != NULL && i < written; i++)
-        Py_XDECREF(rows[i].rare);
+        drop_rare(rows[i].rare);
     if (rows != NULL)
         unmap_rows(rows, mapped_bytes(ring->capacity), written * sizeof(row_t));
 }
@@ -29,9 +57,13 @@ Ring_dealloc(Ring *self)
 static PyObject *
 row_as_tuple(const row_t *row)
 {
-    PyObject *rare = Py_XNewRef(row->rare); /* the row may be overwritten while the tuple is made */
+    PyObject *rare = new_rare(row->rare); /* the row may be overwritten while the tuple is made */
     PyObject *tuple;
-    if (rare != NULL && PyTuple_CheckExact(rare))
+    if (is_number(rare))
+        tuple = Py_BuildValue("(IKKKILLLLOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
+                              row->start_ns, row->end_ns, row->children_ns, (int64_t)((uintptr_t)rare >> 1), Py_None,
+                              Py_None);
+    else if (rare != NULL && PyTuple_CheckExact(rare))
         tuple = Py_BuildValue("(IKKKILLLOOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
                               row->start_ns, row->end_ns, row->children_ns, PyTuple_GET_ITEM(rare, 0),
                               PyTuple_GET_ITEM(rare, 1), PyTuple_GET_ITEM(rare, 2));
@@ -39,7 +71,7 @@ row_as_tuple(const row_t *row)
         tuple = Py_BuildValue("(IKKKILLLiOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
                               row->start_ns, row->end_ns, row->children_ns, -1, Py_None,
                               rare != NULL ? rare : Py_None);
-    Py_XDECREF(rare);
+    drop_rare(rare);
     return tuple;
 }
 
@@ -72,7 +104,7 @@ Ring_newest(Ring *self, PyObject *argument)
 }
 
 /* (the rows from a number on as they lie in memory, what those have that say more). The latter are as many as there are
- * rows whose `rare` is not 0. All of one moment: nothing in between can run a finaliser of the host's. */
+ * rows whose `rare` is neither 0 nor a number. All of one moment: nothing in between can run a finaliser of the host's. */
 static PyObject *
 Ring_copied(Ring *self, PyObject *argument)
 {
@@ -91,14 +123,14 @@ Ring_copied(Ring *self, PyObject *argument)
         memcpy(rows + whole, self->rows, (count - whole) * sizeof *rows);
     }
     for (size_t i = 0; rows != NULL && i < count; i++)
-        rare += Py_XNewRef(rows[i].rare) != NULL;
+        rare += new_rare(rows[i].rare) != NULL && !is_number(rows[i].rare);
     PyObject *more = rows == NULL ? NULL : PyList_New((Py_ssize_t)rare);
     rare = 0;
     for (size_t i = 0; rows != NULL && i < count; i++)
-        if (rows[i].rare != NULL && more != NULL)
+        if (rows[i].rare != NULL && !is_number(rows[i].rare) && more != NULL)
             PyList_SET_ITEM(more, (Py_ssize_t)rare++, rows[i].rare);
-        else if (rows[i].rare != NULL)
-            Py_DECREF(rows[i].rare);
+        else
+            drop_rare(rows[i].rare);
     if (more == NULL) {
         Py_XDECREF(bytes);
         return NULL;

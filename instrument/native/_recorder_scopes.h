@@ -484,7 +484,7 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
     count_against_above(current, &frame, ring, end_ns);
-    store(self, ring, &frame, end_ns, -1, NULL);
+    store(self, ring, &frame, end_ns, -1, 0, NULL);
     int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);
     Py_XDECREF(frame.request);

@@ -115,7 +115,7 @@ static void
 free_held(held_t *rows, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++)
-        Py_XDECREF(rows[i].row.rare);
+        drop_rare(rows[i].row.rare);
     PyMem_Free(rows);
 }
 
@@ -159,7 +159,7 @@ hold(Shelf *self, root_t *root, const row_t *row, long thread_id)
     }
     held_t *held = &root->rows[root->count++];
     held->row = *row;
-    Py_XINCREF(held->row.rare);
+    new_rare(held->row.rare);
     held->thread_id = thread_id;
     self->held++;
     while (self->held > self->held_limit) {

@@ -17,6 +17,16 @@ free_frame_object(Frame *self)
     PyObject_GC_Del(self);
 }
 
+/* A span is no longer of what is awaited around it. */
+static inline void
+leave_stepped(Frame *self)
+{
+    Stepped *around = self->stepped;
+    self->stepped = NULL;
+    if (around != NULL && around->own != self)
+        Py_DECREF(around);
+}
+
 /* A frame that is given up is kept for the next span. What it holds is let go of while it is whole and held: code of the
  * host's may run, and the collector look at it. */
 static void
@@ -30,6 +40,8 @@ Frame_dealloc(Frame *self)
     Py_CLEAR(frame->request);
     Py_CLEAR(frame->attributes);
     Py_CLEAR(frame->pair);
+    leave_stepped(self);
+    self->children_waited_ns = 0;
     if (frame->published != NULL)
         Py_DECREF(take_published(frame));
     frame->start_ns = 0; /* whoever looks for open spans passes it */
@@ -53,6 +65,8 @@ new_frame_object(void)
     frame_object_count++;
     made->frame = frame;
     made->stretch = NULL;
+    made->stepped = NULL;
+    made->waited_before_ns = made->children_waited_ns = 0;
     frame->self = (PyObject *)made;
     PyObject_GC_Track(made);
     return made;
@@ -65,6 +79,8 @@ Frame_traverse(Frame *self, visitproc visit, void *arg)
         Py_VISIT(self->frame->request);
     Py_VISIT(self->frame->attributes);
     Py_VISIT(self->frame->published);
+    if (self->stepped != NULL && self->stepped->own != self)
+        Py_VISIT(self->stepped);
     return 0;
 }
 
@@ -295,6 +311,10 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
         tell_attributes(core, frame);
     Py_INCREF(self); /* the chain's */
+    if (stepping != NULL && stepping->is_running) {
+        self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
+        self->waited_before_ns = stepping->waited_ns;
+    }
     Py_INCREF(current);
     current->top = frame;
     publish_begun(core, current, frame);
@@ -365,10 +385,13 @@ error_told(PyObject *attributes, PyObject *error)
     return error != NULL ? error : str_other;
 }
 
-/* What a row has beside its numbers: attributes alone as they are, which most have that have anything. */
+/* What a row has beside its numbers: attributes alone or an active time alone as they are, which most have that have
+ * anything. */
 static PyObject *
 rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
 {
+    if (error == NULL && attributes == NULL)
+        return number_as_rare(active_ns);
     if (error == NULL && active_ns < 0 && PyDict_Check(attributes))
         return Py_NewRef(attributes);
     return Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
@@ -446,13 +469,55 @@ store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     if (__builtin_expect(ring->rows == NULL, 0)) /* reset meanwhile, and no memory for a new one */
         return;
-    Py_XDECREF(write_row(core, ring, frame, end_ns, -1, NULL, NULL, 0));
+    drop_rare(write_row(core, ring, frame, end_ns, -1, NULL, NULL, 0));
+}
+
+/* How long what is awaited around an open span has been suspended since the span began. */
+static int64_t
+waited_since_begin(const Frame *self, int64_t now_ns)
+{
+    const Stepped *around = self->stepped;
+    if (around == NULL)
+        return 0;
+    int64_t waited_ns = around->waited_ns - self->waited_before_ns;
+    if (around->suspended_ns != 0)
+        waited_ns += now_ns - around->suspended_ns;
+    return waited_ns > 0 ? waited_ns : 0;
+}
+
+/* How long an open span has waited: at least as long as its children, should nobody have seen it suspended itself. */
+static inline int64_t
+waited_of(const Frame *self, int64_t now_ns)
+{
+    int64_t waited_ns = self->stepped == NULL ? 0 : waited_since_begin(self, now_ns);
+    if (waited_ns < self->children_waited_ns)
+        waited_ns = self->children_waited_ns;
+    int64_t total_ns = now_ns - self->frame->start_ns;
+    return waited_ns < total_ns ? waited_ns : total_ns > 0 ? total_ns : 0;
+}
+
+/* The span waited so long of its time; in `active_ns` it ran, and was not suspended. Of its own time is what its children
+ * have not waited; what they ran and it did not is theirs. */
+static int64_t
+take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
+{
+    int64_t children_ran_ns = frame->children_ns - ((Frame *)frame->self)->children_waited_ns;
+    int64_t ran_ns = active_ns - children_ran_ns, own_ns = active_ns + waited_ns - frame->children_ns;
+    frame->children_ns -= waited_ns;
+    ran_ns = ran_ns > 0 ? ran_ns : 0;
+    return own_ns > ran_ns ? own_ns - ran_ns : 0;
 }
 
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
-store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
+store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, int64_t waited_ns, PyObject *error)
 {
+    int64_t own_waited_ns = 0;
+    if (waited_ns > 0) {
+        if (active_ns < 0)
+            active_ns = end_ns - frame->start_ns - waited_ns;
+        own_waited_ns = take_waited(frame, active_ns, waited_ns);
+    }
     PyObject *rare = NULL;
     uint64_t moved_bytes = 0;
     if (frame->attributes != NULL)
@@ -465,28 +530,47 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         }
         if (frame->node->is_copy && frame->attributes != NULL)
             moved_bytes = bytes_in(frame->attributes);
-        if (core->memory != NULL)
+        if (core->memory != NULL && !is_number(rare))
             write_detail(core, frame->span_id, active_ns, error, frame->attributes);
     }
     if (ring->rows == NULL) { /* reset meanwhile, and no memory for a new one */
-        Py_XDECREF(rare);
+        drop_rare(rare);
         return;
     }
-    Py_XDECREF(write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes));
+    PyObject *old = write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
+    totals_t *totals = own_waited_ns > 0 ? totals_here(ring, frame->node) : NULL;
+    if (totals != NULL)
+        add_time(core, &totals->waiting_ns, own_waited_ns);
+    drop_rare(old);
 }
 
-/* Count a span's time against the span above it, where both ran on one thread and task. */
-static inline void
-count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
+/* The span that a span's time counts against: the one above it, where both ran on one thread and task; or NULL. */
+static inline frame_t *
+counted_above(const Current *current, const frame_t *frame, const Ring *ring)
 {
     frame_t *above = frame->above;
     if (above == NULL) {
         if (current->base == NULL || frame->parent_id != current->base->span_id || current->base->frame == NULL)
-            return;
+            return NULL;
         above = current->base->frame;
     }
-    if (above->ring == ring && above->task == frame->task)
+    return above->ring == ring && above->task == frame->task ? above : NULL;
+}
+
+static inline void
+count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
+{
+    frame_t *above = counted_above(current, frame, ring);
+    if (above != NULL)
         above->children_ns += end_ns - frame->counted_from_ns;
+}
+
+/* Of the time that counts against a span above, its child waited so much. */
+static void
+count_waited_above(frame_t *above, int64_t waited_ns)
+{
+    if (above != NULL && above->self != NULL)
+        ((Frame *)above->self)->children_waited_ns += waited_ns;
 }
 
 /* Take a frame out of the chain and give the chain's reference up. */
@@ -615,6 +699,11 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
     if (current->top != frame)
         frame->has_rows = 1; /* what was begun inside it goes on */
     count_against_above(current, frame, ring, end_ns);
+    int64_t waited_ns = 0;
+    if (self->stepped != NULL || self->children_waited_ns != 0) {
+        waited_ns = waited_of(self, end_ns);
+        count_waited_above(counted_above(current, frame, ring), waited_ns);
+    }
     PyObject *published = take_published(frame);
     frame_t *above = frame->above;
     if (current->top == frame) {
@@ -628,17 +717,18 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
     }
     if (published != NULL)
         pass_on(core, current, published, above);
-    if (frame->attributes == NULL && (error == NULL || error == Py_None)) {
+    if (frame->attributes == NULL && (error == NULL || error == Py_None) && waited_ns == 0) {
         store_plain(core, ring, frame, end_ns);
     } else {
         PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
                          : error == NULL || error == Py_None || is_answer(core, self, error)
                              ? NULL
                              : error_name((PyObject *)Py_TYPE(error));
-        store(core, ring, frame, end_ns, -1, name);
+        store(core, ring, frame, end_ns, -1, waited_ns, name);
         Py_XDECREF(name);
     }
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
+    leave_stepped(self);
     Py_DECREF(current);
     Py_DECREF(ring);
     Py_DECREF(self);

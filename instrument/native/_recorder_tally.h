@@ -166,6 +166,7 @@ add_totals(Core *core, totals_t *into, const totals_t *from)
     into->moved_bytes += from->moved_bytes;
     add_time(core, &into->total_ns, from->total_ns);
     add_time(core, &into->self_ns, from->self_ns);
+    add_time(core, &into->waiting_ns, from->waiting_ns);
     add_time(core, &into->device_ns, from->device_ns);
     add_time(core, &into->beyond_ns, from->beyond_ns);
 }
@@ -272,7 +273,7 @@ static PyObject *
 totals_as_tuple(const totals_t *t, PyObject *packed)
 {
     return packed == NULL ? NULL
-                          : Py_BuildValue("(KKLLLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns, t->device_ns,
+                          : Py_BuildValue("(KKLLLLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns, t->waiting_ns, t->device_ns,
                                           elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, packed);
 }
 

@@ -130,6 +130,7 @@ def make_function(
             index = node.index
             frame = [
                 node, span_id, 0, span_id, 0, ring, None, start, task, start, None, 1, held, None, None, None, index,
+                None, 0, None,
             ]  # fmt: skip
         elif parent[11]:
             above = parent[0]
@@ -137,11 +138,12 @@ def make_function(
             index = node.index if node.inner is None else core._index(node, parent, ring)
             frame = [
                 node, span_id, parent[1], parent[3], 0, ring, parent, start, task, start, None, 1, held, None,
-                parent[14], None, index,
+                parent[14], None, index, None, 0, None,
             ]  # fmt: skip
         else:
             frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)
             node, parent, index = frame[0], frame[6], frame[16]
+            frame[17], frame[19] = None, None
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             if chain is None:

@@ -12,6 +12,8 @@ An open span is a *frame*, a list that only the modules of this recorder touch:
     12 the chain that the context variable held before, or None   13 what times the span on a device, or None
     14 the request that it is in: the frame of its tree's root, or None
     15 the frame that the context held before, where that had ended   16 the index of the node that it is counted under
+    17 what is awaited around it, or None   18 how long that had been suspended when the span began
+    19 what of the time of the children they waited; None for a function's
 
 The frame above is the nearest one that is open, also above a frame that has ended: so whoever came from that finds it.
 """

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.chains import CLOSED, Chain, Frame, nearest_open, task_probe, top_of, upwards
+from instrument.recorder.stepped import Stepped
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class Stretch:
 
     __slots__ = (
         "_active_ns", "_attributes", "_caller", "_chain", "_core", "_first_item_ns", "_inner", "_items",
-        "_last_item_ns", "_longest_gap_ns", "_parent", "_place", "_resumed_ns", "_site", "_suspended_ns", "frame",
+        "_last_item_ns", "_longest_gap_ns", "_parent", "_place", "_resumed_ns", "_site", "_stepped",
+        "_suspended_ns", "_waited_told_ns", "frame",
     )  # fmt: skip
 
     def __init__(self, core: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
@@ -35,6 +37,8 @@ class Stretch:
         self._active_ns = 0
         self._resumed_ns = 0
         self._suspended_ns = 0
+        self._stepped: Stepped | None = None
+        self._waited_told_ns = 0
         self._items = self._first_item_ns = self._last_item_ns = self._longest_gap_ns = 0
 
     def resume(self) -> bool | None:
@@ -55,6 +59,7 @@ class Stretch:
         if frame is None:
             self._place = core._current.get()
             frame = self.frame = core.open(self._site, self._attributes)
+            frame[17] = None  # who resumes it may wait while it stands still
             self._parent = frame[6]
             self._caller = frame[15] or frame[6]
             frame[15] = None
@@ -91,6 +96,8 @@ class Stretch:
             own[4] += gap_ns
             own[9] += gap_ns
             own[5], own[8], own[12] = ring, task, None
+            if own[17] is None and (around := ring.stepping) is not None and around.is_running and own[19] is not None:
+                own[17], own[18] = around, around.waited_ns - own[18]
         frame[5], frame[8], frame[12] = ring, task, None
         if core._writer is not None:
             core._writer.begin(frame)
@@ -113,6 +120,8 @@ class Stretch:
         if inner is not frame and all(above is not frame for above in upwards(inner)):
             return  # ended elsewhere
         self._inner = core._apart[frame[1]] = top  # type: ignore[assignment]
+        if self._stepped is None and inner is not None and inner is not frame:
+            self._leave_steps(inner, now)
         caller, self._caller = self._caller, None
         above, frame[6] = frame[6], None
         place, self._place = self._place, None
@@ -125,8 +134,30 @@ class Stretch:
         frame[5].top = caller
         if above is not None and above[5] is frame[5] and above[8] == frame[8]:
             above[4] += step_ns
+            if self._stepped is not None and above[19] is not None:
+                above[19] += self._stepped.waited_ns - self._waited_told_ns
+                self._waited_told_ns = self._stepped.waited_ns
         if frame[13] is not None:
             frame[13].pause()
+
+    def _leave_steps(self, inner: Frame, now_ns: int) -> None:
+        """Scopes stand still with it: what is awaited around them meanwhile is none of their waiting."""
+        for own in upwards(inner):
+            if own is self.frame:
+                break
+            if own[17] is not None:
+                own[18] = own[17].waited_ns - own[18] + (now_ns - (own[17].suspended_ns or now_ns))
+                own[17] = None
+
+    def stepped(self, awaitable: Any) -> Any:
+        """What awaits a step of the body, which may be suspended in it."""
+        frame = self.frame
+        if frame is None or frame[11] == CLOSED:
+            return awaitable
+        if self._stepped is None:
+            self._stepped = frame[17] = Stepped(self._core, awaitable)
+            frame[18] = 0
+        return self._stepped.of(awaitable)
 
     def yielded(self) -> None:
         """The body stands still, for it has yielded an item."""
@@ -168,6 +199,9 @@ class Stretch:
         frame[6], self._parent = nearest_open(self._parent), None
         self._inner = None
         ring = core._ring()
-        core._store(ring, frame, end, self._active_ns, None if error is None else core._error_of(frame, error))
+        waited_ns = 0 if self._stepped is None else min(self._stepped.waited_ns, self._active_ns)
+        frame[17] = None
+        name = None if error is None else core._error_of(frame, error)
+        core._store(ring, frame, end, self._active_ns - waited_ns, name, waited_ns)
         if frame[13] is not None:
             core._end_on_device(ring, frame, end)

@@ -20,7 +20,7 @@ from instrument.recorder.chains import Frame
 from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
-from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, self_ns
+from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, rare_of, self_ns
 from instrument.recording.spans import Site
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
@@ -346,8 +346,8 @@ class MemoryWriter:
         self._free["frames"] += self._frames.values()
         self._frames.clear()
 
-    def store(self, ring: Ring, row: Row, node: Node) -> None:
-        """A span has ended."""
+    def store(self, ring: Ring, row: Row, node: Node, own_waited_ns: int) -> None:
+        """A span has ended, which has waited so much of its own time."""
         place = self._rings.get(ring) or self._ring(ring)
         if place is None or self._pid != _getpid():
             return
@@ -355,18 +355,19 @@ class MemoryWriter:
             at = place.at + layout.RING.fields["too_short"][0]
             _U64.pack_into(self.map, at, _U64.unpack_from(self.map, at)[0] + 1)
         else:
-            has_detail = row[8] >= 0 or row[9] is not None or row[10] is not None
+            has_detail = row[9] is not None or row[10] is not None
             if has_detail:
                 self.put_detail(row[1], row[8], row[9], row[10])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
                 task, children_ns = row[4] >> 4 & (1 << 32) - 1, min(row[7], _FARTHEST)
                 _ROW.pack_into(
-                    self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns, has_detail, row[0], task
-                )
+                    self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns,
+                    rare_of(row[8], has_more=has_detail), row[0], task,
+                )  # fmt: skip
             place.head += 1
             _U64.pack_into(self.map, place.at + _HEAD, place.head)
-        self._add(place, row, node)
+        self._add(place, row, node, own_waited_ns)
 
     def put_detail(self, span_id: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
         """What few spans have beside their numbers."""
@@ -404,7 +405,7 @@ class MemoryWriter:
             found = place.totals[index] = at, {}
         return found
 
-    def _add(self, place: _RingPlace, row: Row, node: Node) -> None:
+    def _add(self, place: _RingPlace, row: Row, node: Node, own_waited_ns: int) -> None:
         found = self._totals(place, row[0])
         if found is None:
             return
@@ -416,6 +417,8 @@ class MemoryWriter:
         self._add_times(chunks, at, bucket(duration), 1)
         if row[9] is not None:
             self._add_to(at, "errors", 1)
+        if own_waited_ns:
+            self._add_to(at, "waiting_ns", own_waited_ns)
         size = row[10].get("bytes") if row[10] and node.site.kind == "copy" else None
         if isinstance(size, int) and 0 <= size < 1 << 64:
             self._add_to(at, "moved_bytes", size)
@@ -479,7 +482,7 @@ class MemoryWriter:
             self.map, at, totals.calls, min(totals.total_ns, _FARTHEST), min(totals.self_ns, _FARTHEST), totals.min_ns,
             totals.max_ns, totals.first_ns,
         )  # fmt: skip
-        for name in ("errors", "moved_bytes", "device_ns"):
+        for name in ("errors", "moved_bytes", "device_ns", "waiting_ns"):
             _U64.pack_into(self.map, at + layout.TOTALS.fields[name][0], getattr(totals, name) & (1 << 64) - 1)
         _I64.pack_into(self.map, at + layout.TOTALS.fields["beyond_ns"][0], totals.elapsed_ns - totals.total_ns)
         for chunk in chunks.values():

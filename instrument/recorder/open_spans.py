@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.call_nodes import Counted
 from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Chain, Frame, nearest_open, top_of, upwards
+from instrument.recorder.stepped import waited_of
 from instrument.recording.ring import Ring, Row, is_request_root
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import Node
@@ -219,9 +220,12 @@ class Opened(Counted):
         found: list[tuple[int, Row]] = []
         for frame in self._open_frames(self.rings()):
             if frame[7]:
+                end = max(now, frame[7])
+                waited_ns = waited_of(frame, end)
                 row: Row = (
-                    frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
-                    -1, None, None if frame[10] is None else dict(frame[10]),
+                    frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4] - waited_ns,
+                    end - frame[7] - waited_ns if waited_ns else -1, None,
+                    None if frame[10] is None else dict(frame[10]),
                 )  # fmt: skip
                 found.append((frame[5].thread_id, row))
         return found

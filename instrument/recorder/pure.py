@@ -38,6 +38,7 @@ from instrument.recorder.chains import (
 )
 from instrument.recorder.http_status import ANSWER_BYTES, FIRST_OF_SERVER, REQUEST_BYTES, STATUS, status_of
 from instrument.recorder.open_spans import Opened
+from instrument.recorder.stepped import take_waited, waited_of
 from instrument.recording import memory_layout as layout
 from instrument.recording.ring import REQUEST_BIT, Ring, Rings, Row
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
@@ -226,15 +227,20 @@ class Core(Opened):
             parent_id, root_id, request = parent[1], parent[3], parent[14]
             return [
                 node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, held, None,
-                request, ended, index,
+                request, ended, index, *self._awaited_around(ring), 0,
             ]  # fmt: skip
         if ended is not None:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
         return [
             node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, held, None, None, ended,
-            index,
+            index, *self._awaited_around(ring), 0,
         ]  # fmt: skip
+
+    @staticmethod
+    def _awaited_around(ring: Ring) -> tuple[Any, int]:
+        around = ring.stepping
+        return (None, 0) if around is None or not around.is_running else (around, around.waited_ns)
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:
@@ -283,6 +289,7 @@ class Core(Opened):
         if attributes is not None:
             self._take_attributes(frame, attributes)
         frame[11] = CLOSED
+        waited_ns = waited_of(frame, end) if frame[17] is not None or frame[19] else 0
         self._apart.pop(frame[1], None)
         place = self._current.get()
         current = place.top if isinstance(place, Chain) else place
@@ -302,9 +309,12 @@ class Core(Opened):
         ring.top = above
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
+            if owner[19] is not None:
+                owner[19] += waited_ns
             if self._writer is not None:
                 self._writer.add_children(owner)
-        self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error))
+        self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error), waited_ns)
+        frame[17] = None
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
 
@@ -409,14 +419,19 @@ class Core(Opened):
             frame[10] = {**(frame[10] or {}), STATUS: status}
         return error_name(error) if status is None or status >= FIRST_OF_SERVER else None
 
-    def _write(self, ring: Ring, frame: Frame, row: Row) -> None:
+    def _write(self, ring: Ring, frame: Frame, row: Row, own_waited_ns: int = 0) -> None:
         """Write the row of a span that has ended to the memory that others can read."""
         nodes = self._nodes
         if self._writer is not None and frame[16] < len(nodes):  # or another thread's reset has come in between
-            self._writer.store(ring, row, nodes[frame[16]])
+            self._writer.store(ring, row, nodes[frame[16]], own_waited_ns)
             self._writer.end(frame)
 
-    def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
+    def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None, waited_ns: int = 0) -> None:
+        own_waited_ns = 0
+        if waited_ns:
+            if active_ns < 0:
+                active_ns = end - frame[7] - waited_ns
+            own_waited_ns = take_waited(frame, active_ns, waited_ns)
         if frame[10]:
             error = error_told(frame[10], error)
         if ring is not frame[5]:
@@ -426,8 +441,10 @@ class Core(Opened):
             frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
             frame[10],
         )  # fmt: skip
+        if own_waited_ns:
+            ring.waits[frame[16]] = ring.waits.get(frame[16], 0) + own_waited_ns
         ring.head = head = head + 1
         if self._writer is not None:
-            self._write(ring, frame, row)
+            self._write(ring, frame, row, own_waited_ns)
         if not head & ring.fold_mask:
             ring.fold(self._nodes)

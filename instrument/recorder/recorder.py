@@ -29,6 +29,7 @@ from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.muting import Muting
 from instrument.recorder.readback import Readback
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
+from instrument.recorder.stepped import Stepped
 from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
@@ -391,6 +392,17 @@ class PureRecorder(_Recording, pure.Core):
 
     def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
         return Stretch(self, site, attributes)
+
+    def stepped(self, site: Site, coroutine: Any, attributes: Any, results: Any, /) -> Any:
+        return Stepped(self, coroutine, site, attributes, results)
+
+    def stepped_in(self, frame: Any, awaitable: Any, /) -> Any:
+        if frame is None or frame[11] == chains.CLOSED or not hasattr(awaitable, "__await__"):
+            return awaitable
+        if frame[17] is not None and frame[17].has_ended:  # what was awaited for it before
+            return frame[17].of(awaitable)
+        frame[17], frame[18] = Stepped(self, awaitable), 0
+        return frame[17]
 
     def shelf(self, sample: float, spans_per_request: int) -> Any:
         return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)

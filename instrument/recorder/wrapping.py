@@ -1,7 +1,8 @@
 """Functions, coroutines and generators with a span around them, each still of its own kind.
 
-A coroutine's span stays current while it is suspended, for its task has a context of its own. A generator runs in the
-context of whoever resumes it, so its span is current only while its body runs.
+A coroutine's span stays current while it is suspended, for its task has a context of its own: its wrapper steps it and
+tells what of its time it was suspended. A generator runs in the context of whoever resumes it, so its span is current
+only while its body runs.
 
 A wrapper takes the very parameters of its function: the body of a coroutine or generator begins after the call, and a
 call with wrong arguments must fail at once (servers find out by such a call what kind of application they have).
@@ -58,8 +59,7 @@ def wrap(
         made = _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
         shape = "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
-        template = _COROUTINE if results is None else _ANSWERED_COROUTINE
-        made = _make(template, recorder, function, site, told, passes, results)
+        made = _make(_COROUTINE, recorder, function, site, told, passes, results)
         shape = "coroutine"
     elif inspect.isgeneratorfunction(function):
         made = _make(_GENERATOR, recorder, function, site, told, passes)
@@ -154,19 +154,16 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
 
 _COROUTINE = """
 def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
-    {i}span = {i}recorder.span_of({i}site)
+    {i}stepped = {i}recorder.stepped
 
     async def wrapper({parameters}):
-        if {is_off}:
-            {i}coroutine = {i}function({arguments})
-            {forget}
+        {i}passed = {is_off}
+        {i}told = None if {i}passed or {i}attributes is None else {i}attributes(({positional}), {{{named}}})
+        {i}coroutine = {i}function({arguments})
+        {forget}
+        if {i}passed:
             return await {i}coroutine
-        with {i}span() if {i}attributes is None else {i}recorder.span_of(
-            {i}site, {i}attributes(({positional}), {{{named}}})
-        )():
-            {i}coroutine = {i}function({arguments})
-            {forget}
-            return await {i}coroutine
+        return await {i}stepped({i}site, {i}coroutine, {i}told, {i}results)
 
     return wrapper
 """
@@ -220,23 +217,16 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
     return wrapper
 """
 
-_RESULT = "            return {wait}{i}{what}\n\n    return wrapper\n"
-_TOLD_RESULT = """            {i}result = {wait}{i}{what}
+_ANSWERED_OPENING = (
+    _OPENING.removesuffix("            return {i}function({arguments})\n\n    return wrapper\n")
+    + """            {i}result = {i}function({arguments})
             {i}results({i}result)
             return {i}result
 
     return wrapper
 """
-
-
-def _answered(template: str, wait: str, what: str) -> str:
-    """The template, with the result of each call told before the span ends."""
-    last, told = (text.replace("{wait}", wait).replace("{what}", what) for text in (_RESULT, _TOLD_RESULT))
-    return template.removesuffix(last) + told
-
-
-_ANSWERED_OPENING = _answered(_OPENING, "", "function({arguments})")
-_ANSWERED_COROUTINE = _answered(_COROUTINE, "await ", "coroutine")
+)
+"""With the result of each call told before the span ends."""
 
 _AWAITABLE = _GENERATOR.replace("{i}stretch.yielded", "{i}stretch.suspend")
 """What a generator yields that is awaited is for the event loop: no item."""
@@ -255,7 +245,7 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
                 if {i}stretch.resume():
                     {i}stretch = {i}idle  # muted meanwhile
                 try:
-                    {i}item = await (
+                    {i}item = await {i}stretch.stepped(
                         {i}generator.asend({i}value) if {i}thrown is None else {i}generator.athrow({i}thrown)
                     )
                 except StopAsyncIteration:
@@ -291,6 +281,9 @@ class _NoStretch:
     def suspend(self) -> None: ...
 
     def yielded(self) -> None: ...
+
+    def stepped(self, awaitable: Any) -> Any:
+        return awaitable
 
     def finish(self, error: BaseException | None) -> None: ...
 

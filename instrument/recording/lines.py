@@ -26,6 +26,7 @@ class Sum(NamedTuple):
     errors: int
     total_ns: int
     self_ns: int
+    waiting_ns: int
     device_ns: int
     elapsed_ns: int
     min_ns: int
@@ -36,7 +37,7 @@ class Sum(NamedTuple):
 
 WIDTH = len(Sum._fields)
 """Numbers of a line: its node, and those of its totals; of a sum: how many lines it is of, and the same."""
-CALLS, ERRORS, TOTAL, SELF, DEVICE, ELAPSED, MIN, MAX, MOVED, FIRST = range(1, WIDTH)
+CALLS, ERRORS, TOTAL, SELF, WAITING, DEVICE, ELAPSED, MIN, MAX, MOVED, FIRST = range(1, WIDTH)
 
 ALL_THREADS = "(all threads)"
 
@@ -134,8 +135,8 @@ def _packed(lines: Mapping[int, Totals]) -> Numbers:
         number
         for place, its in lines.items()
         for number in (
-            place, its.calls, its.errors, its.total_ns, its.self_ns, its.device_ns, its.elapsed_ns, its.min_ns,
-            its.max_ns, its.moved_bytes, its.first_ns,
+            place, its.calls, its.errors, its.total_ns, its.self_ns, its.waiting_ns, its.device_ns, its.elapsed_ns,
+            its.min_ns, its.max_ns, its.moved_bytes, its.first_ns,
         )
     ]  # fmt: skip
     try:

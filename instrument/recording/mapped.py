@@ -76,7 +76,8 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
-"""A row as others read it; `rare` is an address in the process, and of no use elsewhere."""
+"""A row as others read it; `rare` is an address in the process, and of no use elsewhere, but for one that is odd: see
+`instrument.recording.ring.rare_of`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
@@ -560,15 +561,15 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
     sound &= (rows["end_ns"] >= rows["start_ns"]) & (rows["end_ns"] < FARTHEST_NS)
-    return np.asarray(sound & (rows["children_ns"] >= 0) & (rows["children_ns"] < FARTHEST_NS))
+    return np.asarray(sound & (rows["children_ns"] > -FARTHEST_NS) & (rows["children_ns"] < FARTHEST_NS))
 
 
 def _totals(one: Any, packed: bytes) -> Totals:
     total_ns, beyond_ns = int(one["total_ns"]), int(one["beyond_ns"])
     return Totals.of_core((
-        int(one["calls"]), int(one["errors"]), total_ns, int(one["self_ns"]), int(one["device_ns"]),
-        total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]), int(one["first_ns"]),
-        packed,
+        int(one["calls"]), int(one["errors"]), total_ns, int(one["self_ns"]), int(one["waiting_ns"]),
+        int(one["device_ns"]), total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]),
+        int(one["first_ns"]), packed,
     ))  # fmt: skip
 
 

@@ -94,7 +94,8 @@ TOTALS = Record(
         "calls": (0, "Q"), "total_ns": (8, "q"), "self_ns": (16, "q"), "min_ns": (24, "q"), "max_ns": (32, "q"),
         "first_ns": (40, "q"), "waiting": (48, "7H"), "waiting_count": (62, "H"), "errors": (64, "Q"),
         "moved_bytes": (72, "Q"), "device_ns": (80, "q"), "beyond_ns": (88, "q"), "first_total_ns": (96, "q"),
-        "steps": (104, "Q"), "chunks": (112, f"{CHUNKS}Q"), "ring_number": (592, "Q"), "node": (600, "I"),
+        "steps": (104, "Q"), "waiting_ns": (112, "q"), "chunks": (120, f"{CHUNKS}Q"), "ring_number": (600, "Q"),
+        "node": (608, "I"),
     },
 )  # fmt: skip
 CHUNK = _in_order(low="64H", high="Q")

@@ -2,7 +2,8 @@
 
 A finished span is a *row*, a tuple of (all but the last two) integers, immutable and so never torn:
 
-    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns   7 time of the children ns
+    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns
+    7 time of the children ns, less what the span waited: the active time less this is its own, in which it waits, too
     8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
 
 Rows that are copied to be looked at together are bytes, as `PACKED_ROW` has them.
@@ -37,8 +38,11 @@ Waiting = tuple[int, First, list[int], list[Row], Any]
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as recordings have it; `rare` is 0 or else where what few have is noted. That stands beside the
-rows: active time or -1, error and attributes, or the attributes alone."""
+"""A row in 64 bytes, as recordings have it; `rare` is 0, the active time as `rare_of` says it, or else where what
+fewer have is noted. That stands beside the rows: active time or -1, error and attributes, or the attributes alone."""
+
+HAS_MORE = 8
+"""In the recorder in Python, which has no address to tell."""
 
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
@@ -49,11 +53,11 @@ ENDED_RINGS_KEPT = 1000
 
 
 class Ring:
-    """The newest rows of one thread, and the totals of all of them by node index."""
+    """The newest rows of one thread, and the totals of all of them by node index, with what they waited in `waits`."""
 
     __slots__ = (
         "capacity", "ended", "first_calls", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows",
-        "steps", "thread_id", "too_short", "top", "totals", "waiting",
+        "stepping", "steps", "thread_id", "too_short", "top", "totals", "waiting", "waits",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -70,6 +74,8 @@ class Ring:
         self.waiting: Waiting | None = None
         self.too_short = 0
         self.steps: dict[int, int] = {}
+        self.stepping: Any = None  # what is awaited, and runs here: the innermost
+        self.waits: dict[int, int] = {}
         self.thread_id = thread_id
         self.name = name
         self.ended = False
@@ -93,11 +99,11 @@ class Ring:
     def copied(self, since: int) -> tuple[bytes, list[Any]]:
         """Rows from number `since` on, packed, and what those have that say more, in their order."""
         packed, rare = bytearray(), []
-        for node, span_id, parent_id, root_id, task, start, end, children, *more in self.newest(since)[0]:
-            says_more = more != [-1, None, None]
-            if says_more:
-                rare.append(tuple(more))
-            packed += PACKED_ROW.pack(span_id, parent_id, root_id, start, end, children, says_more, node, task)
+        for node, span_id, parent_id, root_id, task, start, end, children, active_ns, *more in self.newest(since)[0]:
+            if more != [None, None]:
+                rare.append((active_ns, *more))
+            says = rare_of(active_ns, has_more=more != [None, None])
+            packed += PACKED_ROW.pack(span_id, parent_id, root_id, start, end, children, says, node, task)
         return bytes(packed), rare
 
     def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
@@ -236,13 +242,24 @@ class Ring:
         """The totals up to now, for another thread to keep."""
         with self.lock:
             self.fold(self.nodes)
-            return {index: totals.copy() for index, totals in self.totals.items()}
+            found = {index: totals.copy() for index, totals in self.totals.items()}
+        for index, waiting_ns in self.waits.copy().items():
+            if index in found:
+                found[index].waiting_ns = min(waiting_ns, found[index].self_ns)
+        return found
 
     def firsts(self) -> dict[int, First]:
         """The first call of each call path."""
         with self.lock:
             self.fold(self.nodes)
             return dict(self.first_calls)
+
+
+def rare_of(active_ns: int, *, has_more: bool) -> int:
+    """What a packed row says of what few have: an active time alone is a number twice as large and odd."""
+    if has_more:
+        return HAS_MORE
+    return active_ns << 1 | 1 if active_ns >= 0 else 0
 
 
 def is_request_root(row: Row) -> bool:

@@ -35,9 +35,10 @@ LARGEST_COPY_BYTES = 1 << 50
 class Totals:
     """Running totals of one node: exact sums, extremes, and a histogram of the elapsed time of its calls.
 
-    All times in ns. `elapsed` is the union of host and device interval of each call; without device work it equals
-    the host total. `first_ns` is the monotonic time at which the first call began (0: no call). `probe_ns` is what the
-    probes of the calls cost outside of them, which the self time of what is around them holds (0: not known).
+    All times in ns. Of `self_ns` the calls waited, suspended by what they awaited, `waiting_ns`, and ran in the rest.
+    `elapsed` is the union of host and device interval of each call; without device work it equals the host total.
+    `first_ns` is the monotonic time at which the first call began (0: no call). `probe_ns` is what the probes of the
+    calls cost outside of them, which the self time of what is around them holds (0: not known).
 
     The native recorder gives histograms as bytes, which few readers ask for: `packed` has them, and whatever else the
     histogram is the sum of, until it is first read.
@@ -47,6 +48,7 @@ class Totals:
     errors: int = 0
     total_ns: int = 0
     self_ns: int = 0
+    waiting_ns: int = 0
     device_ns: int = 0
     elapsed_ns: int = 0
     min_ns: int = 0
@@ -90,6 +92,7 @@ class Totals:
         self.errors += other.errors
         self.total_ns += other.total_ns
         self.self_ns += other.self_ns
+        self.waiting_ns += other.waiting_ns
         self.device_ns += other.device_ns
         self.elapsed_ns += other.elapsed_ns
         self.moved_bytes += other.moved_bytes
@@ -218,6 +221,7 @@ class Tally:
             around = by_path.get((path[:-1], thread_id))
             if path and around is not None:
                 around.self_ns = max(around.self_ns - totals.probe_ns, 0)
+                around.waiting_ns = min(around.waiting_ns, around.self_ns)
         return tally
 
     @property

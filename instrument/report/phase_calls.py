@@ -20,6 +20,7 @@ from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
+from instrument.trace.self_times import stood_aside
 from instrument.trace.turns import turns
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
@@ -69,7 +70,7 @@ def calls_of(trace: Trace, units: Units, held: Interval) -> Calls:
         [site.kind in ("comm", "copy") and name is None for site, name in zip(trace.sites, of_sites, strict=True)]
     )
     rows = np.flatnonzero(is_call & ~np.append(is_work, np.False_)[trace.parent])
-    stood_still = is_call & (trace.active_ns < trace.total_ns)
+    stood_still = is_call & stood_aside(trace)
     is_below = nearest_above(trace.parent, stood_still) != NONE if stood_still.any() else stood_still
     rank = np.where((units.is_aside | is_below | stood_still)[rows], OTHER, OWN)
     rank[(rank == OWN) & (np.array([*(name == OPTIMIZER for name in of_sites), False])[trace.site[rows]])] = (

@@ -20,6 +20,7 @@ from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level
 from instrument.trace.groups import Groups, distinct, numbered
 from instrument.trace.intervals import lengths_by_group
+from instrument.trace.self_times import waiting_times
 
 _STARTS = np.array([bucket_start(index) for index in range(LAST_BUCKET + 1)], dtype=np.int64)
 
@@ -158,6 +159,7 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
         groups.sums(trace.error != NONE),
         groups.sums(trace.total_ns * outer),
         groups.sums(trace.self_ns),
+        groups.sums(waiting_times(trace)),
         groups.sums(device_ns * outer),
         groups.sums(elapsed_ns * outer),
         groups.least(elapsed_ns, 0),

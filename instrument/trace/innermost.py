@@ -15,6 +15,7 @@ from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import distinct, numbered
 from instrument.trace.layout import in_order
+from instrument.trace.self_times import stood_aside
 from instrument.trace.turns import highest
 
 SEVERAL = -2
@@ -89,7 +90,7 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
 
 def _opened(trace: Trace, wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
-    wanted = wanted & (trace.active_ns >= trace.total_ns) & clock.knows(trace.thread_id)
+    wanted = wanted & ~stood_aside(trace) & clock.knows(trace.thread_id)
     rows = rows[wanted[rows]]
     edges = (clock.told(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
     first, end = (np.searchsorted(moments, edge) for edge in edges)

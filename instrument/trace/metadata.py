@@ -35,11 +35,11 @@ from instrument.recording.tally import Tally, Totals
 from instrument.trace import allocation_lists
 from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
 
-FORMAT = 4
+FORMAT = 5
 """Version of what stands in the key. In 2, events had every id and time, also those that follow from others; in 3, what
-an event's parent is was said also where it lies in it."""
+an event's parent is was said also where it lies in it; up to 4 a tally did not tell running from waiting."""
 
-READ = (2, 3, 4)
+READ = (2, 3, 4, 5)
 """The versions that are read."""
 
 LIMIT_LINKS = 20_000_000
@@ -55,6 +55,9 @@ ROWS_AT_ONCE = 1000
 """Kernels that are read together: half of the time that they take one by one, and little memory."""
 
 _SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
+WAITING_AT = _SUMS.index("waiting_ns")
+"""Where that stands among the numbers of a line; files of earlier versions have it not."""
+
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
 
@@ -332,12 +335,14 @@ class Metadata:
             if links > LIMIT_LINKS:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
         for node, thread_id, *numbers, histogram in saved["rows"]:
+            path = () if node == -1 else paths[index(node)]
+            if self.format < FORMAT:  # then the self time of what may be suspended was all told as waiting
+                numbers.insert(WAITING_AT, numbers[WAITING_AT - 1] if path and path[-1].suspends else 0)
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] += self.base_ns
             if sums["calls"] < 0:
                 raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
             pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
-            path = () if node == -1 else paths[index(node)]
             tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
         return tally
 

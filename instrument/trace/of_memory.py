@@ -20,6 +20,7 @@ from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
 from instrument.trace.gathering import GatheredAttributes, written
 from instrument.trace.interval_columns import device_intervals
+from instrument.trace.row_numbers import has_more, numbers_in
 
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
@@ -55,7 +56,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
     begin_ns = min(header.monotonic_ns, end_ns)
     details, losses = mapped.details(), mapped.losses()
-    lacking = sum(span_id not in details for span_id in rows["span_id"][rows["rare"] != 0].tolist())
+    lacking = sum(span_id not in details for span_id in rows["span_id"][has_more(rows)].tolist())
     if lacking:
         losses[NO_DETAIL] = lacking
     facts = spans.Trace(
@@ -107,6 +108,8 @@ class _Columns:
         start_ns = self._column("start_ns", [span.start_ns for span in self._open])
         ends = self._column("end_ns", [end_ns] * len(self._open))
         active_ns = ends - start_ns
+        places, told_ns = numbers_in(self._rows)
+        active_ns[places] = np.minimum(told_ns, active_ns[places])
         children_ns = self._column("children_ns", self._children_ns())
         node = self._column("node", [span.node for span in self._open])
         error = np.full(len(span_id), NONE, np.int32)
@@ -141,7 +144,7 @@ class _Columns:
             start_ns=start_ns,
             end_ns=ends,
             active_ns=active_ns,
-            self_ns=np.maximum(active_ns - children_ns, 0),
+            self_ns=np.clip(active_ns - children_ns, 0, ends - start_ns),
             site=site_of[node] if len(node) else np.zeros(0, np.int32),
             error=error,
             clipped=np.arange(len(span_id)) >= count,

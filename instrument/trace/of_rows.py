@@ -13,6 +13,7 @@ from instrument.recording.rows import STREAM, Taken
 from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
+from instrument.trace.row_numbers import has_more, numbers_in
 from instrument.trace.self_times import self_times_of
 
 _SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
@@ -69,7 +70,7 @@ def columns_of(
     more = _More(parts)
     active_ns = ends - starts
     active_ns[more.active_rows] = more.active_ns
-    self_ns = np.maximum(active_ns - columns["children_ns"], 0)
+    self_ns = np.clip(active_ns - columns["children_ns"], 0, ends - starts)
     clipped = (starts < start_ns) | (ends > end_ns)
     clipped[finished:], ends[finished:] = True, end_ns
     starts = np.maximum(starts, start_ns)
@@ -106,20 +107,27 @@ class _More:
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.errors: dict[str, int] = {}
         self.error = np.full(sum(len(part.rows) for part in parts), NONE, dtype=np.int32)
-        self.active_rows: list[int] = []
-        self.active_ns: list[int] = []
+        active_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+        active_ns: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+        self._rows: list[int] = []
+        self._active_ns: list[int] = []
         self.attributes: dict[int, Mapping[str, AttributeValue]] = {}
         self.remote: dict[int, RemoteParent] = {}
         first = 0
         for part in parts:
             for row, its in zip((part.places + first).tolist(), part.more, strict=True):
                 self._take(row, *(its if isinstance(its, tuple) else (-1, None, its)))
+            its_rows, its_active_ns = numbers_in(part.rows)
+            active_rows.append(its_rows + first)
+            active_ns.append(its_active_ns)
             first += len(part.rows)
+        self.active_rows = np.concatenate([*active_rows, np.array(self._rows, dtype=np.int64)])
+        self.active_ns = np.concatenate([*active_ns, np.array(self._active_ns, dtype=np.int64)])
 
     def _take(self, row: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
         if active_ns >= 0:
-            self.active_rows.append(row)
-            self.active_ns.append(active_ns)
+            self._rows.append(row)
+            self._active_ns.append(active_ns)
         if error is not None:
             self.error[row] = self.errors.setdefault(error, len(self.errors))
         if attributes and (REMOTE in attributes or STREAM in attributes):
@@ -135,7 +143,7 @@ def _finished(taken: Taken, start_ns: int, end_ns: int) -> Iterator[_Part]:
     for block in taken.blocks:
         rows = np.frombuffer(block.rows, dtype=ROW)
         kept = (rows["end_ns"] > start_ns) & (rows["start_ns"] < end_ns)
-        says_more = rows["rare"] != 0
+        says_more = has_more(rows)
         rare: Sequence[Any] = block.rare
         if not kept.all():
             rare = [its for its, is_kept in zip(rare, kept[says_more].tolist(), strict=True) if is_kept]

@@ -1,10 +1,16 @@
-"""Self times: what of a span's time no child took that ran on its thread and task."""
+"""Self times: what of a span's time no child took that ran on its thread and task, and what of that it waited.
+
+A span runs while its body does. A coroutine that is suspended waits, and so does what it awaits and what awaits it; of
+these it is the own waiting of the innermost. A generator stands still between two items while others run, which is no
+part of its self time.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import by_level
 from instrument.trace.intervals import lengths_by_group
 
 
@@ -18,6 +24,39 @@ def self_times_of(trace: Trace, rows: Int64s) -> Int64s:
     wanted = np.zeros(len(trace), dtype=np.bool_)
     wanted[rows] = True
     return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & wanted[trace.parent])[rows]
+
+
+def waiting_times(trace: Trace) -> Int64s:
+    """What of each span's self time it waited: what is left when it has run for as long as no child on its line ran.
+
+    One that was active all the time has not waited.
+    """
+    if not (trace.active_ns < trace.total_ns).any():
+        return np.zeros(len(trace), dtype=np.int64)
+    ran_ns = np.maximum(trace.active_ns - _of_children(trace, trace.active_ns), 0)
+    return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
+
+
+def stood_aside(trace: Trace) -> Bools:
+    """Which spans are of generators that stood still for more time than they waited: others ran meanwhile."""
+    stood_ns = trace.total_ns - trace.active_ns
+    if not (stood_ns > 0).any():
+        return np.zeros(len(trace), dtype=np.bool_)
+    # The time that counts against whoever resumed it, self times at and below it on its line.
+    counted_ns = trace.self_ns.copy()
+    is_on_line = trace.on_line_of_parent
+    for rows in reversed(by_level(trace.level)):
+        below = rows[is_on_line[rows]]
+        np.add.at(counted_ns, trace.parent[below], counted_ns[below])
+    return np.asarray((stood_ns > 0) & (2 * (trace.total_ns - counted_ns) > stood_ns))
+
+
+def _of_children(trace: Trace, times_ns: Int64s) -> Int64s:
+    """The sums of the times of each span's children on its line."""
+    found = np.zeros(len(trace), dtype=np.int64)
+    children = np.flatnonzero(trace.on_line_of_parent)
+    np.add.at(found, trace.parent[children], times_ns[children])
+    return found
 
 
 def _within_children(trace: Trace, which: Bools) -> Int64s:

@@ -18,7 +18,7 @@ On two shared x86-64 cores under Python 3.11, where two reads of the clock in C 
     layer that a rule selects                   1.8      1.8         37          61
     another layer of its class                  0.3      0.3         4.8         4.9
     with scope                                  2.4      2.4         54          79
-    coroutine                                   5.6      5.7         46          71
+    coroutine                                   4.7      4.8         69          95
     step of a generator                         2.4      2.4         29          41
 
 Where a model computes between two spans, a span waits for memory: 0.5 to 0.9 us for a layer after 1 to 2 MiB of other

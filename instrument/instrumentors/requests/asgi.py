@@ -51,7 +51,8 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
     talk = Http() if is_http else Websocket()
     talk.exchange, talk.server_receive, talk.server_send = exchange, receive, send
     try:
-        result = await app(scope, receive if is_http else talk.receive, talk.send)
+        answer = app(scope, receive if is_http else talk.receive, talk.send)
+        result = await exchange.stepped(answer)
     except BaseException as error:
         exchange.status = exchange.status or 500  # without an answer yet the server will say so
         exchange.end(error)

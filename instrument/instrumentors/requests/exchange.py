@@ -193,6 +193,10 @@ class Exchange:
             self.route = route
             self.method.recorder.rename(self.frame, self.method.routed(route))
 
+    def stepped(self, awaitable: Any) -> Any:
+        """What awaits a part of the service's work; of that the span learns how long it was suspended."""
+        return self.method.recorder.stepped_in(self.frame, awaitable)
+
     def item(self, count: int = 1) -> None:
         """Items of an answer that comes in parts have been handed to the server."""
         if self.stream is None:

@@ -260,9 +260,11 @@ class _Call:
     def _around_coroutine(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(behaviour)
         async def served(request: Any, context: Any) -> Any:
-            CURRENT.set(self._begin(context))  # for good: a call has a task of its own
+            exchange = self._begin(context)
+            CURRENT.set(exchange)  # for good: a call has a task of its own
             try:
-                answer = await behaviour(request, context)
+                coroutine = behaviour(request, context)
+                answer = await (coroutine if exchange is None else exchange.stepped(coroutine))
             except BaseException as error:
                 self.end(context, error)
                 raise

@@ -43,7 +43,11 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         talk = asgi.Http() if scope["type"] == "http" else asgi.Websocket()
         talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
         try:
-            async for messages in batches:
+            while True:
+                try:
+                    messages = await exchange.stepped(batches.__anext__())
+                except StopAsyncIteration:
+                    break
                 await told_of(talk, messages)
                 yield messages
         except BaseException as error:
@@ -72,7 +76,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is None:
             return await call(self, metadata, *args, **kwargs)
         try:
-            answer = await call(self, metadata, *args, **kwargs)
+            answer = await exchange.stepped(call(self, metadata, *args, **kwargs))
         except BaseException as error:
             exchange.end(error)
             raise

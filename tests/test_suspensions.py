@@ -1,0 +1,380 @@
+"""Running and waiting: of a coroutine's time what it was suspended, measured around its steps and inside of its body.
+
+What is measured around lies within what the recorder sees, and that within what is measured inside: so both bound it,
+however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instrument import chrome
+from instrument.recording.mapped import Mapped
+from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.tally import Tally
+from instrument.sessions.stretch import TakenStretch
+from instrument.trace import file
+from instrument.trace.of_memory import saved_of
+from instrument.trace.of_spans import trace_of
+from instrument.trace.self_times import stood_aside, waiting_times
+
+PAUSE_S = 0.001
+
+
+class Pauses:
+    """Awaitables that suspend once, and how long that was as they see it."""
+
+    def __init__(self) -> None:
+        self.inside_ns = self.around_ns = 0
+
+    @types.coroutine
+    def one(self) -> Generator[None, None, None]:
+        since_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.inside_ns += time.monotonic_ns() - since_ns
+
+    def drive(self, coroutine: Coroutine[Any, Any, Any], most: int | None = None) -> Any:
+        """Step it to its end, or so often; between two steps it is suspended."""
+        for _ in range(10 if most is None else most):
+            try:
+                coroutine.send(None)
+            except StopIteration as done:
+                return done.value
+            self.rest()
+        assert most is not None, "it goes on"
+        return None
+
+    def rest(self) -> None:
+        since_ns = time.monotonic_ns()
+        time.sleep(PAUSE_S)
+        self.around_ns += time.monotonic_ns() - since_ns
+
+    def bound(self, waited_ns: int) -> bool:
+        return 0 < self.around_ns <= waited_ns <= self.inside_ns
+
+
+def wrapped(recorder: Any, name: str = "") -> Callable[[Any], Any]:
+    return lambda function: recorder.wrap(function, Site(name or function.__name__))
+
+
+def by_name(recorder: Any) -> dict[str, Span]:
+    return {span.site.name: span for span in recorder.spans()}
+
+
+def waited(span: Span) -> int:
+    return span.total_ns - span.active_ns
+
+
+def waiting(recorder: Any) -> dict[str, int]:
+    """What was waited itself, by name."""
+    return lines_of(recorder.tally())
+
+
+def lines_of(tally: Tally) -> dict[str, int]:
+    return {row.path[-1].name: row.totals.waiting_ns for row in tally.rows()}
+
+
+def test_a_coroutine_and_what_awaits_it_wait_while_it_is_suspended_and_the_innermost_waits_itself(
+    recorder: Any,
+) -> None:
+    pauses = Pauses()
+
+    @wrapped(recorder)
+    async def inner() -> int:
+        await pauses.one()
+        await pauses.one()
+        return 7
+
+    @wrapped(recorder)
+    async def outer() -> int:
+        async with recorder.scope("scope"):
+            return int(await inner())
+
+    assert pauses.drive(outer()) == 7
+    spans = by_name(recorder)
+    assert all(pauses.bound(waited(span)) for span in spans.values())
+    assert pauses.bound(waiting(recorder)["inner"])
+    assert waiting(recorder)["outer"] == waiting(recorder)["scope"] == 0
+    assert spans["inner"].self_ns == spans["inner"].total_ns, "its waiting is of its self time"
+    assert sum(span.self_ns for span in spans.values()) == spans["outer"].total_ns
+    trace = trace_of(list(spans.values()))
+    assert waiting_times(trace).sum() == waiting(recorder)["inner"]
+    assert not stood_aside(trace).any()
+
+
+def test_scopes_know_what_of_the_waiting_around_them_was_while_they_were_open(recorder: Any) -> None:
+    before, during = Pauses(), Pauses()
+
+    @wrapped(recorder)
+    async def handle() -> None:
+        await before.one()
+        with recorder.scope("open"):
+            await during.one()
+        with recorder.scope("quick"):
+            pass
+
+    running = handle()
+    before.drive(running, 1)
+    during.drive(running)
+    spans = by_name(recorder)
+    assert during.bound(waited(spans["open"]))
+    assert during.bound(waiting(recorder)["open"])
+    assert waited(spans["quick"]) == 0
+    assert before.around_ns + during.around_ns <= waited(spans["handle"]) <= before.inside_ns + during.inside_ns
+    assert before.bound(waiting(recorder)["handle"])
+
+
+def test_a_scope_that_nobody_steps_waits_as_long_as_the_coroutines_in_it_and_else_runs(recorder: Any) -> None:
+    own, inside = Pauses(), Pauses()
+
+    @wrapped(recorder)
+    async def inner() -> None:
+        await inside.one()
+
+    async def unseen() -> None:
+        with recorder.scope("scope"):
+            await own.one()
+            await inner()
+
+    running = unseen()
+    own.drive(running, 1)
+    inside.drive(running)
+    assert inside.bound(waited(by_name(recorder)["scope"]))
+    assert waiting(recorder)["scope"] == 0
+
+
+def test_a_coroutine_that_is_never_suspended_says_nothing_more(recorder: Any) -> None:
+    @wrapped(recorder)
+    async def quick() -> None: ...
+
+    with pytest.raises(StopIteration):
+        quick().send(None)
+    ((row,),) = (ring.newest(0)[0] for ring in recorder.rings())
+    assert row[7:] == (0, -1, None, None)
+    assert waiting(recorder) == {"quick": 0}
+
+
+@pytest.mark.parametrize("how", ["close", "throw", "a caught throw"])
+def test_a_coroutine_that_is_closed_or_thrown_into_while_it_is_suspended_has_waited_until_then(
+    recorder: Any, how: str
+) -> None:
+    pauses, told = Pauses(), []
+
+    async def body() -> str:
+        try:
+            await pauses.one()
+        except ValueError:
+            if how == "throw":
+                raise
+            return "caught"
+        finally:
+            told.append("left")
+        return "ended"
+
+    running = recorder.wrap(body, Site("body"))()
+    pauses.drive(running, 1)
+    if how == "close":
+        running.close()
+    elif how == "throw":
+        with pytest.raises(ValueError, match="thrown"):
+            running.throw(ValueError("thrown"))
+    else:
+        with pytest.raises(StopIteration) as done:
+            running.throw(ValueError("thrown"))
+        assert done.value.value == "caught"
+    (span,) = recorder.spans()
+    assert pauses.bound(waited(span))
+    assert told == ["left"]
+    assert span.error == {"close": "GeneratorExit", "throw": "ValueError", "a caught throw": None}[how]
+    assert (recorder.current_id(), recorder.open_rows()) == (0, [])
+
+
+def test_tasks_wait_each_for_itself_also_when_they_are_cancelled(recorder: Any) -> None:
+    @wrapped(recorder)
+    async def waits(event: asyncio.Event) -> None:
+        await event.wait()
+
+    @wrapped(recorder)
+    async def main() -> None:
+        event = asyncio.Event()
+        tasks = [asyncio.create_task(waits(event)) for _ in range(3)]
+        await asyncio.sleep(PAUSE_S)
+        tasks[0].cancel()
+        event.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    spans = [span for span in recorder.spans() if span.site.name == "waits"]
+    assert [span.error for span in spans].count("CancelledError") == 1
+    assert all(span.active_ns < span.total_ns == span.self_ns for span in spans)
+    assert waiting(recorder)["waits"] == sum(map(waited, spans))
+    (root,) = [span for span in recorder.spans() if span.site.name == "main"]
+    assert waiting(recorder)["main"] == waited(root), "tasks are no part of it"
+
+
+def test_a_coroutine_that_is_never_awaited_leaves_no_span_and_the_warning_of_python(recorder: Any) -> None:
+    @wrapped(recorder)
+    async def forgotten() -> None: ...
+
+    with pytest.warns(RuntimeWarning, match="'.*forgotten' was never awaited"):
+        forgotten()
+    assert recorder.spans() == []
+
+
+def test_an_async_generator_waits_where_its_body_awaits_and_not_between_its_items(recorder: Any) -> None:
+    inside, beside = Pauses(), Pauses()
+
+    @wrapped(recorder)
+    async def numbers() -> AsyncIterator[int]:
+        with recorder.scope("across"):
+            for number in range(2):
+                await inside.one()
+                yield number
+
+    @wrapped(recorder)
+    async def consumer() -> None:
+        async for _ in numbers():
+            await beside.one()
+
+    running = consumer()
+    for pauses in (inside, beside, inside, beside):
+        pauses.drive(running, 1)
+    inside.drive(running)
+    spans = by_name(recorder)
+    trace = trace_of(list(spans.values()))
+    told = dict(zip((trace.sites[site].name for site in trace.site), waiting_times(trace).tolist(), strict=True))
+    assert inside.bound(waiting(recorder)["across"])
+    assert waiting(recorder)["numbers"] == 0
+    assert beside.bound(waiting(recorder)["consumer"])
+    assert inside.around_ns + beside.around_ns <= waited(spans["consumer"]) <= inside.inside_ns + beside.inside_ns
+    assert waited(spans["numbers"]) >= inside.around_ns + beside.around_ns, "it stood still, too"
+    assert told["consumer"] == waiting(recorder)["consumer"]
+
+
+def test_a_scope_across_the_items_of_a_generator_does_not_wait_with_its_consumer(recorder: Any) -> None:
+    pauses = Pauses()
+
+    @wrapped(recorder)
+    def numbers() -> Iterator[int]:
+        with recorder.scope("across"):
+            yield from range(2)
+
+    @wrapped(recorder)
+    async def consumer() -> None:
+        for _ in numbers():
+            await pauses.one()
+
+    pauses.drive(consumer())
+    assert waiting(recorder)["across"] == waiting(recorder)["numbers"] == 0
+    assert pauses.bound(waiting(recorder)["consumer"])
+    assert sum(span.self_ns for span in recorder.spans()) == by_name(recorder)["consumer"].total_ns
+
+
+def test_what_is_open_says_how_long_it_has_waited_so_far(recorder: Any) -> None:
+    pauses = Pauses()
+
+    @wrapped(recorder)
+    async def handle() -> None:
+        with recorder.scope("inside"):
+            await pauses.one()
+
+    running = handle()
+    before_ns = time.monotonic_ns()
+    running.send(None)
+    pauses.rest()
+    for _, row in recorder.open_rows():
+        assert pauses.around_ns <= row[6] - row[5] - row[8] <= time.monotonic_ns() - before_ns
+        assert row[8] - row[7] >= 0
+    assert len(recorder.open_rows()) == 2
+    pauses.drive(running)
+
+
+def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Path) -> None:
+    pauses = Pauses()
+
+    @wrapped(recorder)
+    async def inner() -> None:
+        await pauses.one()
+        recorder.annotate_innermost(tokens=3)
+
+    @wrapped(recorder)
+    async def outer() -> None:
+        await inner()
+
+    def numbers_of(trace: Any) -> list[tuple[int, ...]]:
+        its = trace.span_id, trace.start_ns, trace.end_ns, trace.active_ns, trace.self_ns
+        return sorted(zip(*(column.tolist() for column in its), strict=True))
+
+    pauses.drive(outer())
+    end_ns = time.monotonic_ns()
+    expected = numbers_of(trace_of(recorder.spans()))
+    assert all(active_ns < end_ns - start_ns for _, start_ns, end_ns, active_ns, _ in expected)
+    window = TakenStretch.of(recorder, 0, end_ns, 0, Origin(1, "shop", 0, 0))
+    assert numbers_of(window.columns()) == expected
+    if recorder.memory_fd >= 0:
+        saved = saved_of(Mapped(recorder.memory_fd))
+        assert numbers_of(saved.columns) == expected
+        assert lines_of(saved.counted()) == waiting(recorder)
+    trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, recorder.spans(), {1: "main"})
+    read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
+    assert numbers_of(trace_of(read.spans)) == expected
+    assert tally is not None
+    assert lines_of(tally) == waiting(recorder)
+    saved = file.load(file.dump(tmp_path / "trace.npz", trace, recorder.tally()))
+    assert numbers_of(saved.columns) == expected
+    assert lines_of(saved.counted()) == waiting(recorder)
+
+
+def test_who_looks_along_awaiting_coroutines_finds_the_same_frames_as_without_us(recorder: Any) -> None:
+    pauses = Pauses()
+
+    async def inner() -> None:
+        await pauses.one()
+
+    def frames(coroutine: Any) -> list[str]:
+        found = []
+        while hasattr(coroutine, "cr_await"):
+            found.append(coroutine.cr_code.co_name)
+            coroutine = coroutine.cr_await
+        return found
+
+    async def outer(called: Any) -> None:
+        await called()
+
+    if not recorder.native:
+        pytest.skip("the recorder in Python has a generator of its own between")
+    running = outer(wrapped(recorder)(inner))
+    running.send(None)
+    assert [name for name in frames(running) if name != "wrapper"] == ["outer", "inner"]
+    pauses.drive(running)
+
+
+def test_what_a_coroutine_gives_is_told_before_its_span_ends_and_its_attributes_come_from_the_call(
+    recorder: Any,
+) -> None:
+    told: list[tuple[object, bool]] = []
+
+    async def double(number: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * number
+
+    made = recorder.wrap(
+        double,
+        Site("double"),
+        attributes=lambda args, kwargs: {"number": args[0]},
+        results=lambda result: told.append((result, recorder.current_id() != 0)),
+    )
+    assert asyncio.run(made(4)) == 8
+    assert told == [(8, True)]
+    (span,) = recorder.spans()
+    assert span.attributes == {"number": 4}
+    assert span.active_ns < span.total_ns
