@@ -127,6 +127,12 @@ def engine_trace(count: int, layers: int = 4) -> Trace:
                 add(TOKENISE, begun + 10 * US, begun + 90 * US, root, 1, 100 + number)
                 add(GENERATE, begun + 90 * US, clock + MS - 5 * US, root, 1, 100 + number)
     assign_self_times(spans)
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        span.active_ns = 0 if span.site.suspends else span.self_ns
+    for span in reversed(spans):  # children come after their parents
+        if span.parent_id:
+            by_id[span.parent_id].active_ns += span.active_ns
     end_ns = max(span.end_ns for span in spans) + MS
     threads = {1: "api 4711: MainThread", 2: "engine 4712: engine"}
     return Trace(Origin(4711, "chat-7b", 0, 1_763_892_000 * 10**9, "native"), 0, end_ns, spans, threads)

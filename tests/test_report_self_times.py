@@ -433,6 +433,32 @@ def test_the_document_holds_the_numbers_of_the_text() -> None:
     assert set(function["remaining"]) == {"rows", "time_ns", "ratio", "calls", "instances"}
 
 
+def test_what_coroutines_waited_is_a_row_beside_what_they_ran() -> None:
+    handle, fetch, parse = Site("handle", "request"), Site("fetch", "op"), Site("parse", "op")
+    tally = Tally()
+    for path, totals in {
+        (handle,): Totals(calls=2, total_ns=100 * MS, self_ns=20 * MS, waiting_ns=15 * MS),
+        (handle, fetch): Totals(calls=4, total_ns=70 * MS, self_ns=70 * MS, waiting_ns=70 * MS, first_ns=1),
+        (handle, parse): Totals(calls=1, total_ns=10 * MS, self_ns=10 * MS, first_ns=2),
+    }.items():
+        tally.totals(path, 1).merge(totals)
+    for of in ("ops", "instances"):
+        (function,) = view(of, tally).functions
+        assert [(row.names[-1], row.where, row.time_ns // MS, row.calls) for row in function.rows] == [
+            ("fetch", "waiting", 70, 4), ("handle", "waiting", 15, 2),
+            ("parse", "host", 10, 1), ("handle", "host", 5, 2),
+        ]  # fmt: skip
+        assert (function.time_ns, function.rows[-1].running) == (100 * MS, 1.0)
+        (fewer,) = view(of, tally, rows=1).functions
+        assert fewer.remaining is not None
+        assert (fewer.remaining.rows, fewer.remaining.calls, fewer.remaining.time_ns) == (3, 5, 30 * MS)
+    (rows,) = [function.rows for function in view("classes", tally).functions]
+    assert [(row.names[0], row.where, row.time_ns // MS) for row in rows] == [
+        ("(op)", "waiting", 70), ("(request)", "waiting", 15), ("(op)", "host", 10), ("(request)", "host", 5),
+    ]  # fmt: skip
+    assert "what they ran is a row of its own" in "\n".join(view("ops", tally).lines())
+
+
 # -------------------------------------------------------------------- from raw spans
 
 
@@ -449,6 +475,8 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
         own_ns[span.span_id] = len(points([(span.start_ns, span.end_ns)]) - points(below))
     assign_self_times(trace.spans)
     assert {span.span_id: span.self_ns for span in trace.spans} == own_ns
+    for span in trace.spans:  # what was waited is a row of its own
+        span.active_ns = span.total_ns
 
     def function_of(path: CallPath) -> int:
         return next((index for index, site in enumerate(path) if site.kind == "request"), 0)

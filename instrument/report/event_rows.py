@@ -22,8 +22,9 @@ class EventRow:
     share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
     total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail`
     apart: a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
-    leaves its own to the row around it, and the row of a type has that of its instances. A row with `remaining`
-    stands for so many rows of its level that were left out.
+    leaves its own to the row around it, and the row of a type has that of its instances; of it the calls waited for
+    `waiting_ns`, suspended by what they awaited. A row with `remaining` stands for so many rows of its level that were
+    left out.
     """
 
     name: str
@@ -38,6 +39,7 @@ class EventRow:
     device_ns: int
     elapsed_ns: int
     self_ns: int
+    waiting_ns: int
     min_ns: int | None
     max_ns: int | None
     p50_ns: int | None
@@ -158,6 +160,7 @@ def _event_row(
         device_ns=totals.device_ns,
         elapsed_ns=totals.elapsed_ns,
         self_ns=totals.self_ns,
+        waiting_ns=totals.waiting_ns,
         min_ns=totals.min_ns if known else None,
         max_ns=totals.max_ns if known else None,
         p50_ns=p50_ns,

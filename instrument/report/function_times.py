@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.lines import CALLS, DEVICE, SELF, TOTAL
+from instrument.recording.lines import CALLS, DEVICE, SELF, TOTAL, WAITING
 from instrument.report.line_sums import Bools, Int32s, Int64s, Rows, around
 from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.groups import numbered
@@ -22,25 +22,28 @@ ORDERS = ("total", "calls", "ave")
 
 
 class Group(NamedTuple):
-    """Lines of a function that are one row: the number of the first of them, how many, and their sums."""
+    """Lines of a function that are one row: the number of the first of them, how many, and their sums.
+
+    What lines waited is a row of its own: `waiting` is as many as `lines` there, else 0.
+    """
 
     first: int
     lines: int
     time_ns: int
     calls: int
     on_device: int
+    waiting: int
 
 
 class FunctionSums(NamedTuple):
     """A function: its topmost node or request (`NONE` for all functions together), and what is in it.
 
     `calls` took `outer_ns`, of which `own_ns` in no span inside. `work_ns` is the self time of other lines that are
-    work, `all_calls` and `time_ns` are the calls and the self times of all lines. Its `rows` begin with the `first`.
+    work, `time_ns` the self times of all lines. Its `rows` begin with the `first`.
     """
 
     node: int
     lines: int
-    all_calls: int
     calls: int
     outer_ns: int
     own_ns: int
@@ -71,6 +74,12 @@ class FunctionTable:
         """The rows of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
+
+    def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
+        """Of the rows of a function together: what ran and waited is two of them, and counts in both."""
+        groups = self._groups[function.first : function.first + function.rows]
+        sums = Group._make(groups.sum(axis=0).tolist())
+        return sums.calls, sums.lines
 
 
 class SiteFacts(NamedTuple):
@@ -103,21 +112,33 @@ def functions(
     own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
     work = np.concatenate([sites.is_work[its_site]] * 2) & ~own
     lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
-    counted = lines[:, [CALLS, CALLS, TOTAL, SELF, SELF, SELF]]
-    counted[~own, 1:4] = 0
-    counted[~work, 4] = 0
+    counted = lines[:, [CALLS, TOTAL, SELF, SELF, SELF]]
+    counted[~own, :3] = 0
+    counted[~work, 3] = 0
     ones = np.ones((len(lines), 1), dtype=lines.dtype)
     count = len(firsts) + 1
     sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
-    of_group, some = numbered(number, np.concatenate([rows, rows]))
-    on_device = (lines[:, DEVICE] > 0).astype(lines.dtype)[:, None]
-    parts = np.concatenate([ones, lines[:, [SELF, CALLS]], on_device], axis=1)
-    groups = np.concatenate([at[some][:, None].astype(lines.dtype), _summed(parts, of_group, len(some))], axis=1)
-    in_order = _order(groups, number[some], order)
-    sizes = np.bincount(number[some], minlength=count)
+    groups, of_groups = _groups(lines, number, np.concatenate([rows, rows]), at)
+    in_order = _order(groups, of_groups, order)
+    sizes = np.bincount(of_groups, minlength=count)
     edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
     node = np.concatenate([[NONE], its_function[firsts]])[:, None]
     return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order])
+
+
+def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows, Int64s]:
+    """The rows of functions, and the number of the function of each: what lines ran, and what they waited."""
+    waited = lines[:, WAITING]
+    runs, waits = np.flatnonzero((waited == 0) | (lines[:, SELF] > waited)), np.flatnonzero(waited != 0)
+    own_ns = np.concatenate([lines[runs, SELF] - waited[runs], waited[waits]])
+    is_waiting = np.arange(len(own_ns)) >= len(runs)
+    which = np.concatenate([runs, waits])
+    of_group, some = numbered(number[which], rows[which], is_waiting.astype(np.int64))
+    on_device = (lines[which, DEVICE] > 0) & ~is_waiting
+    ones = np.ones(len(which), dtype=lines.dtype)
+    parts = np.stack([ones, own_ns, lines[which, CALLS], on_device, is_waiting], axis=1).astype(lines.dtype)
+    first = at[which][some][:, None].astype(lines.dtype)
+    return np.concatenate([first, _summed(parts, of_group, len(some))], axis=1), number[which][some]
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
@@ -149,6 +170,6 @@ def _summed(columns: Rows, groups: Int64s, count: int) -> Rows:
 
 def _order(groups: Rows, function: Int64s, order: str) -> NDArray[Any]:
     """The groups of one function after the other, the heaviest first; of equal ones that which began last."""
-    first, lines, time_ns, calls, _ = groups.T
+    first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -1,8 +1,7 @@
 """How the Total time of the `events` view splits: into computation and framework, in services also into waiting.
 
-A service waits for most of its time: in queues, for I/O, and for its turn on the event loop. That is no overhead. Of
-the tally a coroutine's self time is what it waited, and its own code between two awaits with it, which nothing tells
-apart: what is more than a trifle there wants a scope or a rule of its own.
+A service waits for most of its time: in queues, for I/O, and for its turn on the event loop. That is no overhead: of
+self times what coroutines waited, suspended by what they awaited, counts as waiting.
 
 The parts of a service add up to the Total time. The time of a call is given to what lies below it, on whatever thread
 or task: to each its own, or where that is more than the call took, since it went on side by side or beyond the call, in
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.lines import CALLS
+from instrument.recording.lines import CALLS, WAITING
 from instrument.recording.spans import Site, is_operator
 from instrument.report.line_sums import LineSums
 from instrument.report.table import share
@@ -73,7 +72,8 @@ def overhead(lines: LineSums, total_ns: int, state: str) -> Overhead:
     has_operators = "op" in kinds and any(lines.tree.by_site(is_operator))
     computes = _operates if has_operators else _computes
     is_known = has_operators or (may_compute and any(lines.tree.by_site(computes)))
-    if state == "GPU" or not ("request" in kinds or any(site.suspends for site in lines.tree.sites)):
+    is_service = "request" in kinds or lines.has(WAITING) or any(site.suspends for site in lines.tree.sites)
+    if state == "GPU" or not is_service:
         return Overhead(total_ns, lines.total(computes)[TIMES[state]] if is_known else None)
     whole_ns, computation_ns, waiting_ns = _parts(lines, state, computes)
     if whole_ns != total_ns:  # where a row of several paths has calls in some of them alone
@@ -87,7 +87,7 @@ def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tup
     """The time of the topmost calls, and what of it was computation and waiting."""
     count = len(lines.parents)
     sums = lines.by(np.arange(count), count)
-    calls, times = sums[:, CALLS].tolist(), sums[:, TIMES[state]].tolist()
+    calls, times, waited = sums[:, CALLS].tolist(), sums[:, TIMES[state]].tolist(), sums[:, WAITING].tolist()
     sites, site_of, parents = lines.tree.sites, lines.site_of.tolist(), lines.parents.tolist()
     # Of what lies right below each node: its time, computation and waiting; last for what is topmost.
     below = [[0, 0, 0] for _ in range(count + 1)]
@@ -103,8 +103,7 @@ def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tup
                 if of_children_ns > time_ns:
                     computation_ns = computation_ns * time_ns // of_children_ns
                     waiting_ns = waiting_ns * time_ns // of_children_ns
-                if site.suspends:
-                    waiting_ns += max(time_ns - of_children_ns, 0)
+                waiting_ns += min(waited[node], max(time_ns - of_children_ns, 0))
             of_children_ns = time_ns
         into = below[parents[node] if parents[node] >= 0 else count]
         for part, part_ns in enumerate((of_children_ns, computation_ns, waiting_ns)):

@@ -2,7 +2,8 @@
 
 They are the Class, Ops and Apply sections of Theano's profile. The nodes that Theano times lie in no other one; spans
 do, so that a row's time here is self time: host time outside of the children on its thread and task. So the rows of a
-function add up to 100 %, the function's own row with what no child did.
+function add up to 100 %, the function's own row with what no child did. What coroutines waited of theirs, suspended by
+what they awaited, is a row beside what they ran.
 
 - `instances`: a site at one place of the call tree. `number` counts them by first call, from 0, as Theano counts nodes.
 - `ops`: a site, at all of its places: a function, a layer by its path in the model, a kind of copy.
@@ -56,9 +57,8 @@ class SelfRow:
     """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
 
     `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `where` it runs: `host`, `device` where every place of it has device time, or `both`; `waiting` where all of it is
-    coroutines, whose self time is what they waited, and their own code between two awaits. A `number` is only of an
-    instance.
+    `where` it runs: `host`, `device` where every place of it has device time, or `both`; `waiting` for what coroutines
+    waited and what is open in them, beside a row of what the same ran. A `number` is only of an instance.
     """
 
     names: tuple[str, ...]
@@ -162,8 +162,9 @@ class SelfTimes:
         wheres = {row.where for function in self.functions for row in function.rows}
         if WAITING in wheres:
             lines += [
-                "On waiting: the self time of coroutines, which stand still for most of it, for I/O, in a queue or",
-                "until it is their turn on the event loop; how much of it they ran between two awaits is not known.",
+                "On waiting: self time in which coroutines were suspended, for I/O, in a queue or until it was their",
+                "turn on the event loop; what they ran is a row of its own. A scope that is in no coroutine with a",
+                "span and in no request cannot tell how long it was suspended: all its self time is on host.",
             ]
         if wheres & {"device", "both"}:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
@@ -328,9 +329,6 @@ class _Table:
         self._rows_of_sites: list[int] = sites.rows.tolist()
         self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
         self._site_of: list[int] = lines.site_of.tolist()
-        # The rows that have sites of which the self time is none in which they wait.
-        called_sites = np.unique(lines.site_of[nodes]).tolist()
-        self._running = {self._rows_of_sites[site] for site in called_sites if not self._every[site].suspends}
         # Of each key among these lines, and above them, what it is called, and how many are called the same.
         keys = np.unique(sites.keys[lines.site_of[_and_above(lines.parents, nodes)]]).tolist()
         called = lines.tree.by_site(_called)
@@ -383,9 +381,9 @@ class _Table:
             remaining=remaining,
         )
 
-    def _where(self, group: Group, node: int) -> str:
-        row = self._rows_of_sites[self._site_of[node]]
-        if self._site(node).suspends and (row == NONE or row not in self._running):
+    @staticmethod
+    def _where(group: Group) -> str:
+        if group.waiting:
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
@@ -409,7 +407,7 @@ class _Table:
                     time_ns=group.time_ns,
                     ratio=share(group.time_ns, its.time_ns),
                     running=share(sum_ns, its.time_ns),
-                    where=self._where(group, node),
+                    where=self._where(group),
                     calls=group.calls,
                     instances=group.lines,
                     number=group.first if self._of == "instances" else None,
@@ -420,4 +418,5 @@ class _Table:
             return tuple(shown), None
         left_ns = its.time_ns - sum_ns
         ratio = share(left_ns, its.time_ns)
-        return tuple(shown), Remaining(left, left_ns, ratio, its.all_calls - calls, its.lines - instances)
+        all_calls, all_instances = self._found.calls_and_lines(its)
+        return tuple(shown), Remaining(left, left_ns, ratio, all_calls - calls, all_instances - instances)

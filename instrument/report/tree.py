@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, SELF, TOTAL
+from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, SELF, TOTAL, WAITING
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import Site
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
@@ -191,8 +191,9 @@ class NameTree:
         is_hidden = ~self._names.visible[nodes] & (rows[:, CALLS] != 0)
         if is_hidden.any():
             rows, entries = rows[is_hidden], self._names.entry_of[nodes[is_hidden]].tolist()
-            for entry, self_ns, first_ns in zip(entries, rows[:, SELF].tolist(), rows[:, FIRST].tolist(), strict=True):
-                sums[entry, SELF] += self_ns
+            of_rows = zip(entries, rows[:, [SELF, WAITING]], rows[:, FIRST].tolist(), strict=True)
+            for entry, self_and_waiting_ns, first_ns in of_rows:
+                sums[entry, [SELF, WAITING]] += self_and_waiting_ns
                 if not sums[entry, CALLS]:
                     sums[entry, FIRST] = min(sums[entry, FIRST] or first_ns, first_ns)
         return sums

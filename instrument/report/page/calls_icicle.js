@@ -8,7 +8,7 @@ const WIDTHS = [
   ["on_device", "Device", "of device time"],
 ];
 
-const calls = columnsOf(report.calls, ["name", "depth", "waiting", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns",
+const calls = columnsOf(report.calls, ["name", "depth", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns", "waiting_ns",
   "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns", "remaining"]);
 
 /** The rows as a tree below one root that stands for all of them. */
@@ -124,7 +124,7 @@ class Icicle {
 
   colourOf(node) {
     const { row } = node.data;
-    return row < 0 || calls.waiting[row] ? "unknown" : kindColour(callKind(row));
+    return row < 0 || 2 * calls.waiting_ns[row] > calls.self_ns[row] ? "unknown" : kindColour(callKind(row));
   }
 
   key(event, node) {
@@ -158,7 +158,8 @@ class Icicle {
     const known = (name, ns) => ns >= 0 && facts.push([name, timeText(ns)]);
     facts.push(["calls", calls.calls[row].toLocaleString("en")]);
     known("total", calls.total_ns[row]);
-    known(calls.waiting[row] ? "self, waiting" : "self", calls.self_ns[row]);
+    known("self", calls.self_ns[row]);
+    if (calls.waiting_ns[row] > 0) known("of it waiting", calls.waiting_ns[row]);
     if (calls.device_ns[row] > 0) known("device", calls.device_ns[row]);
     known("p50", calls.p50_ns[row]);
     known("p99", calls.p99_ns[row]);

@@ -1,7 +1,7 @@
 """The call tree of a page: the rows of the view `events` of all threads together, and how wide each is drawn.
 
 A row is as wide as the self times at and below it, so that what is below a row never is wider than it, whatever ran
-side by side. The self time of coroutines, in which they wait, may be left out; of devices the width is device time.
+side by side. What coroutines waited may be left out of it; of devices the width is device time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class CallsTree:
             # A phase is labelled with what it is a phase of, which here stands above it.
             is_below = row.kind == "phase" and parent != NEVER
             self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
-        waits = _waiting(recording)
-        self.is_waiting = [(name, row.kind) in waits for name, row in zip(self.names, self.rows, strict=True)]
 
     def widths(self) -> list[int]:
         """Self times at and below each row."""
@@ -52,8 +50,7 @@ class CallsTree:
 
     def running_widths(self) -> list[int]:
         """The same without what coroutines waited."""
-        own = zip(self.rows, self.is_waiting, strict=True)
-        return self._with_below([0 if is_waiting else max(row.self_ns, 0) for row, is_waiting in own])
+        return self._with_below([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
         """Device time of each row, or that of the rows right below where it is more."""
@@ -77,13 +74,12 @@ class CallsTree:
             numbers.setdefault((name, row.kind), len(numbers))
         of_rows = (numbers[name, row.kind] for name, row in zip(self.names, self.rows, strict=True))
         fields = (
-            "depth", "calls", "errors", "total_ns", "self_ns", "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns",
-            "remaining",
+            "depth", "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "min_ns", "max_ns", "p50_ns",
+            "p99_ns", "remaining",
         )  # fmt: skip
         return {
             "names": [[safe(name) or "(no name)", kind] for name, kind in numbers],
             "name": _column(of_rows),
-            "waiting": _column(self.is_waiting),
             "width": _column(self.widths()),
             "running": _column(self.running_widths()),
             "on_device": _column(self.device_widths()),
@@ -115,12 +111,3 @@ def _parents(rows: Sequence[EventRow]) -> list[int]:
         found.append(above[-1] if above else NEVER)
         above.append(place)
     return found
-
-
-def _waiting(recording: Recording) -> set[tuple[str, str]]:
-    """Names and kinds of which every site suspends, so that their self time is what they waited."""
-    suspends: dict[tuple[str, str], bool] = {}
-    for site in recording.lines(merged=True).tree.sites:
-        key = site.name, site.kind
-        suspends[key] = suspends.get(key, True) and site.suspends
-    return {key for key, all_do in suspends.items() if all_do}
