@@ -22,9 +22,9 @@ from instrument.report.self_times_view import FunctionTimes, ops, path_text
 from instrument.report.table import (
     LINE,
     MISSING,
-    WHOLE_DIGITS,
     columns,
     compact,
+    four_digits,
     named_table,
     number,
     safe,
@@ -34,7 +34,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import UNITS, Options, Recording
+from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
 """Lines of the view, at most: with the names of process and file below it, a screen of 60."""
@@ -157,13 +157,6 @@ def _at_most(rows: int, options: Options) -> Options:
 # The text.
 
 
-def _time(time_ns: float | None, unit: str) -> str:
-    """Four digits in a unit; ns in full."""
-    if time_ns is None:
-        return MISSING
-    return compact(round(time_ns), WHOLE_DIGITS) if unit == "ns" else compact(time_ns / UNITS[unit])
-
-
 def _named(one: EndpointTimes | PhaseTime) -> str:
     return f"(remaining {one.remaining})" if one.remaining else one.name or "(no name)"
 
@@ -175,7 +168,7 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     cells = []
     for endpoint in times.endpoints:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
-        shown = [_time(time_ns, unit) for time_ns in its]
+        shown = [four_digits(time_ns, unit) for time_ns in its]
         cells.append([_named(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
         if not endpoint.phases:
             continue  # all of it would be unknown
@@ -185,9 +178,9 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
             continue
         for phase in endpoint.phases:
             count = MISSING if phase.requests is None else str(phase.requests)
-            parts = [count, "", _time(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
+            parts = [count, "", four_digits(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
             cells.append(["  " + _named(phase), *parts])
-        unknown = _time(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
+        unknown = four_digits(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", "", "", *unknown])
     return named_table(header, cells, 0)
 
@@ -197,7 +190,7 @@ def _slowest(times: RequestTimes, unit: str) -> list[str]:
     name = shorten(safe(one.name) or "(no name)", LINE // 4)
     at = f"began {one.began}" if one.began else f"began {number(one.begin_ns / 1e9)} s after the start"
     seen = f", trace {one.trace_id}" if one.trace_id else f", span {one.span_id}"
-    return wrapped(f"Slowest: {name}, {_time(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
+    return wrapped(f"Slowest: {name}, {four_digits(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
@@ -205,7 +198,7 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     blocked = times.blocked
     if blocked is None:
         return []
-    summed, longest = (f"{_time(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
+    summed, longest = (f"{four_digits(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
     counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
     most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
     return [counted if most.remaining else shorten(f"{counted}, mostly by {safe(most.name)}", LINE)]
@@ -217,13 +210,13 @@ def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[st
     for loop in steps.loops[:DEVICES]:
         batch, rate = loop.batch, MISSING if loop.rate is None else f"{compact(loop.rate.mean)} {loop.rate_of}"
         times = [None] * 4 if batch is None else [batch.mean, batch.p50, batch.p99, batch.most]
-        shown = [_time(time_ns, unit) for time_ns in times]
+        shown = [four_digits(time_ns, unit) for time_ns in times]
         cells.append([loop.name or "(no name)", str(loop.steps), *shown, rate, ""])
     if of_steps is not None and of_steps.of == "step":
         rows = sorted(of_steps.rows[1:], key=lambda row: -row.host.total_ns)[:PARTS]
         for row in rows:
             count = MISSING if row.calls is None else str(row.calls)
-            shown = [count, _time(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
+            shown = [count, four_digits(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
             cells.append([f"  {row.name}", *shown])
     more = len(steps.loops) - DEVICES
     return [*named_table(header, cells, 0), *([f"... ({more} more loops: --view benchmark)"] if more > 0 else [])]
@@ -235,11 +228,11 @@ def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Per call", "On"]
     cells = []
     for row in places.rows:
-        times = _time(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls), _time(row.per_call_ns, unit)
+        times = four_digits(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls), four_digits(row.per_call_ns, unit)
         cells.append([path_text(row.names), *times, row.where])
     rest = places.remaining
     if rest is not None:
-        times = _time(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls), MISSING
+        times = four_digits(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls), MISSING
         cells.append([f"(remaining {rest.rows})", *times, ""])
     return named_table(header, cells, 0)
 

@@ -7,7 +7,7 @@ if the call waits for the copy; where it does not, its host time says nothing of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.section import Section, Text, section_lines
-from instrument.report.table import MISSING, bounded, in_unit, number, title
+from instrument.report.table import MISSING, bounded, in_unit, number, summed, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.device_times import device_times
@@ -123,7 +123,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
     found: dict[str, list[CopyUse]] = {}
     for use in uses:
         found.setdefault(use.direction, []).append(use)
-    return [_together(direction, of_it) for direction, of_it in found.items()]
+    return [_together(of_it, direction) for direction, of_it in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,23 +233,17 @@ def _place(use: CopyUse) -> tuple[int, int, int, str]:
     return order, -use.moved_bytes, -use.calls, use.call
 
 
-def _together(direction: str, uses: Sequence[CopyUse]) -> CopyUse:
-    sums = [
-        sum(column)
-        for column in zip(
-            *(
-                (use.calls, use.moved_bytes, use.host_ns, use.timed, use.device_ns, use.timed_bytes, use.waited_ns,
-                 use.waited_bytes, use.staged)
-                for use in uses
-            ),
-            strict=True,
-        )
-    ]  # fmt: skip
-    return CopyUse(direction, "", None, None, *sums)
+SUMS = (
+    "calls", "moved_bytes", "host_ns", "timed", "device_ns", "timed_bytes", "waited_ns", "waited_bytes", "staged",
+)  # fmt: skip
+
+
+def _together(uses: Sequence[CopyUse], direction: str = "", remaining: int = 0) -> CopyUse:
+    return summed(uses, SUMS, direction=direction, call="", sync=None, pinned=None, remaining=remaining)
 
 
 def _others(rest: Sequence[CopyUse]) -> CopyUse:
-    return replace(_together("", rest), remaining=len(rest))
+    return _together(rest, remaining=len(rest))
 
 
 def _direction(use: CopyUse) -> str:

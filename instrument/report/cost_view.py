@@ -21,6 +21,7 @@ from instrument.report.line_sums import LineSums
 from instrument.report.section import Section, section_lines
 from instrument.report.table import (
     MISSING,
+    Ratio,
     compact,
     number,
     safe,
@@ -68,10 +69,8 @@ class SiteCost:
         """Its name, and where it is."""
         return _named(self.name, self.place)
 
-    @property
-    def burden(self) -> float | None:
-        """The cost as a share of the calls' host time."""
-        return share(self.cost_ns, self.host_ns)
+    burden = Ratio("cost_ns", of="host_ns")
+    """The cost as a share of the calls' host time."""
 
 
 def _named(name: str, place: str) -> str:
@@ -101,10 +100,8 @@ class RingUse:
     rows: int
     memory_bytes: int
 
-    @property
-    def ratio(self) -> float | None:
-        """Of the rows that there is room for; threads to come make more, as far as the memory goes."""
-        return share(self.held_rows, self.rows)
+    ratio = Ratio("held_rows", of="rows")
+    """Of the rows that there is room for; threads to come make more, as far as the memory goes."""
 
 
 @dataclass(frozen=True, slots=True)

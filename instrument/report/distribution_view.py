@@ -23,7 +23,7 @@ from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.section import Section, section_lines
-from instrument.report.table import in_unit, number, share, title
+from instrument.report.table import Ratio, in_unit, number, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.device_times import device_times
@@ -113,25 +113,13 @@ class DistributionUse:
         """Communication beside which nothing computed."""
         return self.communication_ns - self.overlap_ns
 
-    @property
-    def communication_ratio(self) -> float | None:
-        """None where the base is no time at all, and so below."""
-        return share(self.communication_ns, self.base_ns)
-
-    @property
-    def computation_ratio(self) -> float | None:
-        """Computation."""
-        return share(self.computation_ns, self.base_ns)
-
-    @property
-    def overlap_ratio(self) -> float | None:
-        """Communication beside which something computed."""
-        return share(self.overlap_ns, self.base_ns)
-
-    @property
-    def exposed_ratio(self) -> float | None:
-        """Communication beside which nothing computed."""
-        return share(self.exposed_ns, self.base_ns)
+    communication_ratio = Ratio("communication_ns", of="base_ns")
+    """None where the base is no time at all, and so below."""
+    computation_ratio = Ratio("computation_ns", of="base_ns")
+    overlap_ratio = Ratio("overlap_ns", of="base_ns")
+    """Communication beside which something computed."""
+    exposed_ratio = Ratio("exposed_ns", of="base_ns")
+    """Communication beside which nothing computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from instrument.recording.histogram import percentiles
 from instrument.recording.lines import Sum
 from instrument.recording.spans import Site
 from instrument.report.line_sums import LineSums, Rows, together
-from instrument.report.table import share
+from instrument.report.table import Ratio, share
 from instrument.report.tree import ROOT, TIMES, NameTree, ShownEntries
 from instrument.report.view import Options
 
@@ -47,20 +47,9 @@ class EventRow:
     ratio: float | None
     remaining: int = 0
 
-    @property
-    def ave_ns(self) -> float | None:
-        """The Total by the calls."""
-        return share(self.total_ns, self.calls)
-
-    @property
-    def host_ratio(self) -> float | None:
-        """Host time as a share of what has elapsed."""
-        return share(self.host_ns, self.elapsed_ns)
-
-    @property
-    def device_ratio(self) -> float | None:
-        """Device time as a share of what has elapsed."""
-        return share(self.device_ns, self.elapsed_ns)
+    ave_ns = Ratio("total_ns", of="calls")
+    host_ratio = Ratio("host_ns", of="elapsed_ns")
+    device_ratio = Ratio("device_ns", of="elapsed_ns")
 
 
 @dataclass(frozen=True, slots=True)

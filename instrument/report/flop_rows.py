@@ -17,7 +17,7 @@ import numpy as np
 from instrument.recording.spans import FLOPS, flops_told
 from instrument.report.places import rows_open
 from instrument.report.section import Section
-from instrument.report.table import bounded, compact, share, tenths
+from instrument.report.table import Ratio, bounded, compact, share, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Int64s, Trace
@@ -45,15 +45,9 @@ class FlopRow:
     ratio: float | None
     remaining: int = 0
 
-    @property
-    def per_call(self) -> float | None:
-        """Operations of a call."""
-        return share(self.flops, self.calls)
-
-    @property
-    def rate_gflop_s(self) -> float | None:
-        """10^9 operations a second over the time of these calls."""
-        return None if self.time_ns is None else share(self.flops, self.time_ns)
+    per_call = Ratio("flops", of="calls")
+    rate_gflop_s = Ratio("flops", of="time_ns")
+    """10^9 operations a second over the time of these calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, 
 from instrument.report.section import Section
 from instrument.report.table import (
     MISSING,
+    Ratio,
     bounded,
     columns,
     in_unit,
@@ -71,10 +72,7 @@ class KernelUse:
     ratio: float | None
     remaining: int = 0
 
-    @property
-    def mean_ns(self) -> float | None:
-        """Of a call."""
-        return share(self.total_ns, self.calls)
+    mean_ns = Ratio("total_ns", of="calls")
 
 
 @dataclass(frozen=True, slots=True)

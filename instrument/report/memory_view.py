@@ -19,6 +19,7 @@ from instrument.report.table import (
     number,
     safe,
     shorten,
+    summed,
     title,
     wrapped,
 )
@@ -282,18 +283,8 @@ def _is_of(state: str, device: int) -> bool:
 def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
     device = devices.pop() if len(devices) == 1 else None
-    return PlaceMemory(
-        device=device,
-        name="",
-        kind="",
-        thread="",
-        allocations=sum(use.allocations for use in uses),
-        frees=sum(use.frees for use in uses),
-        allocated_bytes=sum(use.allocated_bytes for use in uses),
-        freed_bytes=sum(use.freed_bytes for use in uses),
-        held_bytes=sum(use.held_bytes for use in uses),
-        remaining=len(uses),
-    )
+    sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
+    return summed(uses, sums, device=device, name="", kind="", thread="", remaining=len(uses))
 
 
 # Text

@@ -18,7 +18,7 @@ import numpy as np
 from instrument.recording.lines import CALLS, WAITING
 from instrument.recording.spans import Site, is_operator
 from instrument.report.line_sums import LineSums
-from instrument.report.table import share
+from instrument.report.table import Ratio
 from instrument.report.tree import TIMES
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
@@ -41,15 +41,8 @@ class Overhead:
     computation_ns: int | None
     waiting_ns: int | None = None
 
-    @property
-    def computation_ratio(self) -> float | None:
-        """Of the Total time."""
-        return None if self.computation_ns is None else share(self.computation_ns, self.total_ns)
-
-    @property
-    def waiting_ratio(self) -> float | None:
-        """Of the Total time."""
-        return None if self.waiting_ns is None else share(self.waiting_ns, self.total_ns)
+    computation_ratio = Ratio("computation_ns", of="total_ns")
+    waiting_ratio = Ratio("waiting_ns", of="total_ns")
 
     @property
     def framework_ns(self) -> int | None:
@@ -58,10 +51,7 @@ class Overhead:
             return None
         return self.total_ns - self.computation_ns - (self.waiting_ns or 0)
 
-    @property
-    def framework_ratio(self) -> float | None:
-        """Of the Total time."""
-        return None if self.framework_ns is None else share(self.framework_ns, self.total_ns)
+    framework_ratio = Ratio("framework_ns", of="total_ns")
 
 
 def overhead(lines: LineSums, total_ns: int, state: str) -> Overhead:

@@ -15,8 +15,19 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
-from instrument.report.table import LINE, compact, safe, section_title, share, shorten, tenths, title, wrapped
-from instrument.report.view import UNITS, Options, Recording
+from instrument.report.table import (
+    LINE,
+    compact,
+    four_digits,
+    safe,
+    section_title,
+    share,
+    shorten,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.view import Options, Recording
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
@@ -82,14 +93,14 @@ class RequestLife:
         keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
         name = shorten(safe(self.name) or "(no name)", LINE // 2)
         at = f"{compact(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [*title("Request Report"), *wrapped(f"{name}: {_time(self.wall_ns, unit)} {unit}{error}{keys}")]
+        lines = [*title("Request Report"), *wrapped(f"{name}: {four_digits(self.wall_ns, unit)} {unit}{error}{keys}")]
         lines += [f"Began {at}", "", *section_title("Where the time went")]
         width = max(map(len, self.parts), default=0) + 2
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
             ratio = share(time_ns, self.wall_ns)
-            lines.append(f"{safe(part):<{width}}{_time(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
+            lines.append(f"{safe(part):<{width}}{four_digits(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
         if self.device_own_ns or self.device_shared_ns:
-            own, of_batches = (_time(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
+            own, of_batches = (four_digits(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
             lines += ["", f"Device time: {own} {unit} of its own work, {of_batches} {unit} its shares of batches"]
         if self.blame is not None:
             lines += ["", *wrapped(blame_text(self.blame, unit).capitalize())]
@@ -108,7 +119,7 @@ class RequestLife:
         if one.own_ns is not None:
             said = f"{one.name}{many}, {tenths(share(one.own_ns, one.in_batches_ns), 1)} its own of {one.size}"
         room = LINE - BAR - 26
-        times = f"{_time(one.begin_ns, unit):>10}{_time(one.length_ns, unit):>11}"
+        times = f"{four_digits(one.begin_ns, unit):>10}{four_digits(one.length_ns, unit):>11}"
         return f"{times}  |{bar}| {shorten(safe(said), room)}".rstrip()
 
 
@@ -197,7 +208,3 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
             in_batches_ns=sum(one.end_ns - one.start_ns for one in in_batches),
             thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
         )
-
-
-def _time(time_ns: int, unit: str) -> str:
-    return compact(time_ns / UNITS[unit])

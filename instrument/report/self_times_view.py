@@ -34,6 +34,7 @@ from instrument.report.section import Section
 from instrument.report.table import (
     LINE,
     MISSING,
+    Ratio,
     in_unit,
     percent,
     safe,
@@ -74,10 +75,7 @@ class SelfRow:
         """The names as one."""
         return path_text(self.names)
 
-    @property
-    def per_call_ns(self) -> float | None:
-        """Self time of a call."""
-        return share(self.time_ns, self.calls)
+    per_call_ns = Ratio("time_ns", of="calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +109,9 @@ class FunctionTimes:
     rows: tuple[SelfRow, ...]
     remaining: Remaining | None
 
-    @property
-    def inner_ratio(self) -> float | None:
-        """Of the calls."""
-        return None if self.inner_ns is None else share(self.inner_ns, self.outer_ns)
-
-    @property
-    def work_ratio(self) -> float | None:
-        """Of the calls; more than 1 where work went on side by side."""
-        return share(self.work_ns, self.outer_ns)
+    inner_ratio = Ratio("inner_ns", of="outer_ns")
+    work_ratio = Ratio("work_ns", of="outer_ns")
+    """Of the calls; more than 1 where work went on side by side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from instrument.report.table import (
     GAP,
     LINE,
     MISSING,
+    Ratio,
     bounded,
     in_unit,
     name_of_site,
@@ -109,10 +110,8 @@ class WarmUp:
     extra_ns: int
     remaining: int = 0
 
-    @property
-    def times(self) -> float | None:
-        """How many times the median of the others the first call took."""
-        return None if self.first_ns is None or self.median_ns is None else share(self.first_ns, self.median_ns)
+    times = Ratio("first_ns", of="median_ns")
+    """How many times the median of the others the first call took."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,19 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.recording.spans import Site
 from instrument.report.view import UNITS, Options
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Line = TypeVar("Line")
+Row = TypeVar("Row", bound="DataclassInstance")
 
 
 GAP = 2
@@ -212,6 +218,24 @@ def share(part: float, base: float) -> float | None:
     return part / base if base else None
 
 
+class Ratio(property):
+    """A property of a class: one field of it as a share of another, None where either is, or the base is zero."""
+
+    def __init__(self, part: str, *, of: str) -> None:
+        both = attrgetter(part, of)
+
+        def ratio(one: Any) -> float | None:
+            part, base = both(one)
+            return None if part is None or base is None else share(part, base)
+
+        super().__init__(ratio)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type | None = None, /) -> float | None:  # type: ignore[override]
+            ...
+
+
 def percent(part: float, base: float) -> str:
     """The part as a percentage of the base."""
     fraction = share(part, base)
@@ -261,6 +285,11 @@ def bounded(
         return tuple(lines)
     shown = set(map(id, heavy))
     return (*heavy, rest([line for line in lines if id(line) not in shown]))
+
+
+def summed(rows: Sequence[Row], fields: Sequence[str], **others: Any) -> Row:
+    """One row for several, with the sums of some fields and what is given of the others."""
+    return replace(rows[0], **{name: sum(getattr(row, name) for row in rows) for name in fields}, **others)
 
 
 def _widest(cells: Sequence[str]) -> int:

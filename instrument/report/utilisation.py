@@ -20,7 +20,7 @@ import numpy as np
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.coverage import NO_EVENTS
-from instrument.report.table import share
+from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
@@ -84,10 +84,7 @@ class NameUse:
     busy_ratio: float | None
     remaining: int = 0
 
-    @property
-    def mean_ns(self) -> float | None:
-        """Device time of a call."""
-        return self.summed_ns / self.calls if self.calls else None
+    mean_ns = Ratio("summed_ns", of="calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,40 +118,13 @@ class EndpointUse:
     starved_ns: int
     remaining: int = 0
 
-    @property
-    def wall_mean_ns(self) -> float:
-        """Of a request."""
-        return self.wall_ns / self.requests
-
-    @property
-    def own_mean_ns(self) -> float:
-        """Of a request."""
-        return self.own_ns / self.requests
-
-    @property
-    def others_mean_ns(self) -> float:
-        """Of a request."""
-        return self.others_ns / self.requests
-
-    @property
-    def starved_mean_ns(self) -> float:
-        """Of a request."""
-        return self.starved_ns / self.requests
-
-    @property
-    def own_ratio(self) -> float | None:
-        """Of the wall."""
-        return share(self.own_ns, self.wall_ns)
-
-    @property
-    def others_ratio(self) -> float | None:
-        """Of the wall."""
-        return share(self.others_ns, self.wall_ns)
-
-    @property
-    def starved_ratio(self) -> float | None:
-        """Of the wall."""
-        return share(self.starved_ns, self.wall_ns)
+    wall_mean_ns = Ratio("wall_ns", of="requests")
+    own_mean_ns = Ratio("own_ns", of="requests")
+    others_mean_ns = Ratio("others_ns", of="requests")
+    starved_mean_ns = Ratio("starved_ns", of="requests")
+    own_ratio = Ratio("own_ns", of="wall_ns")
+    others_ratio = Ratio("others_ns", of="wall_ns")
+    starved_ratio = Ratio("starved_ns", of="wall_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,35 +162,12 @@ class DeviceUse:
         """Time in which any stream was busy."""
         return self.compute_ns + self.copy_ns
 
-    @property
-    def busy_ratio(self) -> float | None:
-        """Of the window."""
-        return share(self.busy_ns, self.window_ns)
-
-    @property
-    def compute_ratio(self) -> float | None:
-        """Of the window."""
-        return share(self.compute_ns, self.window_ns)
-
-    @property
-    def copy_ratio(self) -> float | None:
-        """Of the window."""
-        return share(self.copy_ns, self.window_ns)
-
-    @property
-    def starved_ratio(self) -> float | None:
-        """Of the window."""
-        return share(self.starved_ns, self.window_ns)
-
-    @property
-    def unasked_ratio(self) -> float | None:
-        """Of the window."""
-        return share(self.unasked_ns, self.window_ns)
-
-    @property
-    def overlap_ratio(self) -> float | None:
-        """Of the busy time."""
-        return share(self.overlap_ns, self.busy_ns)
+    busy_ratio = Ratio("busy_ns", of="window_ns")
+    compute_ratio = Ratio("compute_ns", of="window_ns")
+    copy_ratio = Ratio("copy_ns", of="window_ns")
+    starved_ratio = Ratio("starved_ns", of="window_ns")
+    unasked_ratio = Ratio("unasked_ns", of="window_ns")
+    overlap_ratio = Ratio("overlap_ns", of="busy_ns")
 
     @property
     def hidden_copy_ratio(self) -> float | None:
