@@ -276,6 +276,14 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
     ]
 
 
+@given(SOME, st.randoms())
+def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
+    columns = trace_of(trace.spans)
+    some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
+    ours = list(every_place(place_tree(columns, OPERATORS, among=some)))
+    assert list(map(facts, ours)) == list(map(facts, every_place(place_tree(columns.only(some), OPERATORS))))
+
+
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_deep_chain_is_a_call_tree_of_as_many_levels(levels_of_it: int) -> None:
     trace = deep(levels_of_it)

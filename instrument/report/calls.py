@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from instrument.recording.spans import Interval, Site
 from instrument.report.table import share
 from instrument.trace.call_tree import call_tree
-from instrument.trace.columns import FARTHEST_NS, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,14 @@ def device_times(places: Iterable[PlaceCalls]) -> CallTimes | None:
     )
 
 
-def place_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> PlaceCalls:
-    """The root above the places of all spans. Device time is counted for calls of `kinds` and for those right below.
+def place_tree(
+    trace: Trace, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
+) -> PlaceCalls:  # fmt: skip
+    """The root above the places of all spans, or of those `among` them as if there were no others.
 
-    With a `window`, only what lies in it counts.
+    Device time is counted for calls of `kinds` and for those right below. With a `window`, only what lies in it counts.
     """
-    tree = call_tree(trace, kinds, window)
+    tree = call_tree(trace, kinds, window, among)
     root = PlaceCalls(Site("(root)"), 0, None, ())
     places: list[PlaceCalls] = []
     host, device = tree.host, tree.device

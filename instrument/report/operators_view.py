@@ -195,7 +195,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     timed = whole[options.skip_first :]
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
-    root = place_tree(trace.only(is_timed[owner]), IN_ORDER)
+    root = place_tree(trace, IN_ORDER, among=is_timed[owner])
     found = list(_executed(root, len(timed)))
     shown = [one for one in found if one.mean_ns >= options.least_ns][: options.rows]
     kept = {one.number for one in shown}

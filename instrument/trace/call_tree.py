@@ -18,7 +18,7 @@ from instrument.recording.spans import Interval
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level, levels, nearest
 from instrument.trace.groups import Groups, distinct, numbered
-from instrument.trace.intervals import lie_in, union_by_group
+from instrument.trace.intervals import clipped, lie_in, union_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +71,38 @@ class CallPaths:
         return len(self.parent)
 
 
-def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> CallPaths:
-    """The nodes of all spans. Device time is counted for calls of `kinds` and for those right below.
+def call_tree(
+    trace: Trace, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
+) -> CallPaths:  # fmt: skip
+    """The nodes of all spans, or of those `among` them as if there were no others. Device time is counted for calls of
+    `kinds` and for those right below.
 
     With a `window` only what lies in it counts, and nodes without calls are around some that have them.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
-    node_of, parent, some_row = _nodes(trace, _and_those_above(trace, counted))
+    wanted, level = _and_those_above(trace, counted), trace.level
+    if among is not None:
+        counted, wanted = counted & among, wanted & among
+        level = levels(np.where(np.append(wanted, False)[trace.parent], trace.parent, np.int32(NONE)))
+    on_line = trace.on_line_of_parent & wanted[trace.parent]
+    node_of, parent, some_row = _nodes(trace, level, wanted, on_line)
     count = len(parent)
-    is_elsewhere = ~trace.on_line_of_parent[some_row]
+    is_elsewhere = ~on_line[some_row]
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
     around = np.where(is_elsewhere, NONE, parent)
     below = (around != NONE) & is_of[around] if count else is_of
     inside = nearest(around.astype(np.int32), below) != NONE
-    calls = np.flatnonzero(counted)
-    starts, ends = np.maximum(trace.start_ns[calls], first), np.minimum(trace.end_ns[calls], last)
-    nodes = node_of[calls]
-    groups = Groups(nodes, count)
-    device, streams = _device_times(trace, counted, node_of, is_of | below, inside, (first, last), count)
-    order, new_of = _by_first_sight(parent, groups.least(calls, len(trace)).tolist())
+    host, first_row, first_ns = _host_times(trace, counted, node_of, (first, last), count)
+    device, streams = _device_times(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
+    order, new_of = _by_first_sight(parent, first_row.tolist())
     old = np.array(order, dtype=np.int64)
-    host = NodeTimes.of(groups, ends - starts)
     return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
         site=trace.site[some_row[old]].astype(np.int64),
         thread_id=trace.thread_id[some_row[old]],
         is_elsewhere=is_elsewhere[old],
-        first_ns=groups.least(starts, FARTHEST_NS)[old],
+        first_ns=first_ns[old],
         host=_taken(host, old),
         device=_taken(device, old),
         streams=[one._replace(node=int(new_of[one.node])) for one in streams],
@@ -120,14 +124,17 @@ def _and_those_above(trace: Trace, wanted: Bools) -> Bools:
     return found
 
 
-def _nodes(trace: Trace, wanted: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Of each wanted row its node, and of each node its parent and one of its rows. Parents come first."""
+def _nodes(trace: Trace, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Of each wanted row its node, and of each node its parent and one of its rows. Parents come first.
+
+    `level` says how many wanted rows are above one, and `on_line` which ran on the line of a wanted parent.
+    """
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     count = 0
-    threads = np.where(trace.on_line_of_parent, 0, numbered(trace.thread_id)[0] + 1) if len(trace) else node_of
-    for rows in by_level(trace.level):
+    threads = np.where(on_line, 0, numbered(trace.thread_id)[0] + 1) if len(trace) else node_of
+    for rows in by_level(level):
         rows = rows[wanted[rows]]
         if not len(rows):
             break
@@ -155,9 +162,21 @@ def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], In
     return order, new_of
 
 
+def _host_times(
+    trace: Trace, counted: Bools, node_of: Int64s, window: Interval, count: int
+) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
+    """Host times of the calls of nodes, and of each node its first row and its earliest begin."""
+    calls = np.flatnonzero(counted)
+    groups = Groups(node_of[calls], count)
+    starts, ends = clipped(trace.start_ns[calls], trace.end_ns[calls], window)
+    first_row, first_ns = groups.least(calls, len(trace)), groups.least(starts, FARTHEST_NS)
+    return NodeTimes.of(groups, ends - starts), first_row, first_ns
+
+
 def _device_times(
-    trace: Trace, counted: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval, count: int
-) -> tuple[NodeTimes, list[StreamTimes]]:
+    trace: Trace, counted: Bools, on_line: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval,
+    count: int,
+) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
     """Device times of the calls of wanted nodes, and what streams did for these and for what is inside of them."""
     its, (first, last) = trace.device, window
     if not len(its) or not count:
@@ -169,7 +188,8 @@ def _device_times(
     starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
     streams = _stream_times(nodes, its.device[kept], its.stream[kept], ends - starts)
     is_call = (node_of != NONE) & wanted[node_of]
-    calls, lengths_ns = lengths_below(trace.around, is_call, rows, starts, ends)
+    around = np.where(on_line, trace.parent, np.int32(NONE))
+    calls, lengths_ns = lengths_below(around, is_call, rows, starts, ends)
     told = counted[calls]
     return NodeTimes.of(Groups(node_of[calls[told]], count), lengths_ns[told]), streams
 

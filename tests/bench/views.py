@@ -20,8 +20,8 @@ four levels deep, and as paths that are each a site of its own (`flat`). `first`
 learns the paths, each once; numpy is there by then. `apart` is `events` with a block for each thread; what that takes
 is mostly its lines and the fifty rows shown, and there is no target.
 
-On two shared cores under Python 3.11 a view of a recording took 0.5 to 1.3 s of processor and up to 430 MB (that is
-AllOpDetail; others take 360 MB at most), of which 0.5 s and 220 MB are to start and to read it. Of Chrome JSON `brief`
+On two shared cores under Python 3.11 a view of a recording took 0.5 to 1.6 s of processor and up to 365 MB (that is
+`requests`; AllOpDetail takes 315 MB), of which 0.5 s and 220 MB are to start and to read it. Of Chrome JSON `brief`
 took 6 to 7 s and 370 MB, of which 5.5 s are to read it, and 7.2 s where each span has three attributes; `memory` with a
 million allocations beside 7 s, `operators` with the FLOPs of 50,000 operators beside 6 s, `kernels` with 200,000
 kernels beside 6 s; a million events that torch.profiler wrote 6 s and 360 MB. A live summary of those views took 1 to 5
