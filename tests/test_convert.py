@@ -23,6 +23,7 @@ from instrument.cli import main
 from instrument.errors import InstrumentError
 from instrument.otlp.json_lines import json_lines
 from instrument.otlp.packing import Ids, pack, pack_resource, request_of
+from instrument.otlp.resource import resource_of
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.trace import file, tables
 
@@ -229,8 +230,7 @@ def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("instrument.otlp.json_lines.Ids", lambda: ids)
     [made] = requests_in(list(json_lines([trace.spans], trace.origin, trace.threads)))
     ids._device_numbers = itertools.count(1 << 63)
-    resource = pack_resource({"service.name": "shop", "service.instance.id": ids.instance, "process.pid": 1,
-        "host.name": "node"})  # fmt: skip
+    resource = pack_resource(resource_of(trace.origin, ids.instance))
     sent = ExportTraceServiceRequest.FromString(
         request_of(resource, pack(trace.spans, ids, trace.origin, trace.threads))
     )

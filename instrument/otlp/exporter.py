@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.points import Series
-from instrument.otlp.response import Response
-from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
-from instrument.otlp.tracer import (
+from instrument.otlp.resource import (
     detected_attributes,
     given_attributes,
     of_a_child,
     provider_attributes,
     resource_attributes,
-    suppress_instrumentation,
 )
+from instrument.otlp.response import Response
+from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
+from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread

@@ -28,6 +28,7 @@ from instrument.otlp.packing import (
     status_of,
     version,
 )
+from instrument.otlp.resource import resource_of
 from instrument.recording.spans import Origin, Span
 from instrument.trace.text import INT64
 
@@ -40,13 +41,7 @@ def json_lines(
     """The lines of a process's spans, one for some whole trees. `ids` are those of all whose trees it shares."""
     own = Ids()
     ids = ids or own
-    resource = {
-        "service.name": origin.service,
-        "service.instance.id": own.instance,
-        "process.pid": origin.pid,
-        **({"host.name": origin.host} if origin.host else {}),
-    }
-    offset_ns = origin.realtime_of(0)
+    resource, offset_ns = resource_of(origin, own.instance), origin.realtime_of(0)
     for spans in trees:
         yield _line(resource, [_span(found, ids, threads, offset_ns) for found in identify(spans, ids)])
 

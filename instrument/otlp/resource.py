@@ -1,0 +1,96 @@
+"""Who a process is to a collector: its resource, of its origin, its environment and the service's own OpenTelemetry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from urllib.parse import unquote
+
+from instrument.otlp.packing import version
+from instrument.recording.spans import Origin
+from instrument.runtime.faults import FAULTS
+
+_UNNAMED = "unknown_service"
+
+
+def detected_attributes() -> dict[str, object]:
+    """What OpenTelemetry's SDK finds out about this process and reads from `OTEL_RESOURCE_ATTRIBUTES`.
+
+    Imports the SDK and runs detectors that somebody configured: about 0.1 s, once, when a session starts. Where the
+    interpreter is about to exit the SDK refuses; then only the variable counts.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+
+        return dict(Resource.create().attributes)
+    except RuntimeError:  # threads and exit handlers can no longer be made
+        return given_attributes()
+    except Exception as fault:  # a detector that somebody configured
+        FAULTS.note("OpenTelemetry resource", fault)
+        return {}
+
+
+def given_attributes() -> dict[str, object]:
+    """What `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` say, where nobody asks the SDK."""
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
+    found: dict[str, object] = {
+        unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()
+    }
+    name = os.environ.get("OTEL_SERVICE_NAME", "")
+    return {**found, "service.name": name} if name else found
+
+
+def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:
+    """What was detected in the parent, for a forked child: without the instance that the SDK made up for the parent."""
+    given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return {key: value for key, value in detected.items() if key != "service.instance.id" or key in given}
+
+
+def resource_of(origin: Origin, instance: str) -> dict[str, object]:
+    """What its origin says of a process; `instance` is its service.instance.id."""
+    found: dict[str, object] = {
+        "service.name": origin.service or _UNNAMED,
+        "service.instance.id": instance,
+        "telemetry.distro.name": "instrument",
+        "telemetry.distro.version": version(),
+        "process.pid": origin.pid,
+    }
+    if origin.host:
+        found["host.name"] = origin.host
+    if origin.generation:
+        found["instrument.profile.generation"] = origin.generation
+        found["instrument.profile.digest"] = origin.digest
+    return found
+
+
+CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
+"""What nobody knows better than the process itself."""
+
+
+def resource_attributes(
+    origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
+) -> dict[str, object]:
+    """This process as OpenTelemetry names it: the provider's word over the profile's, that over what was detected.
+
+    `instance` is its service.instance.id where none of them has one.
+    """
+    own = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
+    found = {**own, **detected}
+    for attributes in ({"service.name": origin.service}, provider):
+        unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)
+        found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
+    return {**found, **{name: own[name] for name in CERTAIN if name in own}}
+
+
+def provider_attributes() -> dict[str, object]:
+    """The resource of the tracer provider that the service configured; nothing without one."""
+    trace = sys.modules.get("opentelemetry.trace")
+    try:
+        resource = None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)
+        return {} if resource is None else dict(resource.attributes)
+    except Exception as fault:  # a provider that somebody else wrote
+        FAULTS.note("read of the tracer provider's resource", fault)
+        return {}
