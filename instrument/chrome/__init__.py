@@ -13,63 +13,27 @@ text, and a value of any other type becomes the type's name in angle brackets.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from instrument.chrome.joining import join, join_saved
-from instrument.trace.text import LIMIT_BYTES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from instrument.recording.spans import Trace
-    from instrument.recording.tally import Tally
-    from instrument.trace.columns import Trace as Columns
-    from instrument.trace.file import Saved
+    from instrument.chrome.reading import load, load_columns, read
+    from instrument.chrome.track_events import write_track_events
+    from instrument.chrome.writing import dump, write
 
 __all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write", "write_track_events"]
 
-# What reads and writes wants numpy, which a service that only records has no use for.
+_MODULE_OF = {
+    **dict.fromkeys(("dump", "write"), "writing"),
+    **dict.fromkeys(("load", "load_columns", "read"), "reading"),
+    "write_track_events": "track_events",
+}
 
 
-def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """See `instrument.chrome.writing.dump`."""
-    from instrument.chrome import writing
-
-    return writing.dump(path, trace, tally)
-
-
-def write(path: str | os.PathLike[str], columns: Columns, facts: Trace, tally: Tally | None = None) -> Path:
-    """See `instrument.chrome.writing.write`."""
-    from instrument.chrome import writing
-
-    return writing.write(path, columns, facts, tally)
-
-
-def write_track_events(path: str | os.PathLike[str], columns: Columns, facts: Trace) -> Path:
-    """See `instrument.chrome.track_events.write_track_events`."""
-    from instrument.chrome import track_events
-
-    return track_events.write_track_events(path, columns, facts)
-
-
-def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
-    """See `instrument.chrome.reading.load`."""
-    from instrument.chrome import reading
-
-    return reading.load(path, limit_bytes=limit_bytes)
-
-
-def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
-    """See `instrument.chrome.reading.read`."""
-    from instrument.chrome import reading
-
-    return reading.read(path, limit_bytes=limit_bytes)
-
-
-def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """See `instrument.chrome.reading.load_columns`."""
-    from instrument.chrome import reading
-
-    return reading.load_columns(path, limit_bytes=limit_bytes)
+def __getattr__(name: str) -> Any:
+    # What reads and writes wants numpy, which a service that only records has no use for.
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,10 +49,6 @@ STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])
 ON_DEVICE = "gpu_user_annotation"
 """Category of the slices by which torch.profiler draws what the host named above the device's work for it."""
 
-WINDOW_OF_TORCH = ("Trace", "Spans")
-"""Category and process of the slice by which torch.profiler says how long it watched, which is no call."""
-
-
 NAMELESS = "(no name)"
 """How a slice without a name is called."""
 
@@ -463,15 +459,8 @@ _NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
 def are_attributes(args: bytes) -> bool:
     """Whether the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is looked for
     later under a name with escapes."""
-    return (
-        b"[" not in args
-        and b"\\" not in args
-        and b"null" not in args
-        and b'"flops"' not in args
-        and args.find(b"{", 1) < 0
-        and args.startswith(b"{")
-        and len(args) < LONGEST_PLAIN
-    )
+    is_flat = args.startswith(b"{") and args.find(b"{", 1) < 0 and len(args) < LONGEST_PLAIN
+    return is_flat and not any(mark in args for mark in _NOT_PLAIN)
 
 
 def _arguments(event: TraceEvent) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import HOST, Site
 from instrument.trace.columns import Int64s
 from instrument.trace.file import Saved
+from instrument.trace.groups import ranked
 
 
 class Apart:
@@ -35,9 +36,13 @@ class Apart:
 
     def column(self, its: NDArray[Any], owner: Hashable) -> Int64s:
         """What many of one owner are now."""
-        known, places = np.unique(its, return_inverse=True)
-        numbers = np.array([self.number(int(own), owner) for own in known.tolist()], dtype=np.int64)
-        return numbers[places] if len(its) else np.zeros(0, dtype=np.int64)
+        return _each(its, lambda own: self.number(own, owner))
+
+
+def _each(its: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+    """What numbers become, each distinct one asked for once."""
+    known, places = ranked(its)
+    return np.array(list(map(become, known.tolist())), dtype=np.int64)[places]
 
 
 class JoinedSites:
@@ -140,9 +145,7 @@ class Numbers:
 
     def devices(self, its: NDArray[Any], part: ApartFile) -> Int64s:
         """What devices are called now."""
-        known, places = np.unique(its, return_inverse=True)
-        numbers = np.array([self.device(int(own), part) for own in known.tolist()], dtype=np.int64)
-        return numbers[places] if len(its) else np.zeros(0, dtype=np.int64)
+        return _each(its, lambda own: self.device(own, part))
 
     def device(self, own: int, part: ApartFile) -> int:
         """The number of a device: one GPU has one, whichever processes use it, where its UUID is known."""

@@ -44,23 +44,26 @@ class Attributes(Protocol):
         """What those of some rows say under a name, None where they say nothing."""
 
 
-class NoAttributes:
-    """Those of rows of which nobody asks for any."""
+class AttributesOfRows:
+    """The attributes of spans by their row, of dicts that nobody changes."""
+
+    def __init__(self, found: Mapping[int, Mapping[str, AttributeValue]]) -> None:
+        self._found = found
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return {}
+        return self._found.get(row, {})
 
     def rows(self) -> Int64s:
-        """None."""
-        return np.zeros(0, dtype=np.int64)
+        """The rows that have any, in order."""
+        return np.array([*self._found], dtype=np.int64)
 
     def having(self, name: str) -> Int64s:
-        """None."""
-        return self.rows()
+        """The rows that have one of that name, in order."""
+        return np.array([row for row, its in self._found.items() if name in its], dtype=np.int64)
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """None of any."""
-        return [None] * len(rows)
+        """What those of some rows say under a name."""
+        return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class Trace:
             errors=self.errors,
             **columns,
             device=replace(device, row=number_of[device.row]),
-            attributes=NoAttributes(),
+            attributes=AttributesOfRows({}),
             remote={},
         )
 

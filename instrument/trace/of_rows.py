@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from instrument.recording import memory_layout
 from instrument.recording.rows import STREAM, Taken
 from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
-from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.row_numbers import has_more, numbers_in
 from instrument.trace.self_times import self_times_of
@@ -21,28 +21,6 @@ ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.f
 """A row, as `instrument.recording.ring.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
 
 Rows = NDArray[Any]
-
-
-class AttributesOfRows:
-    """The attributes of spans by their row, of dicts that nobody changes."""
-
-    def __init__(self, found: Mapping[int, Mapping[str, AttributeValue]]) -> None:
-        self._found = found
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._found.get(row, {})
-
-    def rows(self) -> Int64s:
-        """The rows that have any, in order."""
-        return np.array([*self._found], dtype=np.int64)
-
-    def having(self, name: str) -> Int64s:
-        """The rows that have one of that name, in order."""
-        return np.array([row for row, its in self._found.items() if name in its], dtype=np.int64)
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name."""
-        return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 
 class _Part(NamedTuple):
