@@ -21,7 +21,7 @@ from instrument.errors import ProfileError
 from instrument.recording.spans import Span, Trace, is_operator
 from instrument.report.operators_view import IN_ORDER, operators
 from instrument.report.phases_view import phases
-from instrument.report.table import number, safe
+from instrument.report.table import in_unit, number, safe
 from instrument.report.units import OPTIMIZER, phase_of
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
@@ -101,7 +101,7 @@ class Device:
         if self.verbosity == 1:
             found = phases(recording, options)
             lines = [
-                f"{name.capitalize()} Propagation Time : {_seconds(found.mean_ns.get(name))} sec"
+                f"{name.capitalize()} Propagation Time : {in_unit(found.mean_ns.get(name), 's')} sec"
                 for name in ("forward", "backward")
             ]
             return [*lines, self._timed(found.timed if found.of == "step" else 0)]
@@ -224,7 +224,3 @@ def create_cuda_gpu() -> Device:
 def create_cuda_gpu_on(device_id: int) -> Device:
     """As `create_cuda_gpu`, on whichever GPU."""
     return Device()
-
-
-def _seconds(value_ns: float | None) -> str:
-    return number(None if value_ns is None else value_ns / 1e9)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
-from instrument.report.table import bounded
+from instrument.report.table import bounded, row_name
 from instrument.report.view import Options
 from instrument.trace.columns import Trace
 
@@ -28,8 +28,7 @@ class Blocker:
 
     def indented(self) -> Blocker:
         """The same with a name that stands below that of the whole."""
-        name = f"(remaining {self.remaining})" if self.remaining else self.name or "(no name)"
-        return replace(self, name=f"  {name}", remaining=0)
+        return replace(self, name=f"  {row_name(self)}", remaining=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import benchmark
 from instrument.report.device_view import DeviceView, device
-from instrument.report.endpoint_times import EndpointTimes, PhaseTime
 from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
@@ -27,6 +26,8 @@ from instrument.report.table import (
     four_digits,
     named_table,
     number,
+    rough_percent,
+    row_name,
     safe,
     share,
     shorten,
@@ -157,10 +158,6 @@ def _at_most(rows: int, options: Options) -> Options:
 # The text.
 
 
-def _named(one: EndpointTimes | PhaseTime) -> str:
-    return f"(remaining {one.remaining})" if one.remaining else one.name or "(no name)"
-
-
 def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     """The endpoints, and below the heaviest ones their parts, as far as there is room."""
     header = ["Request, and its parts", "Count", "Errors", f"Mean, {unit}", "p50", "p99", "Max", "Of wall"]
@@ -169,7 +166,7 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     for endpoint in times.endpoints:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
         shown = [four_digits(time_ns, unit) for time_ns in its]
-        cells.append([_named(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
+        cells.append([row_name(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
         if not endpoint.phases:
             continue  # all of it would be unknown
         room -= len(endpoint.phases) + 1
@@ -179,7 +176,7 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
         for phase in endpoint.phases:
             count = MISSING if phase.requests is None else str(phase.requests)
             parts = [count, "", four_digits(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
-            cells.append(["  " + _named(phase), *parts])
+            cells.append(["  " + row_name(phase), *parts])
         unknown = four_digits(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", "", "", *unknown])
     return named_table(header, cells, 0)
@@ -268,14 +265,10 @@ def _cost_lines(view: Brief) -> list[str]:
         return ["Cost: not known, the trace does not say it."]
     most, calls = "", f"{cost.calls} calls x {number(float(f'{cost.per_call_ns:.3g}'))} ns"
     if cost.most_ns > cost.total_ns:
-        most = f", up to {_percent(view.most_cost_ratio)} with cold caches"
+        most = f", up to {rough_percent(view.most_cost_ratio)} with cold caches"
     threads = f", {number(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
     by = f", {safe(view.recorder)} recorder" if view.recorder else ""
-    return wrapped(f"Cost: {_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
-
-
-def _percent(ratio: float | None) -> str:
-    return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
+    return wrapped(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
 
 
 def _losses(losses: Mapping[str, int]) -> list[str]:

@@ -26,7 +26,7 @@ from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.phase_calls import StreamUses, calls_of, streams_of
 from instrument.report.section import Section, section_lines
-from instrument.report.table import MISSING, in_unit, number, share, title
+from instrument.report.table import in_unit, share, title
 from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
 
@@ -156,10 +156,10 @@ class PhasesView:
         return [
             f"Time Profiling: host time, averages of {', '.join(told)}",
             *(
-                f"{name.capitalize()} Propagation Time : {_seconds(self.mean_ns.get(name))} sec"
+                f"{name.capitalize()} Propagation Time : {in_unit(self.mean_ns.get(name), 's')} sec"
                 for name in ("forward", "backward")
             ),
-            *(f"{name.capitalize()} Time : {_seconds(self.mean_ns[name])} sec" for name in more),
+            *(f"{name.capitalize()} Time : {in_unit(self.mean_ns[name], 's')} sec" for name in more),
             "",
         ]
 
@@ -254,7 +254,3 @@ def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base
         device = _rest(sum(timed), device_base_ns) if timed else None
         shown.append(PhaseRow(f"(remaining {len(rest)})", sum(row.calls or 0 for row in rest), host, device))
     return shown
-
-
-def _seconds(value_ns: float | None) -> str:
-    return MISSING if value_ns is None else number(value_ns / 1e9)

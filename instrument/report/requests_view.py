@@ -21,7 +21,7 @@ from datetime import datetime, timedelta, timezone
 import numpy as np
 
 from instrument.report.answers import CLASSES
-from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
+from instrument.report.blocked_loops import BlockedLoops, blocked_loops
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_shares import EndpointShare, device_share_section, device_shares
 from instrument.report.device_view import by_endpoint, other_endpoints
@@ -35,6 +35,7 @@ from instrument.report.table import (
     four_digits,
     named_table,
     number,
+    row_name,
     safe,
     section_title,
     share,
@@ -132,7 +133,7 @@ class RequestTimes:
                 ("Of all: of the sum of the walls of all requests.",), time=_eleven,
             ),
             Section(
-                "Where the time went", [(_name(one), part) for one in self.endpoints for part in parts_of(one)],
+                "Where the time went", [(row_name(one), part) for one in self.endpoints for part in parts_of(one)],
                 "0=Endpoint|1.name=Part|1.requests=Requests|1.mean_ns=Mean|1.p50_ns=p50|1.p99_ns=p99|1.summed_ns=Sum|"
                 "1.ratio=Of wall", tuple(PARTS_NOTE),
             ),
@@ -316,12 +317,8 @@ def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[st
     cells = []
     for one in endpoints:
         rate = compact(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
-        cells.append([_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
+        cells.append([row_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
     return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
-
-
-def _name(one: EndpointTimes | PhaseTime | Blocker) -> str:
-    return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
 
 
 PARTS_NOTE = (
@@ -345,8 +342,8 @@ def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
     for one in endpoints:
         *phases, unknown = parts_of(one)
         whole = 1.0 if one.wall_ns else None
-        rows.append(PhaseTime(_name(one), one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, whole))
-        rows += [replace(phase, name=f"  {_name(phase)}", remaining=0) for phase in phases]
+        rows.append(PhaseTime(row_name(one), one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, whole))
+        rows += [replace(phase, name=f"  {row_name(phase)}", remaining=0) for phase in phases]
         rows.append(replace(unknown, name="  unknown (no phase ran)"))
     columns = "name=Request, and its phases|requests=Requests|mean_ns=Mean|p50_ns=p50|p99_ns=p99|ratio=Of wall"
     return [*Section("", rows, columns, time=four_digits, widths=10).table(unit), *PARTS_NOTE]
@@ -363,7 +360,7 @@ def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
         own = f", span {one.collector_span_id}" if one.collector_span_id else ""
         lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
     largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
-    parts = [f"{shorten(_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
+    parts = [f"{shorten(row_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
     lines += wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))
     return lines if one.blame is None else [*lines, *wrapped(f"   {blame_text(one.blame, unit)}")]
 

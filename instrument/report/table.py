@@ -55,6 +55,11 @@ def name_of_site(site: Site) -> str:
     return f"{site.name} ({site.instance})" if site.instance else site.name
 
 
+def row_name(row: Any) -> str:
+    """What to call a row by its name, escaped, or by how many it stands for."""
+    return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
+
+
 def columns(text: str) -> int:
     """Terminal columns of a text: wide East Asian characters take two, and marks upon the character before none."""
     if text.isascii():
@@ -169,11 +174,6 @@ def number(value: float | None) -> str:
     return MISSING if value is None else f"{value:g}"
 
 
-def ms(value_ns: float | None) -> str:
-    """Nanoseconds as milliseconds."""
-    return MISSING if value_ns is None else number(value_ns / 1e6)
-
-
 def in_unit(value_ns: float | None, unit: str) -> str:
     """Nanoseconds in a unit of time: those in full, and so whatever six digits would leave to an exponent."""
     if value_ns is None:
@@ -245,6 +245,11 @@ def percent(part: float, base: float) -> str:
 def tenths(part: float | None, base: float) -> str:
     """The part as a percentage of the base with one decimal, for columns."""
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
+
+
+def rough_percent(ratio: float | None) -> str:
+    """A ratio as a percentage with two digits, for what is estimated."""
+    return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
 def title(text: str) -> list[str]:

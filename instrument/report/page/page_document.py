@@ -13,13 +13,11 @@ from instrument.report.instrumentation import instrumentation
 from instrument.report.page.calls_tree import CallsTree
 from instrument.report.page.device_lanes import MOST_STRETCHES, DeviceLanes
 from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
-from instrument.report.page.page_tables import MOST_TABLE_ROWS, ON_PAGE, number_text, views_of
-from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes
-from instrument.report.section import TIME
+from instrument.report.page.page_tables import MOST_TABLE_ROWS, ON_PAGE, views_of
+from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, parts_of
 from instrument.report.summary import VIEW_OF
-from instrument.report.table import compact, safe, shorten, tenths
+from instrument.report.table import compact, four_digits, rough_percent, row_name, safe, shorten, tenths
 from instrument.report.view import UNITS, Options, Recording
-from instrument.trace.ledger import UNKNOWN
 
 NAME = 300
 """Columns of a name, at most."""
@@ -95,14 +93,14 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
         heaviest = served.endpoints[0]
         name = shorten(safe(heaviest.name) or "(no name)", 60)
         for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns), ("Slowest", heaviest.max_ns)):
-            add(label, f"{number_text(time_ns, TIME, unit)} {unit}", name)
+            add(label, f"{four_digits(time_ns, unit)} {unit}", name)
     elif shown.steps is not None:
         loop = shown.steps.loops[0]
         add("Steps", f"{loop.steps:,}", safe(loop.name))
         times = () if loop.batch is None else (("p50", loop.batch.p50), ("p99", loop.batch.p99))
         for label, value in times:
             if value is not None:
-                add(label, f"{number_text(value, TIME, unit)} {unit}", "of a step")
+                add(label, f"{four_digits(value, unit)} {unit}", "of a step")
     else:
         add("Spans", f"{len(recording.columns):,}", "no request or step was recorded")
     for one in shown.device.devices[:2]:
@@ -110,8 +108,7 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
             f"GPU {one.device} busy", tenths(one.busy_ratio, 1), f"starved {tenths(one.starved_ratio, 1)} of the window"
         )
     if shown.cost is not None:
-        ratio = shown.cost_ratio
-        add("Instrumentation", "-" if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%", "of the window")
+        add("Instrumentation", rough_percent(shown.cost_ratio), "of the window")
     lost = sum(shown.losses.values())
     add("Not kept", f"{lost:,}" if lost else "0", "see About" if lost else "nothing was lost", "bad" if lost else "")
     return figures
@@ -121,16 +118,12 @@ def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
     """Each endpoint with the parts that its wall went to."""
     found = []
     for one in shown.requests.endpoints:
-        named = f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
-        parts = [
-            [f"(remaining {part.remaining})" if part.remaining else safe(part.name), part.ratio or 0,
-             tenths(part.ratio, 1), "" if part.mean_ns is None else f"{number_text(part.mean_ns, TIME, unit)} {unit}"]
-            for part in one.phases
-        ]  # fmt: skip
-        unknown = f"{number_text(one.unknown_mean_ns, TIME, unit)} {unit}"
-        parts.append([UNKNOWN, one.unknown_ratio or 0, tenths(one.unknown_ratio, 1), unknown])
-        times = [number_text(time_ns, TIME, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
-        found.append({"name": named, "requests": f"{one.requests:,}", "times": times, "parts": parts})
+        parts = []
+        for part in parts_of(one):
+            mean = "" if part.mean_ns is None else f"{four_digits(part.mean_ns, unit)} {unit}"
+            parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
+        times = [four_digits(time_ns, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
+        found.append({"name": row_name(one), "requests": f"{one.requests:,}", "times": times, "parts": parts})
     return found
 
 
