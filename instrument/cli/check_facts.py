@@ -98,7 +98,7 @@ def _recorder() -> dict[str, str]:
 
 
 def _recorder_line() -> str:
-    why = native.why_missing().get("_recorder", "")
+    why = _recorder()["why_not_native"]
     return f"recorder: pure Python ({why})" if why else "recorder: native"
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, expanded, merged_of, read_bounded
+from instrument.cli.inputs import add_files, expanded, merged_of, read_bounded
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError, TraceError
 
@@ -35,13 +35,11 @@ def add(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
-    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    add_files(parser)
     parser.add_argument("--to", required=True, choices=tuple(FORMS), help="the form, as below")
     parser.add_argument(
         "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
     )
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
-    add_memory(parser)
     parser.set_defaults(verb=convert, takes_host=False)
 
 

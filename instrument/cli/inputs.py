@@ -52,8 +52,10 @@ def saved_in(path: str) -> Saved:
     return file.load(path) if file.is_recording(path) else chrome.load_columns(path)
 
 
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """The option that says what files may take."""
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """The files, and the options that say how they are put together and what they may take."""
+    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
         type=size_bytes,

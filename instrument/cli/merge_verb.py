@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from instrument.cli.convert_verb import refuse_to_replace_input, write
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, expanded, merged_of
+from instrument.cli.inputs import add_files, expanded, merged_of
 from instrument.cli.option_values import Verbs
 
 
 def add(verbs: Verbs) -> None:
     """The verb `merge` and its options."""
     parser = verbs.add_parser("merge", help="write several saved traces as one file, every span once")
-    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    add_files(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -22,8 +22,6 @@ def add(verbs: Verbs) -> None:
         metavar="OUT",
         help="what to write: .json or .json.gz is Chrome JSON, .pftrace Perfetto's, .parquet Parquet, or a recording",
     )
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
-    add_memory(parser)
     parser.set_defaults(verb=merge, takes_host=False)
 
 

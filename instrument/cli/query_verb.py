@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, add_memory, merged_of
+from instrument.cli.inputs import add_files, merged_of
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError
 
@@ -36,13 +36,11 @@ def add(verbs: Verbs) -> None:
         + "\n".join(f"  {name:<11} {about}" for name, about in TABLES.items())
         + "\n\nStatements reach these tables alone: no file and no network. Wants instrument-sdk[query].",
     )
-    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    add_files(parser)
     parser.add_argument("statement", metavar="SQL", help="a statement, as DuckDB takes it")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="rows as one JSON document")
     forms.add_argument("--csv", action="store_true", help="rows as CSV")
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
-    add_memory(parser)
     parser.set_defaults(verb=query, takes_host=False)
 
 

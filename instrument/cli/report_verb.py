@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import CLOCK, CLOCKS, FILES, WALL, add_memory, expanded, load_libraries, saved_in
+from instrument.cli.inputs import WALL, add_files, expanded, load_libraries, saved_in
 from instrument.cli.option_values import Verbs, count, time_ns, view_names, whole
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
@@ -29,11 +29,10 @@ def add(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
-    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    add_files(parser)
     parser.add_argument(
         "--by", choices=("process",), help="of several files, a report of each process instead of one of all"
     )
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--with",
         dest="beside",
@@ -66,7 +65,6 @@ def add(verbs: Verbs) -> None:
         "--html", metavar="PAGE", help="write all of it as one HTML file that needs no network, and no view"
     )
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
-    add_memory(parser)
     parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     parser.set_defaults(verb=report_files, takes_host=False)
 
