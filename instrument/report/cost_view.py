@@ -29,6 +29,7 @@ from instrument.report.table import (
     share,
     tenths,
     title,
+    where_of,
     wrapped,
 )
 from instrument.report.utilisation import unanswered
@@ -269,7 +270,7 @@ def _label(site: Site) -> tuple[str, str]:
 
 
 def _where(site: Site) -> str:
-    return site.instance or site.function or (f"{site.file}:{site.line}" if site.file else "")
+    return site.instance or where_of(site)
 
 
 def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:

@@ -15,7 +15,7 @@ from instrument.report.table import bounded, share
 from instrument.report.view import Options
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered
+from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 
@@ -103,9 +103,7 @@ class WholeRequests:
         """Those in some rows."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
-        number_of = np.full(len(joined.rows), NONE, dtype=np.int64)
-        number_of[places] = np.arange(len(rows))
-        request = number_of[found.request]
+        request = places_of(places, len(joined.rows))[found.request]
         is_known = np.array([name != UNKNOWN for name in found.names], dtype=np.bool_)[found.part]
         unknown_ns, without = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
         unknown_ns[request[without]] = found.time_ns[without]

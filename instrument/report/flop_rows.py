@@ -21,8 +21,8 @@ from instrument.report.table import Ratio, bounded, compact, share, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Int64s, Trace
-from instrument.trace.forest import NONE
-from instrument.trace.groups import distinct
+from instrument.trace.forest import NONE, and_above
+from instrument.trace.groups import distinct, places_of
 from instrument.trace.innermost import Clock
 from instrument.trace.kernel_columns import KernelColumns
 
@@ -198,17 +198,9 @@ class _Tree:
 def _lines(trace: Trace, some: Sequence[int]) -> tuple[list[int], list[int]]:
     """Some rows and those around them on their lines, each once and after the one right around it, and of each the
     number of that one, `NONE` for none."""
-    has = np.zeros(len(trace), dtype=np.bool_)
-    new = np.array(some, dtype=np.int64)
-    while len(new):
-        has[new] = True
-        new = distinct(trace.around[new])
-        new = new[(new != NONE) & ~has[new]]
-    rows = np.flatnonzero(has)
+    rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
-    number_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
-    number_of[rows] = np.arange(len(rows))
-    return rows.tolist(), number_of[trace.around[rows]].tolist()
+    return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from instrument.recording.lines import CALLS, DEVICE, SELF, TOTAL, WAITING
 from instrument.report.line_sums import Bools, Int32s, Int64s, Rows, around
 from instrument.trace.forest import NONE, nearest, tops
-from instrument.trace.groups import numbered
+from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
 """What the rows of functions may be in descending order of: self time, calls, or self time of a call."""
@@ -107,7 +107,7 @@ def functions(
     is_around = (its_root != nodes) & is_called[its_root]
     in_same = is_around & (key_of_node[function_of[its_root]] == keys)
     # Each line counts in its function, and once more in all of them together, which are number 0.
-    numbers, firsts = _by_first(keys)
+    numbers, firsts = by_first_sight(keys)
     number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
     own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
     work = np.concatenate([sites.is_work[its_site]] * 2) & ~own
@@ -147,15 +147,6 @@ def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
     topmost = is_request & (around(parents, is_request) == NONE)
     request = nearest(parents, topmost)
     return np.where(request == NONE, root_of, request).astype(np.int32), root_of
-
-
-def _by_first(keys: Int64s) -> tuple[Int64s, Int64s]:
-    """Of each key its number in the order in which they come, and of each number the first that has it."""
-    numbers, firsts = numbered(keys)
-    order = np.argsort(firsts)
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    return place[numbers], firsts[order]
 
 
 def _summed(columns: Rows, groups: Int64s, count: int) -> Rows:

@@ -29,7 +29,7 @@ import numpy as np
 from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_blocked_loop, is_collection, is_operator
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
-from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows
+from instrument.report.line_sums import Int64s, LineSums, Rows
 from instrument.report.section import Section
 from instrument.report.table import (
     LINE,
@@ -42,9 +42,10 @@ from instrument.report.table import (
     share,
     shorten,
     title,
+    where_of,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.forest import NONE
+from instrument.trace.forest import NONE, and_above
 
 WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
@@ -293,17 +294,6 @@ def _called(site: Site) -> str:
     return f"{site.name} [{site.instance}]" if site.instance else site.name
 
 
-def _and_above(parents: Int32s, nodes: Int64s) -> Bools:
-    """Which nodes are these, or above one of them."""
-    found = np.zeros(len(parents), dtype=np.bool_)
-    while len(nodes):
-        found[nodes] = True
-        nodes = np.unique(parents[nodes])
-        nodes = nodes[nodes != NONE]
-        nodes = nodes[~found[nodes]]
-    return found
-
-
 class _Table:
     """Makes what is shown of functions, of one line for each path, in the order of first calls."""
 
@@ -322,7 +312,7 @@ class _Table:
         self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
         self._site_of: list[int] = lines.site_of.tolist()
         # Of each key among these lines, and above them, what it is called, and how many are called the same.
-        keys = np.unique(sites.keys[lines.site_of[_and_above(lines.parents, nodes)]]).tolist()
+        keys = np.unique(sites.keys[lines.site_of[and_above(lines.parents, nodes)]]).tolist()
         called = lines.tree.by_site(_called)
         self._same = Counter(map(called.__getitem__, keys))
         self._names: dict[int, str] = {}
@@ -335,8 +325,7 @@ class _Table:
         if known is None:
             site = self._every[number]
             name = _called(site)
-            place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
-            known = self._names[number] = name if self._same[name] == 1 else f"{name} ({place})"
+            known = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
         return known
 
     def _site(self, node: int) -> Site:

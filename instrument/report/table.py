@@ -60,6 +60,11 @@ def row_name(row: Any) -> str:
     return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
 
 
+def where_of(site: Site) -> str:
+    """Where a site's code is: the function, else file and line, as far as it is known."""
+    return site.function or (f"{site.file}:{site.line}" if site.file else "")
+
+
 def columns(text: str) -> int:
     """Terminal columns of a text: wide East Asian characters take two, and marks upon the character before none."""
     if text.isascii():

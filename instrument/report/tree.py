@@ -18,9 +18,10 @@ from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, 
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import Site
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
+from instrument.report.table import where_of
 from instrument.report.view import Options
 from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import numbered
+from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -130,17 +131,6 @@ def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
     return numbers, some
 
 
-class _Children:
-    """What belongs to which of some entries, in order."""
-
-    def __init__(self, of: Int64s, count: int) -> None:
-        self._order = np.argsort(of, kind="stable")
-        self._starts = np.searchsorted(of[self._order], np.arange(count + 1)).tolist()
-
-    def __getitem__(self, entry: int) -> Int64s:
-        return self._order[self._starts[entry] : self._starts[entry + 1]]
-
-
 class NameTree:
     """The tree of names of all lines, as a tracer option asks for it."""
 
@@ -149,8 +139,8 @@ class NameTree:
         levels = np.asarray(lines.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
         self._names = tree_of_names(lines.parents, levels[lines.site_of], lines.of(None)[0])
         self.parents = self._names.parents
-        self._children = _Children(self.parents, len(self))
-        self._nodes = _Children(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
+        self._children = Members(self.parents, len(self))
+        self._nodes = Members(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
         self._instances = np.flatnonzero((self._names.levels & ROLES == INSTANCE) & (self._names.levels != NONE))
         self._numbers: dict[int, dict[int, int]] = {}
         self._sums: dict[int | None, Rows] = {}
@@ -251,7 +241,7 @@ class NameTree:
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
-        return site.instance or site.function or (f"{site.file}:{site.line}" if site.file else "")
+        return site.instance or where_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         """How long the calls of entries took."""

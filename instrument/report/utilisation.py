@@ -24,7 +24,7 @@ from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.groups import Groups, distinct, places_of
 from instrument.trace.intervals import (
     Union,
     at_once,
@@ -292,9 +292,7 @@ def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int6
 
 def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
     """What a device did within those of the whole requests that had work on it."""
-    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
-    place_of[whole] = np.arange(len(whole))
-    places = place_of[owner[work.row]]  # of one without an owner the last, which is none
+    places = places_of(whole, len(trace))[owner[work.row]]  # of one without an owner the last, which is none
     has = places != NONE
     places = places[has]
     starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places]])

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import Interval
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
-from instrument.trace.forest import NONE, by_level, levels, nearest
-from instrument.trace.groups import Groups, distinct, numbered
+from instrument.trace.forest import NONE, and_above, by_level, levels, nearest
+from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.intervals import clipped, lie_in, union_by_group
 
 
@@ -81,7 +81,8 @@ def call_tree(
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
-    wanted, level = _and_those_above(trace, counted), trace.level
+    wanted = counted if counted.all() else and_above(trace.parent, np.flatnonzero(counted))
+    level = trace.level
     if among is not None:
         counted, wanted = counted & among, wanted & among
         level = levels(np.where(np.append(wanted, False)[trace.parent], trace.parent, np.int32(NONE)))
@@ -111,17 +112,6 @@ def call_tree(
 
 def _taken(times: NodeTimes, order: Int64s) -> NodeTimes:
     return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
-
-
-def _and_those_above(trace: Trace, wanted: Bools) -> Bools:
-    """The wanted rows, and all that are above some of them."""
-    found: Bools = wanted.copy()
-    if found.all():
-        return found
-    for rows in reversed(by_level(trace.level)):
-        up = trace.parent[rows[found[rows]]]
-        found[up[up != NONE]] = True
-    return found
 
 
 def _nodes(trace: Trace, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
@@ -157,9 +147,7 @@ def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], In
         if ups[node] != NONE and first_row[node] < first_row[ups[node]]:
             first_row[ups[node]] = first_row[node]
     order = sorted(range(len(ups)), key=first_row.__getitem__)
-    new_of = np.empty(len(ups), dtype=np.int64)
-    new_of[order] = np.arange(len(ups))
-    return order, new_of
+    return order, places_of(np.array(order, dtype=np.int64), len(ups))
 
 
 def _host_times(
@@ -217,15 +205,8 @@ def lengths_below(
     kept = held != NONE
     held, starts, ends = held[kept], starts[kept], ends[kept]
     # The forest of the calls alone that have anything, numbered from 0.
-    has = np.zeros(len(around), dtype=np.bool_)
-    new = distinct(held)
-    while len(new):
-        has[new] = True
-        new = distinct(up[new])
-        new = new[(new != NONE) & ~has[new]]
-    calls = np.flatnonzero(has)
-    number_of = np.full(len(around) + 1, NONE, dtype=np.int32)
-    number_of[calls] = np.arange(len(calls))
+    calls = np.flatnonzero(and_above(up, held))
+    number_of = places_of(calls, len(around)).astype(np.int32)
     up, held = number_of[up[calls]], number_of[held]
     own = np.bincount(held, minlength=len(calls)) > 0
     children = np.bincount(up[up != NONE], minlength=len(calls))

@@ -18,7 +18,7 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level
-from instrument.trace.groups import Groups, distinct, numbered
+from instrument.trace.groups import Groups, distinct, numbered, places_of
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.self_times import waiting_times
 
@@ -195,8 +195,7 @@ def _in_order(trace: Trace, cells: Int64s, count: int) -> list[int]:
 
     Of some that begin together the longer ones come first, then by id.
     """
-    rank = np.empty(len(trace), dtype=np.int64)
-    rank[np.lexsort((trace.span_id, -trace.end_ns, trace.start_ns))] = np.arange(len(trace))
+    rank = places_of(np.lexsort((trace.span_id, -trace.end_ns, trace.start_ns)), len(trace))
     by_depth, parent = by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # of a row and all below it
     for rows in reversed(by_depth[1:]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.groups import stable_order
+from instrument.trace.groups import distinct, stable_order
 
 NONE = -1
 """In place of a row: there is none."""
@@ -89,6 +91,16 @@ def nearest(above: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.i
 def nearest_above(parents: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
     """The nearest wanted row above each, -1 where there is none."""
     return np.append(nearest(parents, wanted), np.int32(NONE))[parents]
+
+
+def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows are these, or above one of them."""
+    found = np.zeros(len(parents), dtype=np.bool_)
+    while len(rows):
+        found[rows] = True
+        rows = distinct(parents[rows])
+        rows = rows[(rows != NONE) & ~found[rows]]
+    return found
 
 
 def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:

@@ -58,6 +58,25 @@ class Groups:
         return spread
 
 
+class Members:
+    """What belongs to each of some groups, in order: numbers, or their places where none are given."""
+
+    def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
+        order = np.argsort(groups, kind="stable")
+        self._numbers = order if numbers is None else numbers[order]
+        self._starts = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
+
+    def __getitem__(self, group: int) -> Int64s:
+        return self._numbers[self._starts[group] : self._starts[group + 1]]
+
+
+def places_of(rows: NDArray[Any], count: int) -> Int64s:
+    """Of each of so many rows its place among these, -1 for one that is not among them; behind all of them -1, too."""
+    found = np.full(count + 1, -1, dtype=np.int64)
+    found[rows] = np.arange(len(rows))
+    return found
+
+
 def stable_order(numbers: NDArray[Any], end: int) -> Int64s:
     """The places of numbers below an end in their order; numbers of 16 bits are sorted in a sixth of the time."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
@@ -108,9 +127,7 @@ def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     """As `numbered`, the numbers in the order in which their combinations first come, each with the first row of it."""
     numbers, rows = numbered(*columns)
     order = np.argsort(rows)
-    place_of = np.empty(len(rows), dtype=np.int64)
-    place_of[order] = np.arange(len(rows))
-    return place_of[numbers], rows[order]
+    return places_of(order, len(rows))[numbers], rows[order]
 
 
 def firsts_of(groups: NDArray[Any]) -> Int64s:

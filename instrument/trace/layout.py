@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import AttributeValue, RemoteParent, Site
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
-from instrument.trace.groups import distinct, ranked
+from instrument.trace.groups import distinct, places_of, ranked
 
 Column = NDArray[Any]
 Columns = Mapping[str, Column]
@@ -66,8 +66,7 @@ def packed(
     Rows are put in the order of `in_order`. `text_of` makes the JSON of attributes.
     """
     order = in_order(trace)
-    rank = np.empty(len(trace), dtype=np.int64)
-    rank[order] = np.arange(len(trace))
+    rank = places_of(order, len(trace))
     parent = trace.parent[order]
     above = np.where(parent == NONE, np.arange(len(trace)), rank[parent]) if len(trace) else order
     span_id, start_ns = trace.span_id[order], trace.start_ns[order]

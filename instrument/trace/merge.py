@@ -20,6 +20,7 @@ from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
+from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import called, merged_facts, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
@@ -191,9 +192,7 @@ class _Merge:
         taken = self._taken_for(span_id, site, thread_id, start_ns, end_ns)
         kept = np.flatnonzero(taken == np.arange(count))
         order = kept[np.lexsort((kept, -end_ns[kept], start_ns[kept]))]
-        row_of = np.full(count, NONE, dtype=np.int64)
-        row_of[order] = np.arange(len(order))
-        row_of = row_of[taken] if count else row_of
+        row_of = places_of(order, count)[taken]
         for part in parts:
             part.row = row_of[part.of_all]
             part.is_kept = taken[part.of_all] == np.arange(part.first, part.first + len(part.trace))

@@ -21,10 +21,11 @@ from instrument.report.endpoint_times import IN_ORDER
 from instrument.report.page.varints import column_text, steps_text
 from instrument.report.request_life import place_of_request
 from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
-from instrument.report.table import safe, shorten
+from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE, nearest
+from instrument.trace.groups import Members, places_of
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 from instrument.trace.owners import owners
@@ -78,9 +79,7 @@ class Listed:
         own = owners(trace, is_step if is_step.any() else trace.parent == NONE)
         rows = np.flatnonzero(own == np.arange(len(trace)))
         rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-        place_of_row = np.full(len(trace) + 1, NONE, dtype=np.int64)
-        place_of_row[rows] = np.arange(len(rows))
-        return cls(trace, "step" if is_step.any() else "span", rows, place_of_row[own])
+        return cls(trace, "step" if is_step.any() else "span", rows, places_of(rows, len(trace))[own])
 
     @cached_property
     def slowest(self) -> Int64s:
@@ -104,9 +103,8 @@ class KeptSpans:
         trace = self._trace
         order = np.lexsort((trace.span_id[kept], -trace.end_ns[kept], trace.start_ns[kept]))
         self.rows: Int64s = kept[order]
-        self.number_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
+        self.number_of = places_of(self.rows, len(trace))
         """Of each row of the trace the place of the span in the page; of none that of `NONE`."""
-        self.number_of[self.rows] = np.arange(len(self.rows))
 
     def _found(self, wanted: str | None) -> int | None:
         if wanted is None:
@@ -133,7 +131,7 @@ class KeptSpans:
     def _kept(self) -> Int64s:
         """The rows of the spans, and in `_whole` which requests have theirs."""
         trace, listed = self._trace, self.listed
-        by_place = _Members(listed.of, len(listed.rows))
+        by_place = Members(listed.of, len(listed.rows))
         batches, below = self._batches()
         taken = np.zeros(len(trace), dtype=np.bool_)
         left, room = self._most_spans, 2 * self._most_spans
@@ -155,19 +153,17 @@ class KeptSpans:
                 break
         return np.flatnonzero(taken)
 
-    def _batches(self) -> tuple[_Members, _Members]:
+    def _batches(self) -> tuple[Members, Members]:
         """Of each place its batches, by their number, and of each of these numbers its rows: the batch and below."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)
-            return _Members(nothing, len(self.listed.rows)), _Members(nothing, 0)
+            return Members(nothing, len(self.listed.rows)), Members(nothing, 0)
         rows, number = np.unique(served.batch, return_inverse=True)
         is_batch = np.zeros(len(trace), dtype=np.bool_)
         is_batch[rows] = True
-        number_of_row = np.full(len(trace) + 1, NONE, dtype=np.int64)
-        number_of_row[rows] = np.arange(len(rows))
-        below = _Members(number_of_row[nearest(trace.parent, is_batch)], len(rows))
-        return _Members(served.request, len(self.listed.rows), number), below
+        below = Members(places_of(rows, len(trace))[nearest(trace.parent, is_batch)], len(rows))
+        return Members(served.request, len(self.listed.rows), number), below
 
     # What the page is told
 
@@ -256,8 +252,7 @@ class KeptSpans:
 
     def _spans(self) -> dict[str, Any]:
         trace, rows = self._trace, self.rows
-        number_of_place = np.full(len(self.listed.rows) + 1, NONE, dtype=np.int64)
-        number_of_place[self.shown] = np.arange(len(self.shown))
+        number_of_place = places_of(self.shown, len(self.listed.rows))
         parent = self.number_of[trace.parent[rows]]
         own = np.arange(len(rows))
         return {
@@ -297,8 +292,7 @@ class KeptSpans:
         """Of each of these sites name, kind, instance and where it is."""
         told = []
         for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
-            place = site.function or (f"{site.file}:{site.line}" if site.file else "")
-            name, instance, where = (shorten(safe(text), NAME) for text in (site.name, site.instance, place))
+            name, instance, where = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
             told.append([name or "(no name)", site.kind, instance, where])
         return told
 
@@ -310,9 +304,8 @@ class KeptSpans:
         lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
         found, number, sizes = np.unique(lines, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(-sizes, kind="stable")  # so that most have a small number
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
-        return [(int(thread), int(task)) for thread, task in found.T[order]], place[number.reshape(-1)]
+        places = places_of(order, len(order))[number.reshape(-1)]
+        return [(int(thread), int(task)) for thread, task in found.T[order]], places
 
     def _lanes(self) -> dict[str, Any]:
         """The names of threads, and of each lane its thread and the number of its task there, 0 for none."""
@@ -395,18 +388,6 @@ def in_their_order(parts: Iterable[str]) -> list[str]:
     """Parts of requests as they mostly follow each other, and what is unknown at last."""
     known = {name: place for place, name in enumerate(IN_ORDER)}
     return sorted(parts, key=lambda name: (name == UNKNOWN, known.get(name, known[SHARE]), name))
-
-
-class _Members:
-    """What belongs to each of some groups: numbers, or their places where none are given."""
-
-    def __init__(self, groups: Int64s, count: int, numbers: Int64s | None = None) -> None:
-        order = np.argsort(groups, kind="stable")
-        self._numbers = order if numbers is None else numbers[order]
-        self._starts = np.searchsorted(groups[order], np.arange(count + 1))
-
-    def __getitem__(self, group: int) -> Int64s:
-        return self._numbers[self._starts[group] : self._starts[group + 1]]
 
 
 def _with(places: Int64s, first: int | None) -> Int64s:
