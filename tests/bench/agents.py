@@ -11,6 +11,10 @@ A latency is told in units of the bare server's median in its turn. Told are the
 these, as ratios to the bare server's, with 95 % confidence from drawing the turns anew (bootstrap), and the processor
 time of a request, which other work on the machine changes less. Where there is more
 than one core the servers have the last one, and client, collector and agents the others.
+
+`--memory SECONDS` tells the memory of the agent and of its exporter instead, while the service records nothing and then
+`--rate` spans a second. Pages that several processes share count to each in part; those of the recordings, which the
+service has made, stand apart.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy
+
+from instrument.runtime import packets, run_folder
 
 SERVICE = """
 import sys
@@ -136,8 +142,7 @@ class Server:
 
     def processor_s(self) -> float:
         """Processor time of all threads that the server has now."""
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+        return processor_s(self.process.pid)
 
     def ask(self, times: int) -> list[float]:
         """Latencies of so many requests, one after the other, in seconds; what they took of a processor is added."""
@@ -177,6 +182,75 @@ def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> I
         yield servers
 
 
+MEMORY_CALLS, IDLE_S = 499, 3
+MEMORY = ("Rss", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
+
+
+def memory_of(pid: int) -> dict[str, float]:
+    """The memory of a process in MB of 2^20 bytes, as the system shares it out."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    found = dict(line.split()[:2] for line in lines if ":" in line.split()[0])
+    return {name: int(found.get(f"{name}:", 0)) / 1024 for name in MEMORY}
+
+
+def agent_of(server: Server) -> int:
+    """The agent of a server's run."""
+    environ = Path(f"/proc/{server.process.pid}/environ").read_bytes().split(b"\0")
+    (path,) = [os.fsdecode(one.partition(b"=")[2]) for one in environ if one.startswith(b"INSTRUMENT_AGENT=")]
+    with run_folder.called(Path(path), LIMIT_S) as caller:
+        packets.send(caller, {"ask": "processes"})
+        while "end" not in (answer := packets.receive(caller)[0] or {"end": {}}):
+            pass
+    return int(answer["end"]["agent"])
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process that has one thread."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of all threads that a process has now."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def tell_memory(when: str, agent: int) -> None:
+    """Print what an agent and its exporter take now."""
+    (exporter,) = children_of(agent)
+    both = [memory_of(agent), memory_of(exporter)]
+    for name, its in zip(("agent", "exporter"), both, strict=True):
+        print(f"{when:8} {name:9}" + "".join(f"{kind:>10} {size:5.1f}" for kind, size in its.items()))
+    own = sum(one["Pss"] - one["Pss_Shmem"] for one in both)
+    print(f"{when:8} together {own:.1f} MB less recordings, of which they share {both[1]['Pss_Shmem']:.1f} MB")
+
+
+def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
+    """Print what an agent takes of a service that records nothing, and then so many spans a second."""
+    options.calls, options.work, options.export = MEMORY_CALLS, 1, True
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "service.py").write_text(SERVICE)
+        server = Server("agent", Path(folder), options, collector.port, os.sched_getaffinity(0))
+        server.ask(1)
+        time.sleep(IDLE_S)
+        agent = agent_of(server)
+        tell_memory("idle", agent)
+        (exporter,) = children_of(agent)
+        begin, asked, before_s = time.monotonic(), 0, processor_s(exporter)
+        while (passed_s := time.monotonic() - begin) < options.memory:
+            if asked * (MEMORY_CALLS + 1) < passed_s * options.rate:
+                server.ask(1)
+                asked += 1
+            else:
+                time.sleep(0.001)
+        tell_memory("loaded", agent)
+        spans, took_s = asked * (MEMORY_CALLS + 1), processor_s(exporter) - before_s
+        print(
+            f"{spans / passed_s:,.0f} spans a second, the exporter's processor {1e6 * took_s / spans:.2f} us for each"
+        )
+        print(server.stop() or "no losses said")
+
+
 Turn = dict[str, list[float]]
 
 
@@ -210,7 +284,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=40, help="of each request")
     parser.add_argument("--work", type=int, default=1000, help="steps of each call's loop, some 30 ns each")
     parser.add_argument("--export", action="store_true", help="send every span over OTLP")
+    parser.add_argument("--memory", type=float, metavar="SECONDS", help="tell the agent's memory under such a load")
+    parser.add_argument("--rate", type=int, default=50_000, help="spans a second of that load")
     options = parser.parse_args()
+    if options.memory:
+        measure_memory(options, Collector())
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cores[:-1]) or set(cores))
     collector, rng, turns = Collector(), numpy.random.default_rng(7), list[Turn]()
