@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from otlp_collectors import Collector, collecting, refuse_with, swallow, take
+from otlp_collectors import Collector, be_slow, collecting, refuse_with, swallow, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
@@ -598,6 +598,36 @@ found = instrument.flush(30)
 print(found.complete, found.exported, found.pending)
 """)
     assert done.stdout == "True 40 0\n", done.stderr
+
+
+FLOODS = f"""{SERVICE}
+child = os.fork()
+if child == 0:
+    while not os.path.exists("flooded"):
+        time.sleep(0.01)
+    for x in range(10):
+        serve(x)
+end, x = time.monotonic() + 100, 0
+while not os.path.exists("over") and time.monotonic() < end:
+    for _ in range(200):
+        if child:
+            serve(x := x + 1)
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_its_export() -> None:
+    with collecting(be_slow) as server:
+        profile(server)
+        service = begin(FLOODS)
+        try:
+            until(lambda: len(server.taken) > 10_000)
+            Path("flooded").touch()
+            until(lambda: Counter(len(spans) for spans in server.spans.values())[spans_of(10)] == 1)
+        finally:
+            Path("over").touch()
+            service.communicate(timeout=60)
 
 
 SHOP = """

@@ -15,12 +15,21 @@ from typing import Any
 import pytest
 from fuzz_recordings import copied
 
-from instrument.agent.exported import Exported
+from instrument.agent.drain import ROWS_AT_ONCE
+from instrument.agent.exported import WAITING_SPANS, Exported
 from instrument.agent.exports import Exports
+from instrument.agent.keyed_trees import KeyedRequests
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
+from instrument.otlp.export_facts import settings_from, told
+from instrument.otlp.exporter import Exporter
+from instrument.otlp.packing import Ids
+from instrument.profile.model import Capture
+from instrument.recorder.shared_decisions import Decisions
+from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.mapped import Mapped
+from instrument.recording.spans import Origin, Site
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -126,6 +135,35 @@ def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, ma
         assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
     assert process in table.left
     assert lives in table.left
+
+
+def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is_kept(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 20)
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100)})
+    requests = KeyedRequests()
+    exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
+    exported = Exported(os.dup(recorder.memory_fd), exporter, Decisions(requests.decided), requests)
+    call = recorder.wrap(lambda: None, Site("f"))
+    try:
+        for _ in range(20):
+            for _ in range(5_000):
+                call()
+            exported.look()
+        assert exporter.waiting <= WAITING_SPANS + ROWS_AT_ONCE
+        assert exporter.counts()["dropped"] == 0
+        assert exported.is_behind
+        exporter.stop(0)
+        while exported.look():
+            pass
+    finally:
+        exported.close()
+    with closing(ExportPlace(recorder.memory_fd)) as place:
+        fates = place.read().fates
+        assert export_place.unread(place) == 0
+    assert fates["missed"] > 0
+    assert fates["seen"] + fates["missed"] == 100_000
 
 
 def until_taken(memory: int) -> None:

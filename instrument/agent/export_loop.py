@@ -183,6 +183,8 @@ class ExportLoop:
 
     def _look_at(self, number: int, found: Exported, look: Callable[[], bool]) -> None:
         more = look()
+        if not found.is_behind:  # those come first the next time that there was no room for
+            self._recordings[number] = self._recordings.pop(number)
         self._is_behind = self._is_behind or found.is_behind
         if found.has_ended and not (more or found.is_behind) and found.is_settled():
             self._let_go(number)

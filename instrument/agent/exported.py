@@ -44,11 +44,12 @@ CLOCK_S = 60.0
 CLOCK_DRIFT_NS = 10**6
 """How often the machine's wall clock is read anew, and from what difference on spans are sent by that reading."""
 
-
 WAITING_SPANS = 4_000
+"""With so many spans on their way others wait in the recording: there they outlive the agent, take no memory of it, and
+the newest are kept."""
+
 CROWDED = 0.5
-"""With so many spans on their way others wait in the recording, where they outlive the agent, until a ring is so
-full."""
+"""Rows of a ring that is so full wait no longer for their device times."""
 
 
 class Exported:
@@ -83,7 +84,7 @@ class Exported:
         self._heads: dict[int, int] = {}
         self.is_ours = False
         self.is_behind = False
-        """Whether it was not read on for want of room in the exporter, while there is room in the recording."""
+        """Whether it was not read on for want of room in the exporter."""
         self.has_ended = False
         """Whether its process has."""
         self.is_over = False
@@ -139,10 +140,9 @@ class Exported:
             self._look_at_open()
             return False
         if reading is not None and self._exporter.waiting > WAITING_SPANS:
-            self.is_behind = self._mapped.unread_share(reading.drain.places) < CROWDED
-            if self.is_behind:
-                self._heads = {}
-                return False
+            self.is_behind = True
+            self._heads = {}
+            return False
         self.is_behind = False
         if reading is None:
             reading = self._begin(facts)
