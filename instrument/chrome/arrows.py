@@ -18,7 +18,6 @@ from instrument.chrome.interval_events import IntervalEvents
 from instrument.chrome.ordered import OrderedIntervals, Spans, batches
 from instrument.chrome.span_events import SpanEvents
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight
 from instrument.trace.text import MILLI
 
@@ -44,10 +43,7 @@ class Arrows:
         self.ties = {place: self._bind(int(owners[place]), "in") for place in tied}
         bound = {owner: owner for owner in owners[tied].tolist()}
         self.left_out = int((~drawn).sum())
-        called = np.flatnonzero(spans.parent != NONE)
-        callers = spans.parent[called]
-        away = (spans.thread_id[callers] != spans.thread_id[called]) | (spans.task_id[callers] != spans.task_id[called])
-        called, callers = called[away], callers[away]
+        called, callers = spans.called_away()
         by_bind = spans.is_async[callers] | spans.is_async[called]
         drawn = self._may_lead(callers, spans.start_ns[called], by_bind)
         self._called = called[drawn & ~by_bind]

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.lanes import Board, lanes_of
+from instrument.chrome.lanes import Board
 from instrument.chrome.ordered import OrderedIntervals, Spans
-from instrument.trace.forest import NONE
-from instrument.trace.groups import by_first_sight, numbered, ranked
+from instrument.trace.groups import by_first_sight
 from instrument.trace.metadata import SiteText
 from instrument.trace.text import MILLI, clean, encode
 
@@ -27,9 +26,7 @@ class IntervalEvents:
     def __init__(self, spans: Spans, intervals: OrderedIntervals, board: Board, of_sites: Sequence[SiteText]) -> None:
         self._spans, self._intervals = spans, intervals
         its, row = spans.trace.device, intervals.row
-        streams = numbered(ranked(its.device[row])[1], ranked(its.stream[row])[1])[0]
-        nothing = np.full(len(row), NONE, dtype=np.int32)
-        number, _ = lanes_of(streams, nothing, intervals.start_ns, intervals.end_ns, nothing != NONE)
+        streams, number, _ = intervals.lanes(its)
         # What encloses another is followed on its stream by one that begins before it ends.
         order = np.argsort(streams, kind="stable")
         before, after = order[:-1], order[1:]

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from instrument.chrome.lanes import DEEPEST, lanes_of
 from instrument.recording.spans import Site
-from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
 from instrument.trace.gathering import rank_of
 from instrument.trace.groups import by_first_sight, numbered, ranked
@@ -80,6 +81,19 @@ class Spans(NamedTuple):
         groups[slices] = len(threads) + number_of[first_of[slices]]
         return groups
 
+    def lanes(self) -> tuple[Int64s, Int64s, Int32s]:
+        """The group of each span, the number of its lane there, and the span that is innermost around it."""
+        groups, deep = self.groups(), self.trace.level[self.row] >= DEEPEST
+        return groups, *lanes_of(groups, self.parent, self.start_ns, self.end_ns, deep)
+
+    def called_away(self) -> tuple[Int64s, Int32s]:
+        """The spans that ran on another thread or task than what called them, and these."""
+        called = np.flatnonzero(self.parent != NONE)
+        callers = self.parent[called]
+        away = self.thread_id[callers] != self.thread_id[called]
+        away |= self.task_id[callers] != self.task_id[called]
+        return called[away], callers[away]
+
 
 class OrderedIntervals(NamedTuple):
     """The device intervals in that order: `owner` is the place of the span that each is of, `number` its number among
@@ -103,6 +117,12 @@ class OrderedIntervals(NamedTuple):
             start_ns=its.start_ns[row] - base_ns,
             end_ns=its.end_ns[row] - base_ns,
         )
+
+    def lanes(self, its: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
+        """The stream of each, the number of its lane there, and the one that is innermost around it."""
+        streams = numbered(ranked(its.device[self.row])[1], ranked(its.stream[self.row])[1])[0]
+        nothing = np.full(len(self.row), NONE, dtype=np.int32)
+        return streams, *lanes_of(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 
 
 def batches(count: int) -> Iterator[tuple[int, int]]:

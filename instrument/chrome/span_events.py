@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.chrome.lanes import DEEPEST, Board, lane_mark, lanes_of
+from instrument.chrome.lanes import Board, lane_mark
 from instrument.chrome.ordered import Spans
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
@@ -40,9 +40,7 @@ class SpanEvents:
         self._spans = spans
         tied = np.sort(np.array([*binds], dtype=np.int64))
         self._binds = [Rare(tied, lambda places: map(binds.__getitem__, places.tolist()))]
-        groups = spans.groups()
-        deep = spans.trace.level[spans.row] >= DEEPEST
-        number, around = lanes_of(groups, spans.parent, spans.start_ns, spans.end_ns, deep)
+        groups, number, around = spans.lanes()
         slices = np.flatnonzero(spans.is_async)
         lanes, firsts = by_first_sight(groups[slices], number[slices])
         self._lane = np.zeros(len(groups), dtype=np.int64)  # the numbers of async lanes

@@ -20,15 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.chrome.batch_marks import BatchMarks
-from instrument.chrome.lanes import DEEPEST, lanes_of
 from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
-from instrument.trace.columns import Bools, Int32s, Int64s
+from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.gathering import rank_of
-from instrument.trace.groups import numbered, ranked
+from instrument.trace.groups import numbered
 from instrument.trace.text import INT64, clean, is_number, safe
 
 if TYPE_CHECKING:
@@ -209,9 +208,7 @@ class _Packets:
     def _slices_of_spans(self) -> Iterator[None]:
         spans = self._spans
         trace, row = spans.trace, spans.row
-        groups = spans.groups()
-        deep = trace.level[row] >= DEEPEST
-        number, around = lanes_of(groups, spans.parent, spans.start_ns, spans.end_ns, deep)
+        groups, number, around = spans.lanes()
         has_any = np.zeros(len(trace), dtype=np.bool_)
         has_any[trace.attributes.rows()] = True
         tracks, track = self._tracks_of_spans(groups, number), 0
@@ -273,9 +270,7 @@ class _Packets:
     def _slices_of_intervals(self) -> Iterator[None]:
         spans, intervals = self._spans, self._intervals
         its, row = spans.trace.device, intervals.row
-        groups = numbered(ranked(its.device[row])[1], ranked(its.stream[row])[1])[0]
-        nothing = np.full(len(row), NONE, dtype=np.int32)
-        number, around = lanes_of(groups, nothing, intervals.start_ns, intervals.end_ns, nothing != NONE)
+        groups, number, around = intervals.lanes(its)
         labels, track = [clean(label) for label in its.labels], 0
         for place, is_begin, is_first in _tour(*numbered(groups, number), around):
             if not is_begin:
@@ -365,13 +360,9 @@ class _Arrows:
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
-        called = np.flatnonzero(spans.parent != NONE)
-        callers = spans.parent[called]
-        is_away: Bools = (spans.thread_id[callers] != spans.thread_id[called]) | (
-            spans.task_id[callers] != spans.task_id[called]
-        )
-        is_away &= spans.start_ns[callers] < spans.start_ns[called]
-        called, callers = called[is_away], callers[is_away]
+        called, callers = spans.called_away()
+        is_later = spans.start_ns[callers] < spans.start_ns[called]
+        called, callers = called[is_later], callers[is_later]
         launched = np.flatnonzero(spans.start_ns[intervals.owner] <= intervals.start_ns)
         serves = spans.start_ns[marks.request] < spans.start_ns[marks.batch]
         sources = np.concatenate([callers, intervals.owner[launched], marks.request[serves]])

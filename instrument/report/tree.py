@@ -20,7 +20,7 @@ from instrument.recording.spans import Site
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
 from instrument.report.table import where_of
 from instrument.report.view import Options
-from instrument.trace.forest import NONE, nearest
+from instrument.trace.forest import NONE, least_below, nearest
 from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
@@ -112,11 +112,7 @@ def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
     """Of each node the first line that it or one below it is of; as many as there are lines for none."""
     found = np.full(len(parents), len(nodes), dtype=np.int64)
     found[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    first, ups = found.tolist(), parents.tolist()
-    for node in range(len(ups) - 1, -1, -1):  # parents come before their children
-        if ups[node] != NONE and first[node] < first[ups[node]]:
-            first[ups[node]] = first[node]
-    return np.array(first, dtype=np.int64)
+    return np.array(least_below(parents.tolist(), found.tolist()), dtype=np.int64)
 
 
 def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import Interval
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
-from instrument.trace.forest import NONE, and_above, by_level, levels, nearest
+from instrument.trace.forest import NONE, and_above, by_level, least_below, levels, nearest
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.intervals import clipped, lie_in, union_by_group
 
@@ -142,12 +142,8 @@ def _nodes(trace: Trace, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[
 
 def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
     """The nodes in the order in which they, or some below them, are first seen, and of each its place in that order."""
-    ups = parent.tolist()
-    for node in range(len(ups) - 1, -1, -1):  # parents come before their children
-        if ups[node] != NONE and first_row[node] < first_row[ups[node]]:
-            first_row[ups[node]] = first_row[node]
-    order = sorted(range(len(ups)), key=first_row.__getitem__)
-    return order, places_of(np.array(order, dtype=np.int64), len(ups))
+    order = sorted(range(len(parent)), key=least_below(parent.tolist(), first_row).__getitem__)
+    return order, places_of(np.array(order, dtype=np.int64), len(parent))
 
 
 def _host_times(

@@ -103,6 +103,16 @@ def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool
     return found
 
 
+def least_below(parents: list[int], numbers: list[int]) -> list[int]:
+    """Of each row the least number of those at and below it; parents come before their children."""
+    found = [*numbers]
+    for row in range(len(parents) - 1, -1, -1):
+        above = parents[row]
+        if above != NONE and found[row] < found[above]:
+            found[above] = found[row]
+    return found
+
+
 def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:
     """The rows of each level, topmost first, each level's in their order."""
     order = stable_order(level, int(level.max(initial=0)) + 1)
