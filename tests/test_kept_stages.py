@@ -21,6 +21,8 @@ from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
 from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids, identify, links_of
+from instrument.recording import export_place
+from instrument.recording.export_place import UNTOLD
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.ring import REQUEST_BIT
@@ -278,7 +280,7 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(seed: 
 
 
 def pairs(batches: ServedBatches, keys: Iterable[str]) -> int:
-    return len(batches.of(keys)[0])
+    return sum(map(len, batches.of(keys).values()))
 
 
 def test_where_batches_are_too_many_the_request_that_has_most_loses_its(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +294,8 @@ def test_where_batches_are_too_many_the_request_that_has_most_loses_its(monkeypa
         assert len(batches.batches) <= 1002
     assert batches.lost == {"long"}
     assert (pairs(batches, ["short"]), pairs(batches, ["shorter"])) == (199, 49)
-    found, keys = batches.of(["shorter"])
-    assert batches.batches["start_ns"][found["batch"]].tolist() == list(range(4951, 5000))
+    found = batches.of(["shorter"])
+    assert batches.batches["start_ns"][found["shorter"]["batch"]].tolist() == list(range(4951, 5000))
     needed.clear()
     batches.add("one", [Batch("step", 1, at, at + 1, [f"r{at}"], [1000], False) for at in range(5000)])
     assert len(batches) == 0
@@ -312,7 +314,9 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
     monkeypatch.setattr(served_batches, "MOST_PAIRS", 300)
     front, _ = by_agent(run, clock)
     short = run.front[1].span_id
-    assert front.trees.stages.untold == 1
+    assert export_place.told({UNTOLD: front.trees.stages.untold}) == {
+        "requests without queue, prefill, decode and stalls in the OTLP export": 1
+    }
     assert {(span.site.name, span.parent_id) for span in front.derived} == {
         ("queue", short), ("prefill", short), ("decode", short),
     }  # fmt: skip

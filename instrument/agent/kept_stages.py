@@ -86,10 +86,11 @@ class KeptStages:
     def _told(self, kept: Sequence[_Kept]) -> list[list[Span]]:
         batches, told = self._requests.batches, []
         served: list[_Served] = []
+        of_keys = batches.of(dict.fromkeys(key for one in kept for key in one.request.keys))
         for one in kept:
             if not batches.lost.isdisjoint(one.request.keys):
                 self.untold += 1
-            elif len(pairs := self._pairs_of(one.request)):
+            elif (pairs := self._pairs_of(one.request, of_keys)) is not None and len(pairs):
                 served.append(_Served(one, pairs))
         if served:
             trace, joined = _columns(served, batches)
@@ -100,16 +101,17 @@ class KeptStages:
             self._requests.settle(one.request)
         return told
 
-    def _pairs_of(self, request: KeyedRequest) -> NDArray[Any]:
+    def _pairs_of(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
         """What batches served a request, as pairs of one and a key."""
-        batches = self._requests.batches
-        pairs, keys = batches.of(request.keys)
-        starts = batches.batches["start_ns"][pairs["batch"]]
-        is_its = (starts >= request.start_ns) & (starts <= request.end_ns)
-        for number in np.unique(pairs["key"]).tolist():
-            for start_ns in self._requests.followers(request, keys[number]):
-                is_its &= (pairs["key"] != number) | (starts < start_ns)
-        return np.asarray(pairs[is_its])
+        found = []
+        for key in request.keys:
+            if (pairs := of_keys.get(key)) is not None:
+                starts = self._requests.batches.batches["start_ns"][pairs["batch"]]
+                is_its = (starts >= request.start_ns) & (starts <= request.end_ns)
+                for start_ns in self._requests.followers(request, key):
+                    is_its &= starts < start_ns
+                found.append(pairs[is_its])
+        return np.concatenate(found) if found else None
 
 
 class _Served(NamedTuple):

@@ -64,6 +64,8 @@ class _Waiting:
     is_kept: bool = True
     since_ns: int = field(default_factory=lambda: time.monotonic_ns())
     was_open: bool = False
+    around: KeyedRequest | None = None
+    """The request that one is a part of, as was known when it was last looked at."""
 
     @property
     def key(self) -> str:
@@ -213,8 +215,10 @@ class KeyedTrees:
         size = sum(len(one.spans) for one in waiting)
         read_ns = time.monotonic_ns() - self._requests.lag_ns
         is_last = is_last or self._requests.are_over
+        for one in waiting:
+            one.around = self._around(one) if one.is_request else None
         # Requests first, and parts of them as they began: what one hands over may wait here, too.
-        for one in sorted(waiting, key=lambda one: (not self._is_whole(one), one.start_ns)):
+        for one in sorted(waiting, key=lambda one: (not (one.is_request and one.around is None), one.start_ns)):
             is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
             age_ns = PATIENCE_NS + LOOKED_NS if at_once else read_ns - one.since_ns
             if self._is_awaited(one, age_ns, is_over=is_over) or (
@@ -240,7 +244,7 @@ class KeyedTrees:
                 and any((found := requests.of(key, at_ns)) is not None and found.is_open for key in unsure)
             )
         if one.is_request:
-            around = self._around(one)
+            around = one.around
             if around is None:
                 return len(requests.members) > 1 and age_ns < LOOKED_NS
             if around.is_open:
@@ -254,9 +258,6 @@ class KeyedTrees:
             one.since_ns = time.monotonic_ns()
             return True
         return age_ns < PATIENCE_NS
-
-    def _is_whole(self, one: _Waiting) -> bool:
-        return one.is_request and self._around(one) is None
 
     def _around(self, one: _Waiting) -> KeyedRequest | None:
         """The request that this one is a part of."""
@@ -272,7 +273,7 @@ class KeyedTrees:
             self._link(spans)
             return [spans]
         top_id, key, start_ns = one.top
-        request = self._around(one) if one.is_request else requests.of(key, start_ns)
+        request = one.around if one.is_request else requests.of(key, start_ns)
         if request is None or not request.is_kept:
             if one.is_request:
                 self._link_to_around(spans[0])

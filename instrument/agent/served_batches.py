@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.agent.key_facts import Batch
+from instrument.trace.groups import firsts_of
 
 MOST_PAIRS = 500_000
 """Pairs of a batch and a key in it that are remembered, and as many batches at most: 21 MB, and half as much again as
@@ -153,11 +154,15 @@ class ServedBatches:
         """The names of batches by their numbers."""
         return self._names
 
-    def of(self, keys: Iterable[str]) -> tuple[NDArray[Any], list[str]]:
-        """The pairs that have one of these keys, each with its batch's place; and the keys by their numbers."""
-        wanted = [self._keys[key] for key in keys if key in self._keys]
-        pairs = self._pairs.rows
-        return pairs[np.isin(pairs["key"], wanted)], list(self._keys)
+    def of(self, keys: Iterable[str]) -> Mapping[str, NDArray[Any]]:
+        """The pairs that have these keys, by the key, each with its batch's place: of those that have any."""
+        numbers = {self._keys[key]: key for key in keys if key in self._keys}
+        is_wanted = np.zeros(len(self._keys), np.bool_)
+        is_wanted[list(numbers)] = True
+        pairs = self._pairs.rows[is_wanted[self._pairs.rows["key"]]]
+        pairs = pairs[np.argsort(pairs["key"], kind="stable")]
+        firsts = firsts_of(pairs["key"])
+        return {numbers[int(its["key"][0])]: its for its in np.split(pairs, firsts[1:]) if len(its)}
 
     @property
     def batches(self) -> NDArray[Any]:

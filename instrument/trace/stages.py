@@ -14,7 +14,7 @@ says which batches, of others then, took most of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -168,11 +168,16 @@ class _Batches:
         self._reach = np.maximum.accumulate(self._ends) if len(rows) else self._ends
         self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
 
-    def taking_most(self, start_ns: int, end_ns: int) -> str:
-        """Their name, "" where there were none."""
-        first = int(np.searchsorted(self._reach, start_ns, side="right"))
+    def taking_most(self, times: Sequence[tuple[int, int]]) -> list[str]:
+        """Of each time their name, "" where there were none."""
+        starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
+        firsts = np.searchsorted(self._reach, starts, side="right").tolist()
+        lasts = np.searchsorted(self._starts, ends).tolist()
+        return [self._taking_most(*its) for its in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
+
+    def _taking_most(self, first: int, last: int, start_ns: int, end_ns: int) -> str:
         sums: dict[str, int] = {}
-        for at in range(first, int(np.searchsorted(self._starts, end_ns))):
+        for at in range(first, last):
             ran_ns = min(int(self._ends[at]), end_ns) - max(int(self._starts[at]), start_ns)
             if ran_ns > 0:
                 sums[self._names[at]] = sums.get(self._names[at], 0) + ran_ns
@@ -186,8 +191,9 @@ def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) ->
     """
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     found: dict[int, list[Span]] = {}
-    batches = _Batches(trace, joined)
-    for one in stages(trace, joined, kinds):
+    its_stages = stages(trace, joined, kinds)
+    stalled_by = iter(_Batches(trace, joined).taking_most([stall for one in its_stages for stall in one.stalls]))
+    for one in its_stages:
         row = int(joined.rows[one.place])
         span_id, root_id, thread_id, task_id = (
             int(column[row]) for column in (trace.span_id, trace.root_id, trace.thread_id, trace.task_id)
@@ -204,7 +210,7 @@ def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) ->
                 span.attributes = {**generation, LATENCIES[name]: length_ns / 1e9}
                 if name == DECODE:
                     span.attributes = {**span.attributes, STEPS: one.steps}
-            elif by := batches.taking_most(start_ns, end_ns):
+            elif by := next(stalled_by):
                 span.attributes = {**generation, STALLED_BY: by}
             found.setdefault(row, []).append(span)
             number += 1
