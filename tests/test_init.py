@@ -204,9 +204,12 @@ def test_a_service_that_never_ends_is_ended_by_sigterm_when_its_time_is_over_and
         """,
     )
     write("work.py", "import time\ndef work(x):\n    time.sleep(0.002)\n    return x\n")
-    done = command("init", "--for", "4s", "--", "service.py")
+    for allowed in ("4s", "30s", "100s"):  # a busy machine needs more before the service and its child are at work
+        done = command("init", "--force", "--for", allowed, "--", "service.py")
+        text = Path("profile.yaml").read_text() if done.returncode == 0 else ""
+        if "1 process that ended without a goodbye" in text:
+            break
     assert "was ended by SIGTERM" in done.stderr
-    text = Path("profile.yaml").read_text()
     assert "work:work" in rules_of(text)
     assert "1 process that ended without a goodbye" in text
 
