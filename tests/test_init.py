@@ -463,6 +463,19 @@ def test_keys_and_batches_are_paths_whose_values_come_again_elsewhere() -> None:
     }
 
 
+def test_requests_are_named_where_all_of_them_pass() -> None:
+    seen = {
+        "api:stream": {"job.id": keys_of(*IDS[:15])},
+        "engine:submit": {"request_id": keys_of(*IDS)},
+        "engine:step": {"self.running[].id": keys_of(*IDS, many=True)},
+    }
+    submit = node("api:handle", 20, 900, node("engine:submit", 20, 10))
+    found = observation(request(20, 1000, submit, node("api:stream", 15, 90)), node("engine:step", 40, 400), keys=seen)
+    choice = choose_functions(found)
+    choose_keys(found, choice)
+    assert [(rule.label, rule.key) for rule in choice.rules if rule.key] == [("engine:submit", "request_id")]
+
+
 @pytest.mark.parametrize(("path", "key"), [("id", ""), ("return", ""), ("request_id", "request_id")])
 def test_a_value_that_comes_nowhere_again_names_requests_only_by_a_name_that_says_so(path: str, key: str) -> None:
     found = observation(request(20, 100, node("app:get", 20, 50)), keys={"app:get": {path: keys_of(*IDS)}})
@@ -589,10 +602,10 @@ def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:
 
 def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
     class Slotted:
-        __slots__ = ("num_tokens", "request_id")
+        __slots__ = ("max_tokens", "num_tokens", "request_id")
 
         def __init__(self, name: str) -> None:
-            self.request_id, self.num_tokens = name, 3
+            self.request_id, self.num_tokens, self.max_tokens = name, 3, 16
 
     class Output:
         def __init__(self) -> None:

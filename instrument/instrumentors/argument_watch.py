@@ -59,8 +59,8 @@ ID = re.compile(
 WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
 """Names of what may do so, where nothing better is there."""
 
-WEIGHT = re.compile(r"^(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
-"""Names of numbers that say how much of a batch is one request's."""
+WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
+"""Names of numbers that say how much of a batch is one request's; a limit says nothing of that."""
 
 _BUILTINS = frozenset(dir(builtins))
 _SEQUENCES = (list, tuple, deque, set, frozenset)

@@ -32,6 +32,9 @@ SHARED = 0.5
 LEAST_BATCH = 0.05
 """The part of the work outside of requests that a batch must take."""
 
+PASSED = 0.95
+"""Of the requests that pass the function which most of them pass, the part that must pass where the key is bound."""
+
 COVERED = 0.8
 """Where batches of parts take this part of the whole's time, they are named and the whole is not."""
 
@@ -127,6 +130,9 @@ def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[st
                 candidates.append((_Path(label, path, seen), elsewhere))
     if not candidates:
         return None
+    # What only some requests pass, as those that are streamed, would leave the others without a key.
+    passed = max(_calls(within[one.label]) for one, _ in candidates)
+    candidates = [(one, elsewhere) for one, elsewhere in candidates if _calls(within[one.label]) >= PASSED * passed]
     most = max(elsewhere for _, elsewhere in candidates)
     best = [one for one, elsewhere in candidates if elsewhere >= most]
     return min(
