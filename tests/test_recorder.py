@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import pickle
+import resource
 import sys
 import threading
 import time
@@ -1096,6 +1097,32 @@ def test_deep_recursion_ends_as_without_us(recorder: Any) -> None:
         made(100_000)
     assert recorder.current_id() == 0
     assert made(200) == 200
+
+
+def test_deep_recursion_of_coroutines_ends_where_the_stack_does(recorder: Any) -> None:
+    stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if not recorder.native or not 0 < stack_bytes <= 1 << 24:
+        pytest.skip("Python counts the calls of the twin itself, or the stack is too large to be used up")
+
+    async def recurse(depth: int) -> int:
+        return 0 if not depth else 1 + await made(depth - 1)
+
+    made = recorder.wrap(recurse, Site("recurse"))
+
+    def result(depth: int) -> int:
+        with pytest.raises(StopIteration) as done:
+            made(depth).send(None)
+        return int(done.value.value)
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        with pytest.raises(RecursionError):
+            made(200_000).send(None)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert recorder.current_id() == 0
+    assert result(200) == 200
 
 
 def test_another_profiler_and_a_tracer_may_run_at_the_same_time(recorder: Any) -> None:

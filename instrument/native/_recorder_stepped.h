@@ -133,9 +133,12 @@ begin_own(Stepped *self)
         count_passed(pass);
         return 0;
     }
-    Frame *own = open_frame(self->core, self->site, self->attributes, OPEN);
+    int is_too_deep = at_hand.uid == self->core->uid && is_stack_used_up(at_hand.ring);
+    Frame *own = is_too_deep ? NULL : open_frame(self->core, self->site, self->attributes, OPEN);
     if (own == NULL) {
-        if (lose(self->core) == 0)
+        if (is_too_deep)
+            PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented coroutines");
+        else if (lose(self->core) == 0)
             return 0;
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);

@@ -59,6 +59,7 @@ class Stepped:
         core, site = self._core, self._site
         # As a coroutine: `throw` and `close` go to what is awaited.
         awaited = self._awaited.__await__()
+        has_begun = False
         try:
             if site is not None and core.on:
                 if core.passes and (passing := core.passes.get(site)) is not None:
@@ -67,6 +68,7 @@ class Stepped:
                     self.own = core.open(site, self._attributes)
                     self.own[17], self.own[18] = self, 0
             value = thrown = None
+            has_begun = True
             while True:
                 ring = core._ring()
                 around, ring.stepping = ring.stepping, self
@@ -97,6 +99,8 @@ class Stepped:
             if self._results is not None:
                 self._results(result)
         except BaseException as error:
+            if not has_begun and hasattr(self._awaited, "close"):
+                self._awaited.close()  # a signal handler has raised: nobody awaits it any more
             self._end(error)
             raise
         else:

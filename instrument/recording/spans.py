@@ -43,7 +43,7 @@ class Site:
     `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
     layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
     `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
-    an async generator, whose time is also that in which it waited. `work` tells whose device times a span that begins
+    an async generator, which may wait while it is open. `work` tells whose device times a span that begins
     now asks for, None where only the thread's current devices can tell.
     """
 
@@ -245,9 +245,10 @@ class Span:
 
     `parent_id` 0 means a root. It is the nearest span above that was open when this one began, if not the one that its
     task or thread came from. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
-    `active_ns` differs from the total for generators (time in which the body ran). `self_ns` is what the span spent
-    outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge. `links`
-    are the requests that a batch serves, as far as whoever made the object knew.
+    `active_ns` is the time in which the body ran: less than the total for generators, and where the span waited,
+    suspended by what it awaited. `self_ns` is what the span spent outside the children of its own thread and task, also
+    in which it waited. `clipped` marks a span that was open at the window's edge. `links` are the requests that a batch
+    serves, as far as whoever made the object knew.
     """
 
     site: Site
