@@ -367,7 +367,7 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
 def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: Collector) -> None:
     found = killed(begin(LOAD), collector, 2)
     assert found["exported"] > 0.5 * found["seen"]
-    assert found["missed"] == 0
+    assert found["missed"] == 0, found
 
 
 def test_a_thread_without_rows_of_open_requests_has_none_to_adopt() -> None:
@@ -415,7 +415,7 @@ def test_a_process_whose_agent_has_gone_exports_itself_until_there_is_another_on
 def test_of_twenty_agents_that_are_killed_every_span_is_exported_or_counted(collector: Collector) -> None:
     found = killed(begin(LOAD), collector, 20)
     assert found["exported"] > 0.5 * found["seen"], found  # the rest is counted
-    assert found["missed"] == 0
+    assert found["missed"] == 0, found
 
 
 WAITS = f"""{SERVICE}
