@@ -19,9 +19,10 @@ import pytest
 from otlp_collectors import Collector, collecting, take
 from otlp_receiver import free_port
 from test_agent import INSTRUMENT, folder, until
-from test_agent_containers import ALONE, beside, has_namespaces
+from test_agent_containers import ALONE, has_namespaces
 from test_agent_servers import GUNICORN, of_this_run
 
+from instrument.agent.departure import FOR_REPORT
 from instrument.runtime import run_folder
 
 __all__ = ["folder"]
@@ -137,7 +138,7 @@ class Case:
     """A server and how it is asked; `reload` has it serve with other processes than before. A pool asks itself.
 
     So many `workers` answer. The agent is the run's own, or one `beside` it; the service is in a `container` of its
-    own.
+    own, and so is the agent where they are `apart`.
     """
 
     words: list[str]
@@ -147,6 +148,7 @@ class Case:
     workers: int = 1
     beside: bool = False
     container: bool = False
+    apart: bool = False
     name: str = "GET"
 
 
@@ -158,6 +160,7 @@ CASES = {
     "grpc-aio": Case([*GRPC, "aio"], ("grpc",), asked_by_grpc, name="shop.Orders/Echo"),
     "sidecar": Case([*GUNICORN, "shop:wsgi"], ("gunicorn",), workers=2, beside=True),
     "sidecar-of-container": Case([*GUNICORN, "shop:wsgi"], ("gunicorn",), workers=2, beside=True, container=True),
+    "sidecar-apart": Case([*GUNICORN, "shop:wsgi"], ("gunicorn",), workers=2, beside=True, container=True, apart=True),
     "container": Case([*GUNICORN, "shop:wsgi"], ("gunicorn",), workers=2, container=True),
     "uvicorn-in-container": Case([*UVICORN, "--workers", "2", "shop:asgi"], ("uvicorn",), workers=2, container=True),
 }
@@ -167,6 +170,7 @@ POOLS = {
     "forkserver": Case(["pool.py", "forkserver"], name="serve"),
     "spawn-beside": Case(["pool.py", "spawn"], beside=True, name="serve"),
     "forkserver-of-container-beside": Case(["pool.py", "forkserver"], beside=True, container=True, name="serve"),
+    "fork-apart": Case(["pool.py", "fork"], beside=True, container=True, apart=True, name="serve"),
     "spawn-in-container": Case(["pool.py", "spawn"], container=True, name="serve"),
     "fork-in-container": Case(["pool.py", "fork"], container=True, name="serve"),
 }
@@ -181,7 +185,14 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
         pytest.skip("needs namespaces of processes")
     path, agent = Path(os.environ["XDG_RUNTIME_DIR"]) / "beside" / "agent.sock", None
     if case.beside:
-        agent = beside("--socket", str(path))
+        path.parent.mkdir(mode=0o700)
+        (path.parent / f"1-1{FOR_REPORT}").touch()  # of an agent before it
+        agent = subprocess.Popen(
+            [*(ALONE if case.apart else []), *INSTRUMENT, "agent", "--socket", str(path)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        until(lambda: run_folder.is_heard(path))
         monkeypatch.setenv(run_folder.VARIABLE, str(path))
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", *words]
     with Path("errors").open("w") as errors, Path("out").open("w") as out:
@@ -193,7 +204,7 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
         service.kill()
         service.wait()
         if agent is not None:
-            agent.terminate()
+            os.kill(next(iter(workers(agent.pid))) if case.apart else agent.pid, signal.SIGTERM)
             _, said = agent.communicate(timeout=60)
             left = [*path.parent.iterdir()]
             shutil.rmtree(path.parent)

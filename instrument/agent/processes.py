@@ -29,7 +29,8 @@ class Process:
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
     by the process where it `saves_itself`.
-    `is_missed` says that it ended while its run had no agent.
+    `is_missed` says that it ended while its run had no agent, `is_elsewhere` that its number is one of another
+    namespace: it lives as long as it is connected.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
     `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
     them when it joined.
@@ -50,6 +51,7 @@ class Process:
     is_saving: bool = False
     saves_itself: bool = False
     is_missed: bool = False
+    is_elsewhere: bool = False
     ended_ns: int = 0
     how: str = ""
     status: int | None = None
@@ -73,13 +75,13 @@ class Process:
             waiting = select.poll()
             waiting.register(self.exit_fd, select.POLLIN)
             return bool(waiting.poll(0))
-        if self.started:
+        if self.started and not self.is_elsewhere:
             return clock.start_ticks(PROC / str(self.pid) / "stat") != self.started
         return None
 
     def has_become_another_program(self) -> bool:
         """Whether it runs another program than when it joined."""
-        now = image_of(self.pid)
+        now = b"" if self.is_elsewhere else image_of(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:

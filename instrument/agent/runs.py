@@ -139,6 +139,7 @@ class Runs:
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image or image_of(connection.pid),
+            is_elsewhere=not connection.pid,
         )  # fmt: skip
         self._members[connection] = process
         process.has_recorded = bool(facts.get("records"))

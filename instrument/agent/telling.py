@@ -45,8 +45,9 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
 
 def _paths_of(run: Run, target: str) -> Iterator[str]:
     """The names by which a standard error can be opened now."""
+    elsewhere = {one.pid for one in run.processes if one.is_elsewhere}
     numbers = {one.pid for one in run.processes if not one.ended_ns} | {run.first}
-    for pid in numbers - {0}:
+    for pid in numbers - elsewhere - {0}:
         path = PROC / str(pid) / "fd/2"
         with suppress(OSError):
             if not target or str(path.readlink()) == target:
