@@ -21,7 +21,7 @@ from instrument.agent.exports import Exports
 from instrument.agent.keyed_trees import KeyedRequests
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import settings_from, told
+from instrument.otlp.export_facts import MeteredFacts, settings_from, told
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
@@ -141,7 +141,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
-    recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100)})
+    recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     requests = KeyedRequests()
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
     exported = Exported(os.dup(recorder.memory_fd), exporter, Decisions(requests.decided), requests)

@@ -124,14 +124,14 @@ class KeyFactsReader:
         """Note the keys that rows of requests bear, and batches. Rows come with the native id of their thread."""
         bearing = [span_id for span_id, (_, text) in details.items() if _KEY in text]
         serving = [span_id for span_id, (_, text) in details.items() if _BATCH_KEYS in text]
-        for rows, thread_id in of_threads:
-            self._read_keys(rows[_are_in_requests(rows)], bearing, details)
+        for rows, thread_id in of_threads if bearing or serving else ():
+            self._read_keys(rows, bearing, details)
             self._read_batches(rows, serving, thread_id, details)
 
     def _read_keys(self, rows: Records, bearing: Sequence[int], details: Details) -> None:
         its = rows[_are_among(rows["span_id"], bearing)]
         for span_id, root_id in zip(its["span_id"].tolist(), its["root_id"].tolist(), strict=True):
-            key = _told(details[span_id]).get(KEY)
+            key = _told(details[span_id]).get(KEY) if root_id & REQUEST_BIT else None
             if isinstance(key, str) and key:
                 self._facts.keys.append((root_id, key))
 
