@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from otlp_receiver import free_port
-from real_servers import CONFIGS, Answer, ask, environment_of, serve_twice
-
-from instrument.profile.keys import load
+from real_servers import Answer, ask, environment_of, serve_twice
 
 pytestmark = pytest.mark.servers
 
@@ -36,22 +32,24 @@ def texts(answer: Answer) -> list[str]:
     return ["".join(one["text"] if "text" in one else one["delta"].get("content") or "" for one in found)]
 
 
+def complete(port: int, number: int, more: Mapping[str, object]) -> Answer:
+    """Ask for a completion, every fifth time of a conversation; every fourth is streamed."""
+    text = "the quick brown fox " * (1 + number % 7)
+    body = {"model": "tiny", "max_tokens": 4 + number % 13, "temperature": 0, "ignore_eos": True, **more}
+    body |= {"stream": number % 4 == 0}
+    headers = {"x-request-id": f"case-{number}"}
+    if number % 5 == 0:
+        chat = {**body, "messages": [{"role": "user", "content": text}]}
+        return ask(port, "/v1/chat/completions", chat, headers)
+    return ask(port, "/v1/completions", {**body, "prompt": text}, headers)
+
+
 def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp_path: Path) -> None:
     times = 200
 
-    def ask_one(port: int, number: int) -> Answer:
-        text = "the quick brown fox " * (1 + number % 7)
-        body = {"model": "tiny", "max_tokens": 4 + number % 13, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": number % 4 == 0}
-        headers = {"x-request-id": f"case-{number}"}
-        if number % 5 == 0:
-            chat = {**body, "messages": [{"role": "user", "content": text}]}
-            return ask(port, "/v1/chat/completions", chat, headers)
-        return ask(port, "/v1/completions", {**body, "prompt": text}, headers)
-
     def ask_all(port: int) -> list[Answer]:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda number: ask_one(port, number), range(times)))
+            return list(pool.map(lambda number: complete(port, number, {}), range(times)))
 
     python = environment_of("vllm") / "bin" / "python"
     subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
@@ -186,16 +184,37 @@ def test_mosec_shows_the_batches_of_its_workers_by_the_numbers_of_its_front(tmp_
     assert served.names()["decode"] == served.names()["encode"] == 160
 
 
-def test_sglang_has_what_its_profile_names() -> None:
-    """Its modules want a device, and cannot be imported without one: so they are read."""
-    (packages,) = environment_of("sglang").glob("lib/python*/site-packages")
-    for rule in load(CONFIGS / "sglang.yaml", environ={}).functions:
-        (match,) = rule.match
-        module, _, qualname = match.partition(":")
-        tree = ast.parse((packages / (module.replace(".", "/") + ".py")).read_text("utf-8"))
-        class_name, name = qualname.split(".")
-        (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        (found,) = (node for node in owner.body if isinstance(node, kinds) and node.name == name)
-        keys = [one.argument for one in (rule.key, rule.batch) if one]
-        assert {re.split(r"[.\[]", key)[0] for key in keys} <= {one.arg for one in found.args.args}
+def test_sglang_shows_each_request_in_its_api_server_its_scheduler_and_its_detokenizer(tmp_path: Path) -> None:
+    times = 200
+
+    def ask_all(port: int) -> list[Answer]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda number: complete(port, number, {"rid": f"case-{number}"}), range(times)))
+
+    python = environment_of("sglang") / "bin" / "python"
+    subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
+    words = ["-m", "sglang.launch_server", "--model-path", str(tmp_path / "model"), "--served-model-name", "tiny"]
+    words += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--port", "{port}"]
+    words += ["--disable-radix-cache", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"]
+    environ = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    expected, answers, served = serve_twice(
+        "sglang", words, tmp_path, ask_all, ready="/health_generate", environ=environ
+    )
+    assert {answer.status for answer in answers} == {200}
+    assert list(map(texts, answers)) == list(map(texts, expected))
+    lives = {key: life for key, life in served.lives().items() if key.startswith("case-")}
+    assert sorted(lives) == sorted(f"case-{number}" for number in range(times))
+    tokens = [4 + number % 13 for number in range(times)]
+    for number in range(times):
+        key = f"case-{number}"
+        names = served.names_of(key)
+        assert names["tokenise"] == names["submit"] == names["enqueue"] == 1
+        assert names["run_batch"] == names["process_batch_result"] == tokens[number]
+        assert names["detokenise"] >= 1
+        assert {"tokenise", "submit", "transport", "enqueue", "queue", "share of batches"} <= set(lives[key])
+    assert served.document("--view", "requests")["merged"]["processes"] == 3
+    batches = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
+    assert 4 < batches["run_batch"]["max_size"] <= AT_ONCE
+    # Its own first requests, by which it warms up and says that it is ready, are there, too.
+    assert sum(tokens) < batches["run_batch"]["items"] < sum(tokens) + 50
+    assert "run_batch x" in served.report("--request", "case-8")
