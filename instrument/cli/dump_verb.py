@@ -60,7 +60,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
     else:
         from instrument import chrome
 
-        chrome.dump(path, saved.trace(), saved.tally)
+        chrome.write(path, saved.columns, saved.facts, saved.tally)
     print(f"{path}: {len(saved.columns)} spans of {len(read)} process{'es' * (len(read) != 1)}")
     return 0
 

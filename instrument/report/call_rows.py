@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from instrument.report.calls import CallTimes, PlaceCalls, device_times, host_times
 from instrument.report.section import Section
-from instrument.report.table import LINE, MISSING, in_unit, named_table, safe, section_title, share, shorten, tenths
+from instrument.report.table import (
+    LINE,
+    MISSING,
+    bounded,
+    in_unit,
+    named_table,
+    safe,
+    section_title,
+    share,
+    shorten,
+    tenths,
+)
 from instrument.report.view import Options, SortKey
 
 
@@ -137,12 +148,7 @@ def ordered(
         return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
 
     in_order = sorted(rows, key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
-    shown = [row for row in in_order if heaviest_ns(row) >= options.least_ns][: options.rows]
-    if len(shown) < len(rows):
-        kept = set(map(id, shown))
-        rest = [row for row in in_order if id(row) not in kept]
-        shown.append(_together(rest, *rest_ratios(rest)))
-    return shown
+    return [*bounded(in_order, options, heaviest_ns, lambda rest: _together(rest, *rest_ratios(rest)))]
 
 
 def _together(rows: Sequence[CallRow], cpu_ratio: float | None, gpu_ratio: float | None) -> CallRow:

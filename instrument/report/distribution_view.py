@@ -23,7 +23,7 @@ from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.section import Section, section_lines
-from instrument.report.table import Ratio, in_unit, number, title
+from instrument.report.table import Ratio, bounded, in_unit, number, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.device_times import device_times
@@ -263,12 +263,12 @@ def _operations(trace: Trace, calls: Int64s, options: Options) -> list[Operation
         its = (0 if waits else count, moved_bytes, 0 if waits else total_ns, total_ns if waits else 0, on_device_ns)
         sums[:] = map(int.__add__, sums, (*its, is_timed))
     ordered = sorted(found.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
-    large = [item for item in ordered if item[1][2] + item[1][3] >= options.least_ns][: options.rows]
-    uses = [_operation_use(name, sums) for name, sums in large]
-    rest = [sums for _, sums in ordered[len(large) :]]
-    if rest:
-        uses.append(_operation_use(f"(remaining {len(rest)})", [sum(column) for column in zip(*rest, strict=True)]))
-    return uses
+    shown = bounded(ordered, options, lambda item: item[1][2] + item[1][3], _other_operations)
+    return [_operation_use(name, sums) for name, sums in shown]
+
+
+def _other_operations(rest: Sequence[tuple[str, list[int]]]) -> tuple[str, list[int]]:
+    return f"(remaining {len(rest)})", [sum(column) for column in zip(*(sums for _, sums in rest), strict=True)]
 
 
 def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:

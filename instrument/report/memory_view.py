@@ -8,7 +8,7 @@ gauges: resident memory of the process and, of each device, what torch's allocat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.allocation_sums import Allocator, Level, counted
@@ -16,6 +16,7 @@ from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.section import Section, device_name, mebibytes, section_lines
 from instrument.report.table import (
     MISSING,
+    bounded,
     number,
     safe,
     shorten,
@@ -226,7 +227,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     uses = [PlaceMemory(use.device, use.name, use.kind, use.thread, *use.sums) for use in found.uses]
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
+    shown = bounded(uses, replace(options, least_ns=0), lambda use: 0, _together)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
@@ -236,7 +237,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
         threads=tuple(found.threads),
         peaks=tuple(peak for allocator in found.allocators for peak in _peaks(facts, allocator)),
         devices=tuple(DeviceMemory(one.device, *one.sums, one.earlier_bytes) for one in found.allocators),
-        places=(*shown, *([_together(rest)] if rest else [])),
+        places=shown,
         gauged=tuple(_gauged(facts.samples, facts.start_ns, options.state)),
         outside=found.outside,
         is_ours=facts.origin.recorder != "other",

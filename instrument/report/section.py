@@ -55,14 +55,10 @@ class Section:
     def table(self, unit: str) -> list[str]:
         """The table alone."""
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
-        header, (first, *others) = [heading for _, heading in columns], [name for name, _ in columns]
-        cells = [
-            [
-                name_of(row, "" if first in self.texts else first) or self._cell(row, first, unit),
-                *(self._cell(row, name, unit) for name in others),
-            ]
-            for row in self.rows
-        ]
+        header, name = [heading for _, heading in columns], columns[0][0]
+        name = "" if name in self.texts else name
+        first, *others = [self._text_of(field) for field, _ in columns]
+        cells = [[name_of(row, name) or first(row, unit), *(text(row, unit) for text in others)] for row in self.rows]
         if isinstance(self.widths, int):
             return named_table(header, cells, self.widths)
         return table(header, cells, self.widths)
@@ -73,11 +69,13 @@ class Section:
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
 
-    def _cell(self, row: Any, name: str, unit: str) -> str:
+    def _text_of(self, name: str) -> Text:
+        """What makes the cell of a row in a column."""
         if name in self.texts:
-            return self.texts[name](row, unit)
-        value, kind = value_of(row, name), kind_of(name)
-        return self.time(value, unit) if kind == TIME else TEXTS[kind](value, unit)
+            return self.texts[name]
+        kind = kind_of(name)
+        text = self.time if kind == TIME else TEXTS[kind]
+        return lambda row, unit: text(value_of(row, name), unit)
 
 
 class View(Protocol):
