@@ -18,13 +18,14 @@ from instrument.agent import exported
 from instrument.agent.exported import Exported
 from instrument.agent.keyed_trees import KeyedRequests
 from instrument.otlp import export_facts
+from instrument.otlp.export_facts import UNMETERED, MeteredFacts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.export_place import SENT, Progress
 from instrument.recording.interval_ring import IntervalRing
-from instrument.recording.spans import Origin
+from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
 
@@ -45,11 +46,10 @@ class Service:
         self.open.wait(60)
         handler.answer(200)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, metered: MeteredFacts = UNMETERED) -> None:
         """Begin a session."""
-        ids = Ids(instance=name)
-        resource = {"service.name": name, "service.instance.id": name}
-        told = export_facts.told(ids, resource, Capture(sample=1.0), 1000, export_facts.MeteredFacts(0))
+        ids, resource = Ids(instance=name), {"service.name": name, "service.instance.id": name}
+        told = export_facts.told(ids, resource, Capture(sample=1.0), 1000, metered)
         origin = Origin(os.getpid(), name, time.monotonic_ns(), time.time_ns())
         self.recorder.begin(1 << 20, {"origin": asdict(origin), "export": told})
 
@@ -69,7 +69,7 @@ class Service:
 
     def _note_settled(self, source: Any) -> None:
         if self.exported.source is source:
-            self.exported.note_settled()
+            self.exported.note_sent()
 
     def progress(self) -> Progress:
         """What is written of the export."""
@@ -272,3 +272,32 @@ def test_spans_whose_device_times_do_not_come_are_sent_without_and_counted(
     until(lambda: not (found.look() or found.lag_ns))
     found.has_ended = True
     assert told(device.end()) == {"intervals": 2, "exported": count + 4, "untimed": count}
+
+
+ROUTED = Site("GET /", "request", attributes=(("http.request.method", "GET"), ("http.route", "/")))
+
+
+def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_status(
+    device: Device, service: Service
+) -> None:
+    device.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
+    device.intervals = IntervalRing(1 << 14, partial(device.recorder.room_for, "intervals"))
+    device.intervals.tell_settled(time.monotonic_ns())
+    with collecting(device.behave) as server:
+        found = device.handed_over(server)
+        service.exporter = device.exporter
+        found.look()
+        for _ in range(3):
+            with device.recorder.new_scope(ROUTED, {"http.response.status_code": 200}):
+                pass
+        found.look(meters=True)
+        assert device.progress().fates["seen"] == 0
+        device.intervals.tell_settled(time.monotonic_ns())
+        found.look(meters=True)
+        assert device.progress().fates["seen"] == 3
+        found.has_ended = True
+        device.end()
+        newest = [metric for metric in server.metrics if metric.name == "http.server.request.duration"][-1]
+        (point,) = newest.exponential_histogram.data_points
+        assert point.count == 3
+        assert {one.key: one.value.int_value for one in point.attributes}["http.response.status_code"] == 200

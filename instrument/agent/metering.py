@@ -27,6 +27,9 @@ from instrument.runtime.unpatched import Lock
 
 NEVER_NS = 1 << 63
 
+ASKED_NS = 200 * 10**6
+"""How soon a snapshot that was asked for is taken again where what had ended then was not read yet."""
+
 RELEASE_S = 0.5
 """The longest that a request with metrics is waited for as another one is to go on."""
 
@@ -95,7 +98,9 @@ class Metering:
         )
         self._meter.begin(facts.metered.start_ns)
         self.metrics = source.metrics = exporter.new_metrics(facts.metered.environ)
-        self._ended: Ended | None = None
+        self._ended: tuple[int, Ended] | None = None
+        """What had ended at a time, of which not all may have been read."""
+        self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
         self._settled_ns = self._taken_ns = self._tried_ns = 0
@@ -151,30 +156,45 @@ class Metering:
             self._meter.note_kept(first, *self._facts.ids.of(first))
 
     def before_read(self, *, meters: bool) -> None:
-        """The recording is about to be read: what has ended by now will have been met after that."""
+        """The recording is about to be read: what has ended by now will have been met once it was read up to now."""
         if meters:
-            self._due_ns = 0
-        self._ended = self._meter.ended() if self._is_due and self._facts.metered.asks else None
+            self._asked_ns, self._due_ns = time.monotonic_ns(), 0
+        if self._is_due and self._facts.metered.asks and self._ended is None:
+            self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to."""
+        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to.
+
+        What waits for its times on a device has not been read yet.
+        """
+        until_ns = self._drain.left[0] if self._drain.lag_ns else time.monotonic_ns()
+        if is_complete and self._ended is not None and self._ended[0] <= until_ns:
+            self._settle()
         if self._is_due:
-            self._take(is_complete=is_complete)
+            self._take(until_ns if is_complete else 0)
+
+    def _settle(self) -> None:
+        if self._ended is not None and self._mapped.generation_now() == self._generation:
+            self._meter.settle(self._ended[1])
+        self._ended = None
 
     @property
     def _is_due(self) -> bool:
         return time.monotonic_ns() >= self._due_ns
 
-    def _take(self, *, is_complete: bool) -> None:
-        now_ns, metrics, header = time.monotonic_ns(), self.metrics, self._mapped.header
-        self._due_ns = NEVER_NS if header.state == "goodbye" else now_ns + DELAY_NS
+    def _take(self, until_ns: int) -> None:
+        """Take a snapshot, of what was read up to a time, and samples."""
+        metrics, header = self.metrics, self._mapped.header
+        if self._mapped.generation != self._generation:
+            return  # what is there by now is another session's
+        if until_ns < self._asked_ns:
+            self._due_ns = time.monotonic_ns() + ASKED_NS
+        else:
+            self._due_ns = NEVER_NS if header.state == "goodbye" else time.monotonic_ns() + DELAY_NS
         if (told := facts_from(header.facts.get("export"))) is not None:
             self.change(told)
         facts = self._facts.metered
         self._rows.marks = self._meter.marks.union(facts.calls)
-        ended, self._ended = self._ended, None
-        if ended is not None and is_complete and self._mapped.generation == self._generation:
-            self._meter.settle(ended)
         snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls) if facts.asks else None
         samples = [] if metrics.off else [one for one in self._mapped.samples() if one.at_ns > metrics.taken_ns]
         gpus = header.gpus if samples else ()
@@ -185,7 +205,7 @@ class Metering:
             self._state = state
         self._write()  # before anybody is told of it
         with self._lock:
-            self._taken_ns = now_ns if is_complete else self._taken_ns
+            self._taken_ns = max(self._taken_ns, until_ns)
             if samples:
                 metrics.offer(samples, gpus)
             if snapshot is not None:
@@ -199,8 +219,11 @@ class Metering:
         """Its process has ended, and all of it has been read: take what there is, once."""
         if not self._has_last:
             self._has_last = self._rows.has_ended = True
-            self._ended = self._meter.ended() if self._facts.metered.asks else None
-            self._take(is_complete=True)
+            until_ns = time.monotonic_ns()
+            if self._facts.metered.asks:
+                self._ended = until_ns, self._meter.ended()
+                self._settle()
+            self._take(until_ns)
 
     @property
     def is_settled(self) -> bool:

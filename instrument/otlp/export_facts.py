@@ -38,6 +38,10 @@ class MeteredFacts:
     queued: Mapping[str, int] = field(default_factory=dict)
 
 
+UNMETERED = MeteredFacts(0)
+"""Of a process that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
     """What a process's spans are called, under which resource they go, which are kept, and what is metered."""
@@ -50,7 +54,11 @@ class ExportFacts:
 
 
 def told(
-    ids: Ids, resource: Mapping[str, object], capture: Capture, spans_per_request: int, metered: MeteredFacts
+    ids: Ids,
+    resource: Mapping[str, object],
+    capture: Capture,
+    spans_per_request: int,
+    metered: MeteredFacts = UNMETERED,
 ) -> dict[str, Any]:
     """The facts as JSON has them."""
     return {
