@@ -232,6 +232,13 @@ def test_a_scrape_of_a_process_whose_agent_counts_tells_all_with_their_status(co
     check(collector, "cumulative", {200: 10, 404: 5, 503: 2})
 
 
+def test_processes_that_record_nothing_have_no_metrics(collector: Collector) -> None:
+    done = run("import os, time, instrument\ntime.sleep(0.3)\ninstrument.flush(1)\n")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert collector.taken == []
+
+
 def test_processes_that_ask_for_no_metrics_have_none_but_gauges(collector: Collector) -> None:
     Path("profile.yaml").write_text(
         f"functions: [{{match: 'engine:work'}}]\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}}}"

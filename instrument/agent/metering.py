@@ -195,7 +195,9 @@ class Metering:
             self.change(told)
         facts = self._facts.metered
         self._rows.marks = self._meter.marks.union(facts.calls)
-        snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls) if facts.asks else None
+        snapshot = None
+        if facts.asks and self._has_recorded():
+            snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls)
         samples = [] if metrics.off else [one for one in self._mapped.samples() if one.at_ns > metrics.taken_ns]
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
@@ -212,6 +214,11 @@ class Metering:
                 metrics.put(snapshot)
         metrics.hurry()
         self._write()
+
+    def _has_recorded(self) -> bool:
+        """Whether the process has: many only begin others, and have no metrics."""
+        has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
+        return bool(has_rows) or next(self._rows.open_rows(), None) is not None
 
     # ---------------------------------------------------------------- the end
 
