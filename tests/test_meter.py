@@ -427,7 +427,7 @@ def told_and_wanted(
 
 def finally_told(server: Collector, preference: str, wanted: Counter[tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
     """The same once it is what is wanted: of a process that has ended the agent tells soon after that."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while told_in_all(server.metrics, preference) != wanted and time.monotonic() < end:
         time.sleep(0.1)
     return told_in_all(server.metrics, preference)
@@ -469,10 +469,12 @@ def test_what_a_worker_had_answered_that_was_killed_is_told_with_the_rest(prefer
             f"requests: {{ignore: [/health]}}\nexport: {{otlp: {{endpoint: {url(server)}}}}}"
         )
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
-        with serving(gunicorn("flask_app:app", "-w", "3"), tmp_path, environ, ours=True) as (port, served):
+        patient = gunicorn("flask_app:app", "-w", "3", "--timeout", "120", "--graceful-timeout", "60")
+        with serving(patient, tmp_path, environ, ours=True) as (port, served):
             answers = ask_all(port, FLASK, -(-60 // len(FLASK)))
             killed = workers(tmp_path)
             assert len(killed) == 3
+            time.sleep(1)  # a request ends after its answer has been sent
             for pid in killed[:2]:
                 os.kill(pid, signal.SIGKILL)
             answers += ask_all(port, FLASK, -(-60 // len(FLASK)))
