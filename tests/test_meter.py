@@ -383,10 +383,11 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
             assert {bytes(one.span_id) for one in point.exemplars} & kept
 
 
+GUNICORN = "3 workers that gunicorn forks from one that has the app"
 CASES = {
     "uvicorn": (uvicorn("starlette_app:app"), STARLETTE),
     "4 workers of uvicorn": (uvicorn("starlette_app:app", "--workers", "4"), STARLETTE),
-    "3 workers that gunicorn forks from one that has the app": (
+    GUNICORN: (
         # Which kills workers that it has heard nothing of, on a machine that stood still, too.
         gunicorn("flask_app:app", "-w", "3", "--preload", "--timeout", "120", "--graceful-timeout", "60"),
         FLASK,
@@ -411,9 +412,12 @@ def test_what_servers_answered_and_what_their_processes_told_are_the_same(
 
 
 def told_and_wanted(
-    case: str, preference: str, folder: Path
+    case: str, preference: str, folder: Path, kills: int = 0
 ) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]], str]:
-    """How often requests were told of by method, route and status, how often they were answered, and the output."""
+    """How often requests were told of by method, route and status, how often they were answered, and the output.
+
+    Of the workers some are killed, and others asked the same.
+    """
     command, asks = CASES[case]
     with collecting(take) as server:
         export = f"{{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
@@ -421,6 +425,11 @@ def told_and_wanted(
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
         with serving(command, folder, environ, ours=True) as (port, served):
             answers = ask_all(port, asks, -(-200 // len(asks)))
+            if kills:
+                time.sleep(1)  # a request ends after its answer has been sent
+                for pid in workers(folder)[:kills]:
+                    os.kill(pid, signal.SIGKILL)
+                answers += ask_all(port, asks, -(-60 // len(asks)))
         wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
         return finally_told(server, preference, wanted), wanted, served.output
 
@@ -464,22 +473,11 @@ def workers(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("preference", ["cumulative", "delta"])
 def test_what_a_worker_had_answered_that_was_killed_is_told_with_the_rest(preference: str, tmp_path: Path) -> None:
-    with collecting(take) as server:
-        (tmp_path / "profile.yaml").write_text(
-            f"requests: {{ignore: [/health]}}\nexport: {{otlp: {{endpoint: {url(server)}}}}}"
-        )
-        environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
-        patient = gunicorn("flask_app:app", "-w", "3", "--timeout", "120", "--graceful-timeout", "60")
-        with serving(patient, tmp_path, environ, ours=True) as (port, served):
-            answers = ask_all(port, FLASK, -(-60 // len(FLASK)))
-            killed = workers(tmp_path)
-            assert len(killed) == 3
-            time.sleep(1)  # a request ends after its answer has been sent
-            for pid in killed[:2]:
-                os.kill(pid, signal.SIGKILL)
-            answers += ask_all(port, FLASK, -(-60 // len(FLASK)))
-        wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
-        assert finally_told(server, preference, wanted) == wanted, served.output
+    for _ in range(3):
+        found, wanted, output = told_and_wanted(GUNICORN, preference, tmp_path, kills=2)
+        if not any(words in output for words in UNTOLD):
+            break
+    assert found == wanted, f"lacking: {wanted - found}; too many: {found - wanted}; {output}"
 
 
 # ---------------------------------------------------------------- calls
