@@ -152,6 +152,7 @@ class Told:
 
     def __init__(self, requests: KeyedRequests, spans: Sequence[Span], number: int) -> None:
         self.is_over = self.is_behind = False
+        self.lag_ns = 0
         self.ids = Ids([number, number, number], str(number))
         requests.members[number] = self
         self.requests, self.spans = requests, spans
