@@ -61,6 +61,12 @@ CARDS = [
 ]
 """On each with cuda-bindings, and as on a machine without them."""
 
+CARDS_TO_WAIT_ON = [
+    *CARDS[:3],
+    pytest.param(*CARDS[3].values, marks=[*CARDS[3].marks, pytest.mark.slow], id=CARDS[3].id),
+]
+"""For tests that take their time: of the two that are no card, one is enough where it is short."""
+
 BY_BINDINGS = [CARDS[0], CARDS[2]]
 
 
@@ -167,11 +173,7 @@ def test_a_spin_is_as_long_as_plain_events_say_or_labelled(card: Card, session: 
         assert any(part.label == "exclusive" for part in parts)
 
 
-@pytest.mark.parametrize(
-    "card",
-    [*CARDS[:3], pytest.param(*CARDS[3].values, marks=[*CARDS[3].marks, pytest.mark.slow], id=CARDS[3].id)],
-    indirect=True,
-)
+@pytest.mark.parametrize("card", CARDS_TO_WAIT_ON, indirect=True)
 def test_begin_and_end_lie_where_the_host_knows_them_to(card: Card, session: Any) -> None:
     """The stream waits for a gate that the host opens, and the host sees when it has come to the end."""
     running = session()
@@ -366,7 +368,7 @@ def test_the_resolver_never_ends_a_global_capture(card: Card, session: Any, aske
     value(cuda.cuStreamDestroy(captured))
 
 
-@pytest.mark.parametrize("card", CARDS, indirect=True)
+@pytest.mark.parametrize("card", CARDS_TO_WAIT_ON, indirect=True)
 def test_to_stop_with_work_pending_waits_for_none_of_it(card: Card, session: Any) -> None:
     session()
     last = card.cuda.Event()

@@ -106,7 +106,9 @@ def way_to(collector: Receiver, protocol: str = "http/protobuf", compression: st
     return Otlp(endpoint, protocol, timeout_ns=60 * SECOND, compression=compression)
 
 
-@pytest.mark.parametrize(("protocol", "compression"), WAYS)
+@pytest.mark.parametrize(
+    ("protocol", "compression"), [pytest.param(*way, marks=[pytest.mark.slow] * ("none" in way)) for way in WAYS]
+)
 def test_every_span_of_large_and_small_trees_arrives_exactly(
     collector: Receiver, protocol: str, compression: str
 ) -> None:

@@ -216,7 +216,9 @@ def check(text: str) -> None:
         assert line.isprintable(), line
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=[pytest.mark.slow] * (name == "at least")) for name in OPTIONS]
+)
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str, options: str) -> None:
