@@ -616,13 +616,22 @@ while not os.path.exists("over") and time.monotonic() < end:
 """
 
 
+def proportional_kib(pid: int) -> int:
+    """The memory of a process, of pages that it shares its part."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(rollup.partition("\nPss:")[2].split()[0])
+
+
 @pytest.mark.slow
-def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_its_export() -> None:
+def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_its_export_nor_fills_memory() -> None:
     with collecting(be_slow) as server:
-        profile(server)
+        profile(server, "limits: {ring: 4MiB}")
         service = begin(FLOODS)
         try:
-            until(lambda: len(server.taken) > 10_000)
+            until(lambda: len(server.taken) > 30_000)
+            (agent,) = agents()
+            (exporter,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+            assert proportional_kib(agent) + proportional_kib(exporter) < 60 << 10
             Path("flooded").touch()
             until(lambda: Counter(len(spans) for spans in server.spans.values())[spans_of(10)] == 1)
         finally:

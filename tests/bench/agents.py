@@ -13,8 +13,7 @@ time of a request, which other work on the machine changes less. Where there is 
 than one core the servers have the last one, and client, collector and agents the others.
 
 `--memory SECONDS` tells the memory of the agent and of its exporter instead, while the service records nothing and then
-`--rate` spans a second. Pages that several processes share count to each in part; those of the recordings, which the
-service has made, stand apart.
+`--rate` spans a second. Pages that several processes share count to each in part.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> I
 
 
 MEMORY_CALLS, IDLE_S = 499, 3
-MEMORY = ("Rss", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
+MEMORY = ("Rss", "Anonymous", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
 
 def memory_of(pid: int) -> dict[str, float]:
@@ -221,8 +220,9 @@ def tell_memory(when: str, agent: int) -> None:
     both = [memory_of(agent), memory_of(exporter)]
     for name, its in zip(("agent", "exporter"), both, strict=True):
         print(f"{when:8} {name:9}" + "".join(f"{kind:>10} {size:5.1f}" for kind, size in its.items()))
-    own = sum(one["Pss"] - one["Pss_Shmem"] for one in both)
-    print(f"{when:8} together {own:.1f} MB less recordings, of which they share {both[1]['Pss_Shmem']:.1f} MB")
+    own, alone = (sum(one[kind] for one in both) for kind in ("Pss", "Pss_Anon"))
+    alone += max(one["Rss"] - one["Anonymous"] for one in both)  # the agent's programs are among its exporter's
+    print(f"{when:8} together {own:.1f} MB, {alone:.1f} where no other process has their programs")
 
 
 def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
