@@ -601,13 +601,12 @@ print(found.complete, found.exported, found.pending)
 
 
 FLOODS = f"""{SERVICE}
-child = os.fork()
+child, end, x = os.fork(), time.monotonic() + 100, 0
 if child == 0:
-    while not os.path.exists("flooded"):
+    while not os.path.exists("flooded") and time.monotonic() < end:
         time.sleep(0.01)
     for x in range(10):
         serve(x)
-end, x = time.monotonic() + 100, 0
 while not os.path.exists("over") and time.monotonic() < end:
     for _ in range(200):
         if child:

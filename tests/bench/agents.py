@@ -231,24 +231,26 @@ def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "service.py").write_text(SERVICE)
         server = Server("agent", Path(folder), options, collector.port, os.sched_getaffinity(0))
-        server.ask(1)
-        time.sleep(IDLE_S)
-        agent = agent_of(server)
-        tell_memory("idle", agent)
-        (exporter,) = children_of(agent)
-        begin, asked, before_s = time.monotonic(), 0, processor_s(exporter)
-        while (passed_s := time.monotonic() - begin) < options.memory:
-            if asked * (MEMORY_CALLS + 1) < passed_s * options.rate:
-                server.ask(1)
-                asked += 1
-            else:
-                time.sleep(0.001)
-        tell_memory("loaded", agent)
-        spans, took_s = asked * (MEMORY_CALLS + 1), processor_s(exporter) - before_s
-        print(
-            f"{spans / passed_s:,.0f} spans a second, the exporter's processor {1e6 * took_s / spans:.2f} us for each"
-        )
-        print(server.stop() or "no losses said")
+        try:
+            server.ask(1)
+            time.sleep(IDLE_S)
+            agent = agent_of(server)
+            tell_memory("idle", agent)
+            (exporter,) = children_of(agent)
+            begin, asked, before_s = time.monotonic(), 0, processor_s(exporter)
+            while (passed_s := time.monotonic() - begin) < options.memory:
+                if asked * (MEMORY_CALLS + 1) < passed_s * options.rate:
+                    server.ask(1)
+                    asked += 1
+                else:
+                    time.sleep(0.001)
+            tell_memory("loaded", agent)
+            spans, took_s = asked * (MEMORY_CALLS + 1), processor_s(exporter) - before_s
+            print(
+                f"{spans / passed_s:,.0f} spans a second, {1e6 * took_s / spans:.2f} us of the exporter's processor each"
+            )
+        finally:
+            print(server.stop() or "no losses said")
 
 
 Turn = dict[str, list[float]]
