@@ -246,9 +246,8 @@ def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
                     time.sleep(0.001)
             tell_memory("loaded", agent)
             spans, took_s = asked * (MEMORY_CALLS + 1), processor_s(exporter) - before_s
-            print(
-                f"{spans / passed_s:,.0f} spans a second, {1e6 * took_s / spans:.2f} us of the exporter's processor each"
-            )
+            each_us = 1e6 * took_s / spans
+            print(f"{spans / passed_s:,.0f} spans a second, {each_us:.2f} us of the exporter's processor each")
         finally:
             print(server.stop() or "no losses said")
 
