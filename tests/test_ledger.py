@@ -118,6 +118,37 @@ def test_a_request_within_another_one_has_its_own_ledger_by_a_key_of_its_own() -
     }
 
 
+@pytest.mark.parametrize("key", ["a", ""])
+def test_requests_in_the_tree_of_another_one_have_their_own_ledgers_by_their_keys(key: str) -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key=key),
+        made(2, TOKENISE, 0, 10, 1),
+        made(3, WORKER, 20, 40, 1, key="b"),
+        made(4, WORKER, 50, 90, 1),
+        made(5, WAIT, 50, 60, 4, key="c"),
+        made(6, TOKENISE, 52, 56, 5),
+        made(7, WORKER, 62, 64, 4, key="c"),  # a part of that
+        made(10, STEP, 25, 35, thread=ENGINE, batch=["b"]),
+        made(11, STEP, 70, 80, thread=ENGINE, batch=["c", "b"]),
+    ]
+    for span in spans[1:7]:
+        span.root_id = 1
+    assert times_of(spans) == {
+        1: {"unknown": 30, "tokenise": 10, "sub-requests": 60},
+        3: {"queue": 5, "share of batches": 10, "unknown": 5},
+        4: {"generate": 6, "tokenise": 4, "queue": 10, "share of batches": 5, "waiting in batches": 5, "unknown": 10},
+    }
+
+
+def test_a_request_in_the_tree_of_another_one_without_a_key_is_a_part_of_it() -> None:
+    spans = [
+        made(1, CHAT, 0, 100),
+        made(3, WORKER, 20, 90, 1, key="b"),
+        made(10, STEP, 25, 35, thread=ENGINE, batch=["b"]),
+    ]
+    assert times_of(spans) == {1: {"queue": 25, "share of batches": 10, "unknown": 65}}
+
+
 def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     trace = trace_of(engine())
     joined = join(trace)
