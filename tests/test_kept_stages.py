@@ -322,3 +322,32 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
         ("queue", short), ("prefill", short), ("decode", short),
     }  # fmt: skip
     assert len(front.trees.stages) == 0
+
+
+@pytest.mark.parametrize("is_keyed", [True, False])
+def test_requests_in_the_tree_of_another_one_have_stages_of_their_own(is_keyed: bool, clock: Clock) -> None:
+    run = Run()
+    top = run.add(run.front, CHAT, 0, 30 * S, key="all" if is_keyed else "")
+    run.add(run.front, TOKENISE, 5, S, top)
+    for at, key in enumerate(("b", "c")):
+        its = run.add(run.front, Site("one of all", "request"), at * S + S, 25 * S + at * S, top, key=key)
+        its.span_id, its.root_id = its.span_id & ~REQUEST_BIT, top.span_id  # as of all that began within a request
+        its.attributes = {**its.attributes, "number": its.span_id}
+        run.add(run.front, TOKENISE, at * S + S + 5, at * S + S + 50, its)
+        run.add(run.engine, ACCEPT, at * S + S + 60, at * S + S + 90, key=key)
+    for at_ns in range(3 * S, 29 * S, S):
+        run.add(run.engine, EXECUTE, at_ns, at_ns + S * 9 // 10, batch=["b", "c"] if at_ns < 20 * S else ["c"])
+    front, engine = by_agent(run, clock)
+    stages, links, parents = by_convert(run)
+    assert {one[0] for one in stages} == {run.front[2].span_id, run.front[4].span_id}
+    assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(stages)
+    found = list(identify([*front.sent, *front.derived], front.ids))
+    assert {one[0] for one in found} == {front.ids.trace_id(top.span_id)}
+    number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
+    sent = {number_of[one]: number_of[parent] for _, one, parent, *_ in identify(engine.sent, engine.ids) if parent}
+    assert sent == {one: parent for one, parent in parents.items() if one in {span.span_id for span in run.engine}}
+    batches = [span for span in engine.sent if span.site is EXECUTE]
+    assert all(
+        {link.trace_id for link in links_of(span, engine.ids)} == {front.ids.trace_id(top.span_id)} for span in batches
+    )
+    assert {span.span_id for span in batches} == set(links)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instrument.agent.keyed_requests import KeyedRequest, KeyedRequests
 from instrument.agent.served_batches import ServedBatches
 from instrument.otlp.packing import Ids
-from instrument.recording.spans import BATCH_WEIGHTS, AttributeValue, Site, Span
+from instrument.recording.spans import BATCH_WEIGHTS, AttributeValue, RemoteParent, Site, Span
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, Served, each_once
@@ -43,6 +43,7 @@ class _Kept:
 
     request: KeyedRequest
     first: Span
+    remote: RemoteParent | None
     since_ns: int
     is_new: bool = True
 
@@ -60,12 +61,12 @@ class KeptStages:
         """How many requests wait for their stages."""
         return len(self._kept)
 
-    def add(self, request: KeyedRequest, first: Span) -> None:
-        """A request is kept, whose own span this is."""
+    def add(self, request: KeyedRequest, first: Span, remote: RemoteParent | None) -> None:
+        """A request is kept, whose own span this is, in a tree that a caller called."""
         if request.work is None:
             self.untold += 1
         else:
-            self._kept[first.root_id] = _Kept(request, first, time.monotonic_ns())
+            self._kept[first.span_id] = _Kept(request, first, remote, time.monotonic_ns())
 
     def add_late(self, spans: Sequence[Span], ids: Ids) -> None:
         """More has come of a request's own tree."""
@@ -95,7 +96,7 @@ class KeptStages:
         if served:
             trace, joined = _columns(served, batches)
             for place, spans in sorted(stage_spans(trace, joined, kinds=self._requests.kinds).items()):
-                _bear(spans, served[place].kept.first)
+                _bear(spans, served[place].kept)
                 told.append(spans)
         for one in kept:
             self._requests.settle(one.request)
@@ -196,9 +197,10 @@ def _columns(served: Sequence[_Served], batches: ServedBatches) -> tuple[Trace, 
     return trace, joined
 
 
-def _bear(spans: Sequence[Span], first: Span) -> None:
-    """Make them spans of the request whose own span this is."""
+def _bear(spans: Sequence[Span], kept: _Kept) -> None:
+    """Make them spans of a request."""
+    first = kept.first
     for place, span in enumerate(spans):
         span.span_id = DERIVED | (first.span_id << STAGES_BITS | place) & (1 << 62) - 1
         span.parent_id, span.root_id = first.span_id, first.root_id
-        span.thread_id, span.task_id, span.remote = first.thread_id, first.task_id, first.remote
+        span.thread_id, span.task_id, span.remote = first.thread_id, first.task_id, kept.remote

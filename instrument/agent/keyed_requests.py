@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -211,12 +211,16 @@ class KeyedRequests:
                 self._bind(other, request)
 
     def _unbind(self, request: KeyedRequest) -> None:
-        for key in request.keys:
-            found = self._by_key.get(key, [])
-            if request in found:
-                found.remove(request)
-                if not found:
-                    del self._by_key[key]
+        for key in list(request.keys):
+            self._release(key, request)
+
+    def _release(self, key: str, request: KeyedRequest) -> None:
+        request.keys.pop(key, None)
+        found = self._by_key.get(key, [])
+        if request in found:
+            found.remove(request)
+            if not found:
+                del self._by_key[key]
 
     def _needed(self) -> Needed:
         asked = [*self._by_root.values(), *self._staged]
@@ -247,6 +251,18 @@ class KeyedRequests:
             if request not in self._by_key.get(key, ()):
                 self._bind(key, request)
         return request
+
+    def note_within(self, request: KeyedRequest, first: Span, spans: Sequence[Span], ids: Ids) -> KeyedRequest:
+        """One in the tree of a request that has been noted is a request of its own; `spans` are its own."""
+        caller = replace(request.caller, span_id=ids.span_id(first.span_id))
+        found = KeyedRequest(ids.instance, first.start_ns, first.end_ns, caller, is_kept=True, within=request)
+        if request.work is not None:
+            found.work = []
+            self._staged[found] = None
+        for key in dict.fromkeys(found.take_in(spans, ids, is_own=True)):
+            self._release(key, request)
+            self._bind(key, found)
+        return found
 
     def add(self, request: KeyedRequest, spans: Sequence[Span], ids: Ids, *, is_own: bool = False) -> None:
         """Spans have come below a request, or more of its own tree: their keys are the request's, too."""

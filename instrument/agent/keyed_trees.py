@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from instrument.agent.kept_stages import KeptStages
 from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of
 from instrument.otlp.packing import Ids
@@ -26,6 +28,8 @@ from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, LINK, AttributeValue, LinkedRequest, RemoteParent, Span, link_of
+from instrument.trace.joined import join
+from instrument.trace.of_spans import trace_of
 
 MOST_WAITING = 50_000
 """Spans of a process that wait for their requests; of more the oldest go on without."""
@@ -277,7 +281,7 @@ class KeyedTrees:
         if request is None or not request.is_kept:
             if one.is_request:
                 self._link_to_around(spans[0])
-                self.stages.add(requests.note(spans, self._ids), spans[0])
+                self._note(spans)
             elif (one.was_open and not is_over) or not one.is_kept:
                 return []
         else:
@@ -291,6 +295,16 @@ class KeyedTrees:
             requests.add(request, spans, self._ids)
         self._link(spans)
         return [spans]
+
+    def _note(self, spans: Sequence[Span]) -> None:
+        """A request is kept, and so are those of its tree that are requests of their own."""
+        requests, ids, first = self._requests, self._ids, spans[0]
+        apart = sub_requests(spans) if any(one.site.kind == "request" for one in spans[1:]) else {}
+        theirs = {one.span_id for its in apart.values() for one in its}
+        whole = requests.note([one for one in spans if one.span_id not in theirs], ids)
+        self.stages.add(whole, first, first.remote)
+        for place, its in apart.items():
+            self.stages.add(requests.note_within(whole, spans[place], its, ids), spans[place], first.remote)
 
     def _below(self, one: _Waiting, request: KeyedRequest) -> RemoteParent:
         """What of a request such spans lie below: a part of it that began in its tree stays where it is."""
@@ -316,6 +330,13 @@ class KeyedTrees:
             links = dict.fromkeys(LinkedRequest(0, 0, one.caller) for one in found if one is not None)
             if links:
                 span.links = tuple(links)
+
+
+def sub_requests(spans: Sequence[Span]) -> Mapping[int, list[Span]]:
+    """The spans of those in a request's tree that are requests of their own, by the places of these."""
+    joined = join(trace_of(spans))
+    its = [(place, row) for place, row in enumerate(joined.rows.tolist()) if row and place in joined.keys]
+    return {row: [spans[one] for one in np.flatnonzero(joined.of == place).tolist()] for place, row in its}
 
 
 def _keys_of(spans: Sequence[Span]) -> Iterator[str]:
