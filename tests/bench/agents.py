@@ -9,8 +9,15 @@ of a process lies makes it faster or slower than another by more than what is lo
 
 A latency is told in units of the bare server's median in its turn. Told are the medians and the 99th percentiles of
 these, as ratios to the bare server's, with 95 % confidence from drawing the turns anew (bootstrap), and the processor
-time of a request, which other work on the machine changes less. Where there is more
-than one core the servers have the last one, and client, collector and agents the others.
+time of a request, which other work on the machine changes less: of each turn that of a server less that of the bare
+one, and the median of these; and what the agent and its child take. Where there is more than one core the servers have
+the last one, and client, collector and agents the others.
+
+`--demo` asks the demonstration (`examples/chat`, `configs/chat.yaml`) instead, with `--engine-process` in two
+processes.
+
+One block decides little: on two cores that others used, too, processor time differed by 3 to 10 % either way between
+servers that do the same. Take ten, on a machine that is idle; `tests/bench/service.py` compares within one process.
 
 `--memory SECONDS` tells the memory of the agent and of its exporter instead, while the service records nothing and then
 `--rate` spans a second. Pages that several processes share count to each in part.
@@ -20,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import signal
@@ -31,13 +39,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy
+import yaml
 
 from instrument.runtime import packets, run_folder
 
+ROOT = Path(__file__).resolve().parents[2]
 SERVICE = """
 import sys
 import uvicorn
@@ -66,16 +76,13 @@ service: bench
 requests: auto
 functions:
   - match: "__main__:work"
-export:
-  summary: {{to: stderr}}
-"""
-EXPORT = """  otlp: {{endpoint: "http://127.0.0.1:{collector}"}}
-capture: {{sample: 1}}
 """
 STATES = ("bare", "agent", "in the process")
 DRAWS = 1_000
 LIMIT_S = 60
 REQUEST = b"GET / HTTP/1.1\r\nHost: bench\r\n\r\n"
+ASKED = json.dumps({"prompt": "Tell me about the sea", "max_tokens": 16}).encode()
+DEMO_REQUEST = b"POST /generate HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n%b" % (len(ASKED), ASKED)
 
 
 def free_port() -> int:
@@ -107,24 +114,71 @@ class Collector:
             writer.close()
 
 
+def processes() -> list[int]:
+    """All that there are now."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def command_of(process: int) -> str:
+    """The words of a process's command, "" of one that is no more."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+    return ""
+
+
+def children_of(process: int) -> list[int]:
+    """Those that its threads have begun."""
+    threads = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def processor_s(process: int) -> float:
+    """Processor time of all threads that a process has now."""
+    threads = Path(f"/proc/{process}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def profile_of(state: str, options: argparse.Namespace, collector: int) -> str:
+    """The profile of a server, as text."""
+    otlp = {"endpoint": f"http://127.0.0.1:{collector}"} if options.export else None
+    document = yaml.safe_load((ROOT / "configs" / "chat.yaml").read_text() if options.demo else PROFILE)
+    document["export"] = {"summary": {"to": "stderr"}, **({"otlp": otlp} if otlp else {})}
+    document["capture"] = {"sample": 1.0 if otlp else 0.001}
+    return str(yaml.safe_dump({**document, **({"agent": "off"} if state != "agent" else {})}))
+
+
+def is_whole(answer: bytes) -> bool:
+    """Whether all of an answer has come."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: *(\d+)", head)
+    return length is not None and len(body) == int(length[1])
+
+
 class Server:
     """One of the servers, and a connection to it."""
 
     def __init__(self, state: str, folder: Path, options: argparse.Namespace, collector: int, core: set[int]) -> None:
         self.port, self.took_s = free_port(), list[float]()
+        self.request = DEMO_REQUEST if options.demo else REQUEST
         profile = folder / f"{state}.yaml"
-        text = PROFILE + (EXPORT if options.export else "") + ("agent: off\n" if state != "agent" else "")
-        profile.write_text(text.format(collector=collector))
+        profile.write_text(profile_of(state, options, collector))
         words = ["service.py", str(self.port), str(options.calls), str(options.work)]
+        if options.demo:
+            words = ["-m", "chat.server", "--port", str(self.port), *["--engine-process"] * options.engine_process]
         ours = ["-m", "instrument", "run", "--profile", str(profile), "--"] if state != "bare" else []
         self.errors = (folder / f"{state}.errors").open("w+")
         own = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "INSTRUMENT"))}
+        own |= {"PYTHONPATH": str(ROOT / "examples"), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *ours, *words], cwd=folder, stderr=self.errors, stdout=self.errors, env=own
         )
-        self.socket = self._connected()
-        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), core)
+        self.processes = [self.process.pid]
+        self.ask(1)
+        self.processes += [one for one in children_of(self.process.pid) if "spawn_main" in command_of(one)]
+        for process in self.processes:
+            for thread in Path(f"/proc/{process}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), core)
+        self.took_s.clear()
 
     def _connected(self) -> socket.socket:
         end = time.monotonic() + LIMIT_S
@@ -141,26 +195,32 @@ class Server:
 
     def processor_s(self) -> float:
         """Processor time of all threads that the server has now."""
-        return processor_s(self.process.pid)
+        return sum(map(processor_s, self.processes))
+
+    def agents_s(self) -> float:
+        """That of the agent of its run and of the agent's children, where it has one."""
+        agents = [process for process in processes() if f'"first": {self.process.pid},' in command_of(process)]
+        return sum(processor_s(one) for agent in agents for one in (agent, *children_of(agent)))
 
     def ask(self, times: int) -> list[float]:
         """Latencies of so many requests, one after the other, in seconds; what they took of a processor is added."""
-        found, before_s = [], self.processor_s()
-        for _ in range(times):
-            begin = time.perf_counter()
-            self.socket.sendall(REQUEST)
-            answer = b""
-            while not answer.endswith(b"ok"):
-                answer += (more := self.socket.recv(4096))
-                if not more or not answer.startswith(b"HTTP/1.1 200"):
-                    raise RuntimeError(f"a request failed: {answer!r:.200}")
-            found.append(time.perf_counter() - begin)
+        found = []
+        with self._connected() as connection:  # a new one, for uvicorn closes those that wait for 5 s
+            before_s = self.processor_s()
+            for _ in range(times):
+                begin = time.perf_counter()
+                connection.sendall(self.request)
+                answer = b""
+                while not is_whole(answer):
+                    answer += (more := connection.recv(4096))
+                    if not more or not answer.startswith(b"HTTP/1.1 200"):
+                        raise RuntimeError(f"a request failed: {answer!r:.200}")
+                found.append(time.perf_counter() - begin)
         self.took_s.append((self.processor_s() - before_s) / times)
         return found
 
     def stop(self) -> str:
         """End it. What it said of losses."""
-        self.socket.close()
         self.process.send_signal(signal.SIGINT)
         self.process.wait(LIMIT_S)
         self.errors.seek(0)
@@ -277,6 +337,19 @@ def ratios(turns: list[Turn], rng: numpy.random.Generator) -> None:
             print(f"p{percentile} {state:15} {ratio:+7.2%}   ({low:+.2%} to {high:+.2%})")
 
 
+def processor_ratios(took_s: dict[str, list[float]], rng: numpy.random.Generator) -> None:
+    """Print how much more processor time a request takes than the bare server's: the median of turns' differences."""
+    bare = numpy.array(took_s["bare"])
+    print(f"processor time of a request, bare: {1e3 * numpy.median(bare):.3f} ms")
+    for state in STATES[1:]:
+        more = numpy.array(took_s[state]) - bare
+        drawn = numpy.median(rng.choice(more, (DRAWS, len(more))), axis=1)
+        low, high = numpy.percentile(drawn, (2.5, 97.5)) / numpy.median(bare)
+        middle = float(numpy.median(more))
+        share = middle / float(numpy.median(bare))
+        print(f"processor {state:15} {share:+7.2%}   ({low:+.2%} to {high:+.2%}), {1e6 * middle:+.0f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--blocks", type=int, default=4)
@@ -284,6 +357,8 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=20, help="requests in a row")
     parser.add_argument("--calls", type=int, default=40, help="of each request")
     parser.add_argument("--work", type=int, default=1000, help="steps of each call's loop, some 30 ns each")
+    parser.add_argument("--demo", action="store_true", help="ask the demonstration, of its own work")
+    parser.add_argument("--engine-process", action="store_true", help="of the demonstration: its engine is a process")
     parser.add_argument("--export", action="store_true", help="send every span over OTLP")
     parser.add_argument("--memory", type=float, metavar="SECONDS", help="tell the agent's memory under such a load")
     parser.add_argument("--rate", type=int, default=50_000, help="spans a second of that load")
@@ -295,29 +370,31 @@ def main() -> None:
     os.sched_setaffinity(0, set(cores[:-1]) or set(cores))
     collector, rng, turns = Collector(), numpy.random.default_rng(7), list[Turn]()
     took_s: dict[str, list[float]] = {state: [] for state in STATES}
+    agents_s, wall_s, asked = 0.0, 0.0, 0
     for _ in range(options.blocks):
         with servers_of(options, collector.port, {cores[-1]}) as servers:
             for server in servers.values():
-                server.ask(50)
+                server.ask(options.burst)
+            agents_s, wall_s = agents_s - servers["agent"].agents_s(), wall_s - time.monotonic()
             for _ in range(options.turns):
                 order = [STATES[place] for place in rng.permutation(len(STATES))]
                 turn: Turn = {state: [] for state in STATES}
                 for state in (*order, *reversed(order)):
                     turn[state] += servers[state].ask(options.burst)
                 turns.append(turn)
-            for state in STATES:
-                took_s[state] += servers[state].took_s[1:]
+                for state in STATES:
+                    took_s[state].append(statistics.mean(servers[state].took_s[-2:]))
+            asked += 2 * options.turns * options.burst
+            agents_s, wall_s = agents_s + servers["agent"].agents_s(), wall_s + time.monotonic()
     bare_s = statistics.median(latency for turn in turns for latency in turn["bare"])
-    rate = (options.calls + 1) / bare_s
-    processor = {state: statistics.median(its) for state, its in took_s.items()}
-    asked = len(turns) * 2 * options.burst
-    print(f"{asked} requests in each state, {1e3 * bare_s:.2f} ms and {options.calls} calls each:")
-    print(f"{rate:,.0f} spans a second while one is asked; the collector got {collector.bytes / 1e6:.1f} MB")
+    print(f"{asked} requests in each state, {1e3 * bare_s:.2f} ms each, bare")
+    if not options.demo:
+        print(f"{(options.calls + 1) / bare_s:,.0f} spans a second while one is asked")
+    if options.export:
+        print(f"the collector got {collector.bytes / 1e6:.1f} MB")
     ratios(turns, rng)
-    for state in STATES[1:]:
-        print(
-            f"processor {state:15} {processor[state] / processor['bare'] - 1:+7.2%} of {1e3 * processor['bare']:.2f} ms"
-        )
+    processor_ratios(took_s, rng)
+    print(f"the agent and its children: {agents_s / wall_s:.2%} of a processor")
 
 
 if __name__ == "__main__":
