@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from instrument import chrome
+from instrument.agent.column_shelf import rows_of
 from instrument.recording.mapped import Mapped
+from instrument.recording.rows import span_of
 from instrument.recording.spans import Origin, Site, Span, Trace
 from instrument.recording.tally import Tally
 from instrument.sessions.stretch import TakenStretch
@@ -26,6 +28,7 @@ from instrument.trace.of_spans import trace_of
 from instrument.trace.self_times import stood_aside, waiting_times
 
 PAUSE_S = 0.001
+SITE = Site("any")
 
 
 class Pauses:
@@ -324,6 +327,10 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
         saved = saved_of(Mapped(recorder.memory_fd))
         assert numbers_of(saved.columns) == expected
         assert lines_of(saved.counted()) == waiting(recorder)
+        mapped = Mapped(recorder.memory_fd)
+        details, _ = mapped.details_since(0)
+        drained = [span_of(row, SITE, 1) for ring in mapped.rows() for row in rows_of(ring.rows, details)]
+        assert numbers_of(trace_of(drained)) == expected
     trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, recorder.spans(), {1: "main"})
     read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
     assert numbers_of(trace_of(read.spans)) == expected

@@ -49,6 +49,7 @@
 #include "_recorder_ring.h"
 #include "_recorder_context.h"
 #include "_recorder_device.h"
+#include "_recorder_rows.h"
 #include "_recorder_span.h"
 #include "_recorder_callables.h"
 #include "_recorder_scopes.h"

@@ -1,0 +1,213 @@
+/* Hot: the row of a span that has ended, and what it adds to the totals. A part of `_recorder.c`. */
+
+static uint64_t
+bytes_in(PyObject *attributes)
+{
+    PyObject *moved = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_bytes) : NULL; /* borrowed */
+    uint64_t bytes = moved != NULL && PyLong_Check(moved) ? PyLong_AsUnsignedLongLong(moved) : 0;
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return bytes;
+}
+
+/* The totals of a call path on the ring's thread; NULL without memory. */
+static SELDOM totals_t *
+find_totals_here(Ring *ring, node_t *node)
+{
+    totals_t *totals = totals_of(ring, node->index);
+    if (totals != NULL) {
+        node->totals = totals;
+        node->ring_number = ring->number;
+    }
+    return totals;
+}
+
+static inline totals_t *
+totals_here(Ring *ring, node_t *node)
+{
+    return __builtin_expect(node->ring_number == ring->number, 1) ? node->totals : find_totals_here(ring, node);
+}
+
+/* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
+static PyObject *
+error_told(PyObject *attributes, PyObject *error)
+{
+    PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
+    if (status == NULL) {
+        if (PyErr_Occurred())
+            PyErr_Clear();
+        return error;
+    }
+    PyObject *type = PyDict_GetItemWithError(attributes, str_error_type);
+    PyErr_Clear();
+    if (!PyUnicode_Check(status))
+        return error;
+    if (PyUnicode_Compare(status, str_ok) == 0)
+        return NULL;
+    if (PyUnicode_Compare(status, str_error) != 0)
+        return error;
+    if (type != NULL && PyUnicode_Check(type) && PyUnicode_GET_LENGTH(type) > 0)
+        return type;
+    return error != NULL ? error : str_other;
+}
+
+/* What a row has beside its numbers: attributes alone or an active time alone as they are, which most have that have
+ * anything. */
+static PyObject *
+rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
+{
+    if (error == NULL && attributes == NULL)
+        return number_as_rare(active_ns);
+    if (error == NULL && active_ns < 0 && PyDict_Check(attributes))
+        return Py_NewRef(attributes);
+    return Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
+                         attributes != NULL ? attributes : Py_None);
+}
+
+/* Write the row of a span, which takes the reference of what is rare, and count it. Gives what the row held before, to be
+ * let go of last: that may run code of the host's. */
+static inline __attribute__((always_inline)) PyObject *
+write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, PyObject *rare,
+          uint64_t moved_bytes)
+{
+    node_t *node = frame->node;
+    int64_t start_ns = frame->start_ns, total_ns = end_ns - start_ns, children_ns = frame->children_ns;
+    if (__builtin_expect(total_ns < 0, 0)) { /* the time stamp counters of two processors may differ by a little */
+        end_ns = start_ns;
+        total_ns = 0;
+    }
+    PyObject *old = rare;
+    if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
+        ring->too_short++;
+    } else {
+        uint64_t head = ring->head;
+        row_t *row = &ring->rows[head & ring->mask];
+        if (__builtin_expect((uintptr_t)ring->has_rare | (uintptr_t)rare, 0)) { /* else it is NULL, as no row had any */
+            ring->has_rare = 1;
+            old = row->rare;
+            row->rare = rare;
+        }
+        memcpy(&row->span_id, &frame->span_id, 2 * sizeof row->span_id); /* and the parent's */
+        row->root_id = frame->root_id;
+        row->start_ns = start_ns;
+        row->end_ns = end_ns;
+        row->children_ns = children_ns;
+        row->node = node->index;
+        row->task = (uint32_t)(frame->task >> 4);
+        /* Whoever reads from outside finds a row whole as soon as it is counted. */
+        __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
+        __builtin_prefetch(row + 1, 1);
+    }
+    totals_t *totals = node->totals;
+    if (__builtin_expect(node->ring_number != ring->number, 0) && (totals = find_totals_here(ring, node)) == NULL) {
+        count(core, NOT_TALLIED);
+        return old;
+    }
+    if (total_ns < totals->min_ns)
+        totals->min_ns = total_ns;
+    if (total_ns > totals->max_ns)
+        totals->max_ns = total_ns;
+    if (__builtin_expect(start_ns < totals->first_ns, 0)) {
+        totals->first_ns = start_ns;
+        totals->first_total_ns = total_ns;
+    }
+    totals->calls++;
+    if (error != NULL)
+        totals->errors++;
+    if (moved_bytes != 0)
+        totals->moved_bytes += moved_bytes;
+    if (!frame->is_inner)
+        add_time(core, &totals->total_ns, total_ns);
+    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
+    if (__builtin_expect(own_ns >= 0, 1))
+        add_time(core, &totals->self_ns, own_ns);
+    size_t waiting = totals->waiting_count;
+    totals->waiting_count++;
+    totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
+    if (__builtin_expect(waiting == BUCKETS_WAITING - 1, 0))
+        count_all_waiting(core, totals);
+    return old;
+}
+
+/* Store a span that has neither an error nor attributes: what most are. */
+static inline __attribute__((always_inline)) void
+store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
+{
+    if (__builtin_expect(ring->rows == NULL, 0)) /* reset meanwhile, and no memory for a new one */
+        return;
+    drop_rare(write_row(core, ring, frame, end_ns, -1, NULL, NULL, 0));
+}
+
+/* How long what is awaited around an open span has been suspended since the span began. */
+static int64_t
+waited_since_begin(const Frame *self, int64_t now_ns)
+{
+    const Stepped *around = self->stepped;
+    if (around == NULL)
+        return 0;
+    int64_t waited_ns = around->waited_ns - self->waited_before_ns;
+    if (around->suspended_ns != 0)
+        waited_ns += now_ns - around->suspended_ns;
+    return waited_ns > 0 ? waited_ns : 0;
+}
+
+/* How long an open span has waited: at least as long as its children, should nobody have seen it suspended itself. */
+static inline int64_t
+waited_of(const Frame *self, int64_t now_ns)
+{
+    int64_t waited_ns = self->stepped == NULL ? 0 : waited_since_begin(self, now_ns);
+    if (waited_ns < self->children_waited_ns)
+        waited_ns = self->children_waited_ns;
+    int64_t total_ns = now_ns - self->frame->start_ns;
+    return waited_ns < total_ns ? waited_ns : total_ns > 0 ? total_ns : 0;
+}
+
+/* The span waited so long of its time; in `active_ns` it ran, and was not suspended. Of its own time is what its children
+ * have not waited; what they ran and it did not is theirs. */
+static int64_t
+take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
+{
+    int64_t children_ran_ns = frame->children_ns - ((Frame *)frame->self)->children_waited_ns;
+    int64_t ran_ns = active_ns - children_ran_ns, own_ns = active_ns + waited_ns - frame->children_ns;
+    frame->children_ns -= waited_ns;
+    ran_ns = ran_ns > 0 ? ran_ns : 0;
+    return own_ns > ran_ns ? own_ns - ran_ns : 0;
+}
+
+/* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
+static void
+store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, int64_t waited_ns, PyObject *error)
+{
+    int64_t own_waited_ns = 0;
+    if (waited_ns > 0) {
+        if (active_ns < 0)
+            active_ns = end_ns - frame->start_ns - waited_ns;
+        own_waited_ns = take_waited(frame, active_ns, waited_ns);
+    }
+    PyObject *rare = NULL;
+    uint64_t moved_bytes = 0;
+    if (frame->attributes != NULL)
+        error = error_told(frame->attributes, error);
+    if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
+        rare = rare_of(active_ns, error, frame->attributes);
+        if (rare == NULL) {
+            PyErr_Clear();
+            count(core, NO_DETAILS);
+        }
+        if (frame->node->is_copy && frame->attributes != NULL)
+            moved_bytes = bytes_in(frame->attributes);
+        if (core->memory != NULL && !is_number(rare))
+            write_detail(core, frame->span_id, active_ns, error, frame->attributes);
+    }
+    if (ring->rows == NULL) { /* reset meanwhile, and no memory for a new one */
+        drop_rare(rare);
+        return;
+    }
+    PyObject *old = write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
+    totals_t *totals = own_waited_ns > 0 ? totals_here(ring, frame->node) : NULL;
+    if (totals != NULL)
+        add_time(core, &totals->waiting_ns, own_waited_ns);
+    drop_rare(old);
+}
