@@ -24,10 +24,10 @@ from instrument import chrome
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
 from instrument.profile.model import SORT_KEYS, VIEWS
+from instrument.recording.allocations import Allocation
 from instrument.recording.spans import (
     HOST,
     WORK,
-    Allocation,
     Cost,
     DeviceInterval,
     FirstCall,

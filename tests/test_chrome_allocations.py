@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from instrument import chrome
 from instrument.chrome import reading
 from instrument.errors import TraceError
-from instrument.recording.spans import HOST, Allocation, Allocations, Origin, Site, Span, Trace
+from instrument.recording.allocations import Allocation, Allocations
+from instrument.recording.spans import HOST, Origin, Site, Span, Trace
 from instrument.trace import allocation_lists
 
 INT64 = 1 << 63

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from instrument import chrome
-from instrument.recording.spans import HOST, Allocation, Trace
+from instrument.recording.allocations import Allocation
+from instrument.recording.spans import HOST, Trace
 from instrument.report.calls import CallTimes
 from instrument.report.memory_view import memory
 from instrument.report.operators_view import operators

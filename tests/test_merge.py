@@ -22,7 +22,8 @@ from raw_spans import counted, traces
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.spans import HOST, LINK, Allocation, DeviceInterval, Gpu, Kernel, Origin, Site, Span, Trace
+from instrument.recording.allocations import Allocation
+from instrument.recording.spans import HOST, LINK, DeviceInterval, Gpu, Kernel, Origin, Site, Span, Trace
 from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
 from instrument.report.places import UNKNOWN

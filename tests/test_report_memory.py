@@ -27,7 +27,8 @@ import instrument
 from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
-from instrument.recording.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.recording.allocations import Allocation, Allocations
+from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.report.allocation_sums import Allocator, CountedAllocations, Level, Sums, Use, counted
 from instrument.report.memory_view import BEFORE, MemoryView, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places

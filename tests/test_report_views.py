@@ -20,10 +20,10 @@ from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.kinds import KINDS
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.recording.allocations import Allocation
 from instrument.recording.spans import (
     GAUGES,
     HOST,
-    Allocation,
     Cost,
     DeviceInterval,
     FirstCall,

@@ -22,7 +22,8 @@ from raw_spans import counted, traces
 import instrument
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.spans import HOST, Allocation, Kernel, Origin, Site, Span, Trace
+from instrument.recording.allocations import Allocation
+from instrument.recording.spans import HOST, Kernel, Origin, Site, Span, Trace
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording

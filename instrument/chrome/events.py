@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Allocations
+from instrument.recording.allocations import Allocations
 from instrument.trace import allocation_lists
 from instrument.trace.json_blocks import Json
 from instrument.trace.text import INT64, checked, nanoseconds

@@ -23,7 +23,8 @@ from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
 from instrument.recording import spans
-from instrument.recording.spans import FLOPS, HOST, Allocation, Allocations, Origin, Site, flops_told
+from instrument.recording.allocations import Allocation, Allocations
+from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_told
 from instrument.trace import columns
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, tops

@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from instrument.errors import TraceError
-from instrument.recording.spans import FLOPS, Allocations, Flops, Trace, flops_told
+from instrument.recording.allocations import Allocations
+from instrument.recording.spans import FLOPS, Flops, Trace, flops_told
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved

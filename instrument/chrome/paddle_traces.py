@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from instrument.recording.spans import HOST, Allocation, AttributeValue
+from instrument.recording.allocations import Allocation
+from instrument.recording.spans import HOST, AttributeValue
 from instrument.trace.text import checked, nanoseconds
 
 Attributes = tuple[tuple[str, AttributeValue], ...]

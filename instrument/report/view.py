@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
+from instrument.recording.allocations import Allocation
 from instrument.recording.lines import Lines
 from instrument.recording.spans import (
-    Allocation,
     Cost,
     Flops,
     Gpu,

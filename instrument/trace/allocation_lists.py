@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from instrument.recording.spans import Allocation, Allocations
+from instrument.recording.allocations import Allocation, Allocations
 from instrument.trace.text import checked, encode
 
 BATCH = 4096

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Allocation, Allocations
+from instrument.recording.allocations import Allocation, Allocations
 from instrument.trace.columns import FARTHEST_NS, Int64s
 
 ROW = np.dtype([(known.name, np.int64) for known in fields(Allocation)])

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from instrument.recording import spans
-from instrument.recording.spans import HOST, Allocations, Cost, FirstCall, Sample, Startup
+from instrument.recording.allocations import Allocations
+from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
 from instrument.recording.tally import Tally
 from instrument.trace.allocation_rows import ROW
 from instrument.trace.apart import ApartFile, Numbers

@@ -11,12 +11,12 @@ from operator import add
 from typing import Any, NamedTuple
 
 from instrument.profile.kinds import KINDS
+from instrument.recording.allocations import Allocations
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
     WORK,
-    Allocations,
     Cost,
     FirstCall,
     Flops,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import WORK, Allocation, Allocations, Kernel
+from instrument.recording.allocations import Allocation, Allocations
+from instrument.recording.spans import WORK, Kernel
 from instrument.trace.allocation_rows import ROW
 from instrument.trace.columns import FARTHEST_NS, Int64s, lie_within
 from instrument.trace.groups import ranked

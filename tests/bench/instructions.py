@@ -8,7 +8,7 @@ Python 3.11.7 built without profile (with one, what is around ours takes fewer):
 
     decorated call        449
     with scope            1264
-    coroutine             2543
+    coroutine             2555
     step of a generator   1177
 """
 

@@ -48,10 +48,10 @@ import instrument
 from instrument import chrome
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.allocations import Allocation
 from instrument.recording.lines import WIDTH
 from instrument.recording.spans import (
     HOST,
-    Allocation,
     DeviceInterval,
     Flops,
     Kernel,

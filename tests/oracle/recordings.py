@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
+from instrument.recording.allocations import Allocation
 from instrument.recording.spans import (
     BLOCKED_LOOP,
     HOST,
-    Allocation,
     Cost,
     DeviceInterval,
     FirstCall,

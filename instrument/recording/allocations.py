@@ -1,0 +1,104 @@
+"""What torch's allocator gave out and took back, as torch.profiler saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from operator import attrgetter, le
+from struct import Struct, error
+from typing import overload
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.
+
+    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are what the allocator then had in all, in
+    use and from the driver.
+    """
+
+    device: int
+    at_ns: int
+    thread_id: int
+    size_bytes: int
+    address: int
+    allocated_bytes: int
+    reserved_bytes: int = 0
+
+
+class Allocations(Sequence[Allocation]):
+    """Allocations in one piece of memory: objects are made of it when they are asked for.
+
+    `rows` has the fields of each as seven numbers of 64 bits, but for times counted from `base_ns`: 56 bytes, where an
+    object takes 320. Nobody may change them.
+    """
+
+    ROW = Struct("=7q")
+    _FACTS = attrgetter(*(each.name for each in fields(Allocation)))
+    __slots__ = ("base_ns", "rows")
+
+    def __init__(self, rows: bytes | bytearray = b"", base_ns: int = 0) -> None:
+        self.rows, self.base_ns = rows, base_ns
+
+    @classmethod
+    def of(cls, found: Iterable[Allocation]) -> Allocations:
+        """These; raises `OverflowError` for a number beyond 64 bits."""
+        if isinstance(found, Allocations):
+            return found
+        try:
+            return cls(b"".join([cls.ROW.pack(*cls._FACTS(one)) for one in found]))
+        except error as problem:
+            raise OverflowError("an allocation has numbers of 64 bits; found another") from problem
+
+    def moved(self, by_ns: int) -> Allocations:
+        """The same, so much later."""
+        return Allocations(self.rows, self.base_ns + by_ns)
+
+    def in_order(self) -> Allocations:
+        """The same, those of one time as they stand."""
+        times = memoryview(self.rows).cast("q")[1::7].tolist()
+        if all(map(le, times, islice(times, 1, None))):
+            return self
+        return self._taken(sorted(range(len(times)), key=times.__getitem__))
+
+    def _taken(self, places: Iterable[int]) -> Allocations:
+        size, rows = self.ROW.size, bytearray()
+        for at in places:
+            rows += self.rows[at * size : at * size + size]
+        return Allocations(rows, self.base_ns)
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.ROW.size
+
+    @overload
+    def __getitem__(self, place: int) -> Allocation: ...
+    @overload
+    def __getitem__(self, place: slice) -> Allocations: ...
+    def __getitem__(self, place: int | slice) -> Allocation | Allocations:
+        if isinstance(place, slice):
+            places = range(*place.indices(len(self)))
+            if places.step != 1:
+                return self._taken(places)
+            size = self.ROW.size
+            return Allocations(self.rows[places.start * size : places.stop * size], self.base_ns)
+        at = range(len(self))[place]
+        device, since_ns, *rest = self.ROW.unpack_from(self.rows, at * self.ROW.size)
+        return Allocation(device, self.base_ns + since_ns, *rest)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        base_ns = self.base_ns
+        for device, since_ns, *rest in self.ROW.iter_unpack(self.rows):
+            yield Allocation(device, base_ns + since_ns, *rest)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
+            return NotImplemented
+        if isinstance(other, Allocations) and other.base_ns == self.base_ns:
+            return self.rows == other.rows
+        return len(self) == len(other) and all(one == its for one, its in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Allocations({list(self)!r})"
