@@ -263,17 +263,6 @@ def agent_of(server: Server) -> int:
     return int(answer["end"]["agent"])
 
 
-def children_of(pid: int) -> list[int]:
-    """The children of a process that has one thread."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def processor_s(pid: int) -> float:
-    """Processor time of all threads that a process has now."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
-
-
 def tell_memory(when: str, agent: int) -> None:
     """Print what an agent and its exporter take now."""
     (exporter,) = children_of(agent)
