@@ -103,7 +103,7 @@ class Metering:
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
-        self._settled_ns = self._taken_ns = self._tried_ns = 0
+        self._settled_ns = self._taken_ns = 0
         self._has_last = self._is_said = False
         self.change(facts)
         self._catch_up(self._go_on(read_meter(place)))
@@ -238,7 +238,8 @@ class Metering:
         if not self.metrics.waits():
             return True
         self._exporter.hurry()
-        if self._tried_ns > self._taken_ns and not self.metrics.due(time.monotonic_ns()):
+        # In this order: who sends them says so before it takes them.
+        if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_telling(self._source)):
             self.metrics.drop()
             return True
         return False
@@ -246,7 +247,6 @@ class Metering:
     def note_sent(self) -> None:
         """What could be sent of it was, or not."""
         with self._lock:
-            self._tried_ns = time.monotonic_ns()
             is_written = self._settled_ns >= self._taken_ns and not self.metrics.waits()
         if not is_written:  # else these were spans
             self._write()

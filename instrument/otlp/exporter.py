@@ -184,6 +184,10 @@ class Exporter:
         while self._telling is source and time.monotonic() < end:
             time.sleep(_LOOK_S)
 
+    def is_telling(self, source: Source) -> bool:
+        """Whether metrics of a source are just being sent."""
+        return self._telling is source
+
     @property
     def ids(self) -> Ids:
         """What the spans of this process are called."""
