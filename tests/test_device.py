@@ -900,9 +900,9 @@ def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
     for number in range(1, 1001):
         ring.add(number, 0, 7, number, number + 1, "exclusive", 3)
     spans = [Span(SITE, number, 0, 0, 0, 0, 0, 0, 0, 0) for number in range(1, 1001)]
-    ring.join(spans)
-    assert [bool(span.device) for span in spans] == [False] * 936 + [True] * 64
-    assert spans[-1].device == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
+    found = ring.of({span.span_id: span for span in spans}, 0)
+    assert sorted(found) == list(range(937, 1001))
+    assert found[1000] == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
     assert ring.overwritten == 936
 
 

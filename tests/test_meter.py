@@ -293,7 +293,7 @@ def test_a_collector_that_asks_to_wait_gets_no_metrics_meanwhile_and_spans_go_on
         for _ in range(3):
             app.ask("/items/200", 2)
             instrument.flush()
-        assert server.taken == ["GET /items"] * 6
+        assert [name for name in server.taken if name != "loop blocked"] == ["GET /items"] * 6
         tried = server.tries
         instrument.flush()
         assert server.tries == tried, "nothing until it may be asked again"

@@ -110,7 +110,7 @@ def test_what_it_reads_again_is_kept_again_and_told_of_once(recorder: Any, selec
         assert (len(kept), len(ended), cut(reader), reader.held) == (6, 3, [0], 1)
         kept.clear()
         places = {thread: row - 3 for thread, row in reader.places.items()}
-        reader.go_on(places)
+        reader.go_on(places, time.monotonic_ns())
         reader.look()
         assert [span.site.name for span in kept] == ["request", "work"]
         assert (len(ended), cut(reader), reader.held) == (3, [], 1)
