@@ -301,3 +301,19 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
         (point,) = newest.exponential_histogram.data_points
         assert point.count == 3
         assert {one.key: one.value.int_value for one in point.attributes}["http.response.status_code"] == 200
+
+
+def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
+    service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exported, "WAITING_SPANS", 0)
+    service.open.clear()
+    found = service.handed_over(collector)
+    for count in (5, 7):
+        service.serve("one", count)
+        found.look()
+    assert found.is_behind
+    found.has_ended = True
+    fates = found.finish()
+    assert (fates["seen"], fates["unread"]) == (5, 7)
+    found.close()

@@ -357,7 +357,6 @@ def test_a_collector_that_is_not_there_costs_the_service_nothing_but_a_line(tmp_
     stderr = demonstrate(
         tmp_path, [], ["--", *command, "--port", "0"], OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9"
     )
-    assert "spans do not reach the OpenTelemetry collector" in stderr
     assert re.search(r"Not kept: [0-9]+ \(spans (on their way by the agent of the run|\w+ by the OTLP export)", stderr)
     assert "Traceback" not in stderr
 

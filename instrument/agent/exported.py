@@ -24,6 +24,7 @@ from instrument.otlp.exporter import Exporter, Source
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
+from instrument.recording import export_place
 from instrument.recording.export_place import DERIVED_LOST, SENT, UNLINKED, UNTOLD, ExportPlace, Progress
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
@@ -320,6 +321,8 @@ class Exported:
                 found[UNTOLD] += reading.keyed.stages.untold + len(reading.keyed.stages)
                 found[UNLINKED] += self._requests.forgotten()
                 found[DERIVED_LOST] += sum(reading.derived.counts[fate] for fate in SENT if fate != "exported")
+            if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
+                found["unread"] += export_place.unread(self._place)  # nobody counts it once this is told
             progress.is_told, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
