@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -72,3 +73,36 @@ def test_what_is_left_for_later_comes_then_with_its_attributes(recorder: Any) ->
         rows = [row for _, rows in cursor.read() for row in rows]
         assert [row[10]["number"] for row in rows] == [3, 4, 5]
         assert (one.lag_ns, one.seen, one.missed) == (0, 5, 0)
+
+
+def test_no_thread_is_left_unread_because_another_one_records_more(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_module, "ROWS_AT_ONCE", 10)
+    record(recorder, *range(45))
+    thread = threading.Thread(target=record, args=(recorder, *range(100, 107)))
+    thread.start()
+    thread.join()
+    reading = Reading(recorder)
+    assert sorted(number for number in reading.numbers() if number is not None) == [*range(5), *range(100, 105)]
+    found = reading.numbers()
+    assert {105, 106} < set(found)
+    assert len(found) == 10
+    assert reading.drain.has_more
+
+
+def test_what_is_remembered_of_attributes_is_bounded_though_there_is_always_more_to_read(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_module, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr(drain_module, "DETAILS_HELD", 1)
+    reading, most = Reading(recorder), 0
+    for _ in range(25):
+        for number in range(200):
+            with recorder.scope("span", attributes={"number": number, "text": "x" * 4000}):
+                pass
+        reading.numbers()
+        assert reading.drain.has_more
+        most = max(most, sum(len(text) for _, text in reading.drain._shelves[0].details.values()))
+    room = reading.mapped.details_bytes
+    assert room // 2 < most < 2 * room < 25 * 200 * 4000

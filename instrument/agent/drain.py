@@ -27,6 +27,9 @@ from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, KEY, Site, Span
 ROWS_AT_ONCE = 10_000
 """The most rows that are looked at in one go: what is held at a time is bounded by it."""
 
+DETAILS_HELD = 2
+"""So many times what a recording has room for is held of what rows have that are still to be read."""
+
 _FIRST_ITEM, _BATCH_KEYS = FIRST_ITEM.encode(), BATCH_KEYS.encode()
 
 
@@ -51,7 +54,7 @@ class Drain:
         """The spans that were open as rows were read the last time, by their ids."""
         self.keys = KeyFactsReader(self._site_of_node)
         """What rows tell of keys."""
-        self._recent: deque[tuple[int, Mapping[int, tuple[int, bytes]]]] = deque()
+        self._recent: deque[tuple[int, int, Mapping[int, tuple[int, bytes]]]] = deque()
         self._details_read = progress.details
         self._shelves: list[ColumnShelf] = []
         self._watched: WatchedRows | None = None
@@ -152,8 +155,11 @@ class Drain:
     def _take_details(self) -> Details:
         """What rows have is written before them, perhaps since a time before, when they were not there yet."""
         found, self._details_read = self._mapped.details_since(self._details_read)
-        self._recent.append((time.monotonic_ns(), found))
-        every = {span_id: detail for _, details in self._recent for span_id, detail in details.items()}
+        self._recent.append((time.monotonic_ns(), self._details_read, found))
+        first = self._details_read - DETAILS_HELD * self._mapped.details_bytes
+        while self._recent[0][1] < first:  # where there is always more to read it would be all there ever was
+            self._recent.popleft()
+        every = {span_id: detail for *_, details in self._recent for span_id, detail in details.items()}
         for shelf in self._shelves:
             shelf.details = every
         if self._watched is not None:

@@ -315,12 +315,15 @@ class Mapped:
         slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
         each is where to go on.
         """
-        copied = []
-        for ring in (ring for ring in self._rings() if ring.thread_id):
+        copied, wanted = [], []
+        for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
             begin = max((since or {}).get(ring.number, 0), 0)
             oldest = max(ring.head - ring.capacity + 1, 0)
-            first = min(max(begin, oldest), ring.head)
-            end = min(ring.head, first + most)
+            wanted.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
+        # Of all the same share, and what some have less than that for the others: none waits for one that has more.
+        for done, (count, place, begin, ring) in enumerate(sorted(wanted, key=lambda one: one[:2])):
+            first = ring.head - count
+            end = min(ring.head, first + most // (len(wanted) - done))
             rows = self._copied(ring, first, end)
             now = self._ring_now(ring)
             late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
@@ -328,12 +331,12 @@ class Mapped:
             ends = rows["end_ns"]
             if (left := np.flatnonzero((ends > before[0]) & (ends <= before[1]))).size:
                 rows, end = rows[: left[0]], first + int(left[0])
-            copied.append((ring, begin, first, end, rows))
+            copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
         known = len(self.tree())  # of all of these rows, for a call path is told before the rows that are of it
         return [
             RingRows(ring.number, ring.thread_id, rows[_is_row(rows, known)], first, end, first - begin)
-            for ring, begin, first, end, rows in copied
+            for _, ring, begin, first, end, rows in sorted(copied, key=lambda one: one[0])
         ]
 
     def _copied(self, ring: _Ring, first: int, end: int) -> Records:
@@ -410,6 +413,11 @@ class Mapped:
         """What few rows have beside their numbers, by the ids of their spans: of the newest ones."""
         found, _ = self.details_since(0)
         return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
+
+    @property
+    def details_bytes(self) -> int:
+        """How much there is room for of what few rows have, the newest."""
+        return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
         """The same as it was written, from a place on; and the place to go on from.
