@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from otlp_collectors import Behave, collecting, drip, refuse_with, swallow, take
+from otlp_collectors import Behave, Handler, collecting, drip, refuse_with, swallow, take
 from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import ORIGIN, SECOND, span
 
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
+from instrument.otlp import exporter as exporter_module
 from instrument.otlp.exporter import Source
 from instrument.otlp.metrics import MEASURES, metrics_url
 from instrument.otlp.snapshots import PREFERENCE, Snapshots
@@ -398,6 +399,36 @@ def test_a_child_sends_its_own_gauges_and_none_of_its_parent() -> None:
         assert os.waitpid(child, 0)[1] == 0
         instrument.stop()
         assert session.losses() == {}
+
+
+def test_metrics_of_a_process_that_a_collector_does_not_take_do_not_stop_those_of_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take_but_refused(handler: Handler, _: int) -> None:
+        names = [metric.name for metric in handler.metrics]
+        handler.answer(400 if "refused" in names else 200)
+
+    def tell() -> None:
+        for source in (refused, sound):
+            assert source.metrics is not None
+            name = source.resource()["service.name"]
+            source.metrics.put(Snapshot(5_000, 7_000, (Metric(str(name), "s", COUNTER, "", {(): 1.0}),)))
+
+    monkeypatch.setattr(exporter_module, "DELAY_NS", 10**7)
+    with collecting(take_but_refused) as server, exporting(server.settings) as exporter:
+        refused, sound = (
+            Source(Ids(), ORIGIN, dict, lambda name=name: {"service.name": name}, metrics=exporter.new_metrics({}))  # type: ignore[misc]
+            for name in ("refused", "sound")
+        )
+        for source in (refused, sound):
+            exporter.add_metrics(source)
+        for _ in range(50):
+            tell()
+            exporter.hurry()
+            time.sleep(0.05)
+            if server.taken:
+                break
+        assert set(server.taken) == {"sound"}
 
 
 def test_metrics_of_a_process_that_cannot_be_said_do_not_stop_those_of_another_one(

@@ -493,7 +493,8 @@ class Exporter:
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the snapshots and the samples that wait, when it is time.
 
-        Where those of one process do not get through, those of others wait for the next time that theirs would.
+        Where those of one process do not get through, those of others wait for the next time that theirs would, and
+        then come first: it may be that the collector takes none of that one alone.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
@@ -514,6 +515,12 @@ class Exporter:
             self._settled(source)
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
+                self._put_last(source)
+
+    def _put_last(self, source: Source) -> None:
+        with self._lock:
+            if source in self._metered:  # it may have been removed meanwhile
+                self._metered = (*(one for one in self._metered if one is not source), source)
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send the snapshot and the samples of a process; whether the collector took them.
