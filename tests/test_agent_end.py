@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from otlp_collectors import collecting, drip, swallow
+from otlp_collectors import Handler, collecting, drip, swallow, take
 from test_agent import INSTRUMENT, agents, folder, until
 from test_agent_export import ENGINE, PROFILE, spans_of
 
@@ -33,6 +33,17 @@ open("ready", "w").close()
 end = time.monotonic() + 100
 while not os.path.exists("over") and time.monotonic() < end:
     time.sleep(0.01)
+"""
+
+BURSTS = """
+import time
+from engine import serve
+
+for x in range(5000):
+    serve(x)
+time.sleep(1)
+for x in range(5000, 6000):
+    serve(x)
 """
 
 
@@ -97,3 +108,18 @@ def test_an_agent_that_is_told_to_end_has_ended_in_five_seconds_and_tells_what_i
     told = Path("errors").read_text()
     (line,) = [line for line in told.splitlines() if "not all that this run was to export" in line]
     assert sum(map(int, re.findall(r"(\d+) span", line))) == spans_of(requests), line
+
+
+@pytest.mark.slow
+def test_the_first_process_of_a_run_waits_for_an_agent_whose_collector_is_slow() -> None:
+    def take_slowly(handler: Handler, _: int) -> None:
+        time.sleep(0.8 if handler.server.tries <= 2 else 0)
+        handler.answer(200)
+
+    Path("engine.py").write_text(ENGINE)
+    Path("main.py").write_text(BURSTS)
+    with collecting(take_slowly, metrics=take) as server:
+        Path("profile.yaml").write_text(PROFILE % (server.server_port, "", ""))
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        subprocess.run(command, check=True, timeout=60)
+        assert len(server.taken) == spans_of(6000)

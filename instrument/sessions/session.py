@@ -408,7 +408,8 @@ class Session(Recorded):
 
         Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
 
-        Of an agent that for `patience_s` takes no notice of what it has not seen nothing more is awaited.
+        Of an agent that for `patience_s` takes no notice of what it has not seen, and has nothing to send before that,
+        nothing more is awaited.
         """
         recorded, asked_ns = self._recorded(), time.monotonic_ns()
         if self._timing is not None:  # the agent waits for device times, too
@@ -422,7 +423,7 @@ class Session(Recorded):
             sent = {fate: fates[fate] for fate in export_place.SENT}
             pending = fates["kept"] - sum(sent.values())
             now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
-            seen_at = now if seen != before else seen_at
+            seen_at = now if seen != before or pending else seen_at
             settled = seen >= recorded and not pending and self._are_metrics_settled(asked_ns)
             if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
