@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from otlp_collectors import Collector, Handler, collecting
+from otlp_collectors import Collector, Handler, collecting, refuse_with
 
 from instrument.agent import exported
 from instrument.agent.exported import Exported
@@ -25,6 +25,7 @@ from instrument.profile.model import Capture
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.export_place import SENT, Progress
 from instrument.recording.interval_ring import IntervalRing
+from instrument.recording.meter_place import MeterPlace
 from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
@@ -317,3 +318,28 @@ def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
     fates = found.finish()
     assert (fates["seen"], fates["unread"]) == (5, 7)
     found.close()
+
+
+def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    write = MeterPlace.write
+    monkeypatch.setattr(MeterPlace, "write", lambda *arguments: written.append(0) or write(*arguments))
+    service.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
+    service.recorder.wrap(lambda: None, ROUTED)()
+    with collecting(service.behave, metrics=refuse_with(503)) as server:
+        found = service.handed_over(server)
+        for _ in range(2):
+            found.look(meters=True)
+        until(lambda: server.tries)
+        before, metrics = len(written), found.source.metrics
+        assert metrics is not None
+        for count in range(1, 4):
+            service.serve("one", 1)
+            found.look()
+            service.exporter.hurry()
+            until(lambda count=count: service.progress().fates["exported"] > count)  # type: ignore[misc]
+        assert metrics.waits()
+        assert len(written) <= before + 1
+        found.close()

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -93,17 +94,16 @@ class Exported:
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
-        if self._reading is not None and self.is_ours:
-            self._reading.metering.end()
-        with self._lock:
+        with closing(self._place), closing(self._mapped):
             try:
-                self.note_settled()
+                if self._reading is not None and self.is_ours:
+                    self._reading.metering.end()
             finally:
+                with self._lock:
+                    self.note_settled()
+                    self.is_ours = False
                 if self._reading is not None:
                     self._requests.leave(self._reading.source.ids)
-                self._mapped.close()
-                self._place.close()
-                self.is_ours = False
 
     # ---------------------------------------------------------------- looking
 

@@ -241,14 +241,13 @@ class Metering:
         # In this order: who sends them says so before it takes them.
         if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_telling(self._source)):
             self.metrics.drop()
+            self._write()
             return True
         return False
 
     def note_sent(self) -> None:
-        """What could be sent of it was, or not."""
-        with self._lock:
-            is_written = self._settled_ns >= self._taken_ns and not self.metrics.waits()
-        if not is_written:  # else these were spans
+        """What could be sent of it was, or not; or spans were, after which there is nothing to write."""
+        if self._exporter.is_telling(self._source):
             self._write()
 
     def end(self) -> None:

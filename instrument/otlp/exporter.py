@@ -185,7 +185,7 @@ class Exporter:
             time.sleep(_LOOK_S)
 
     def is_telling(self, source: Source) -> bool:
-        """Whether metrics of a source are just being sent."""
+        """Whether metrics of a source are just being sent, or it is told what became of these."""
         return self._telling is source
 
     @property
@@ -505,17 +505,22 @@ class Exporter:
                 return
             self._telling = source
             try:
-                taken = source in self._metered and self._send_metrics_of(sender, source, metrics)
-            except Exception as fault:  # those of one process that cannot be said do not stop those of others
-                taken = True
-                metrics.drop()
-                FAULTS.note("OTLP export of metrics", fault)
+                taken = self._attempt_metrics_of(sender, source, metrics)
+                self._settled(source)
             finally:
                 self._telling = None
-            self._settled(source)
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
                 self._put_last(source)
+
+    def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
+        """Likewise; those of one process that cannot be said do not stop those of others."""
+        try:
+            return source in self._metered and self._send_metrics_of(sender, source, metrics)
+        except Exception as fault:
+            metrics.drop()
+            FAULTS.note("OTLP export of metrics", fault)
+            return True
 
     def _put_last(self, source: Source) -> None:
         with self._lock:
