@@ -35,8 +35,8 @@ from instrument.report.view import Options
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.unpatched import Lock, RLock
 from instrument.sessions import process
-from instrument.sessions.batches import Batches, SizedBatches
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
+from instrument.sessions.loader_items import LoaderItems, SizedLoaderItems
 from instrument.sessions.session import EXIT_LIMIT_NS, Session
 from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
 from instrument.sessions.step_spans import STEPS_KEPT, Step
@@ -432,7 +432,7 @@ class Profiler:
 
     # ---------------------------------------------------------------- what it has measured
 
-    def loader(self, batches: Any, name: str | None = None) -> Batches:
+    def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
         """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
 
         Counted there without this, too: what `instrument.loader` and the profile's `loaders` record on the thread that
@@ -441,7 +441,7 @@ class Profiler:
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
             raise TargetError(f"Profiler.loader: found the asynchronous {batches!r:.80}; use instrument.loader for it")
-        kind = SizedBatches if hasattr(batches, "__len__") else Batches
+        kind = SizedLoaderItems if hasattr(batches, "__len__") else LoaderItems
         return kind(loader(batches, name), self)
 
     def _wait(self, thread_id: int, waited_ns: int, of: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from instrument.instrumentors.loaders import Waiting
 
 
-class Batches(Iterator[Any]):
+class LoaderItems(Iterator[Any]):
     """What `Profiler.loader` returns: as often to be iterated as its source is. Waits are told as `of` it."""
 
     def __init__(self, source: Any, of: object) -> None:
@@ -42,7 +42,7 @@ class Batches(Iterator[Any]):
             yield item
 
 
-class SizedBatches(Batches):
+class SizedLoaderItems(LoaderItems):
     """The same of a source that has a length."""
 
     def __len__(self) -> int:
