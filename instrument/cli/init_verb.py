@@ -30,7 +30,7 @@ from instrument.recorder.scopes import OFF
 END_S = 30.0
 """How long a command has to end once its time is over."""
 
-REPORT_S = 5.0
+OTHERS_S = 5.0
 """How long other processes of a command have to leave what they did once it has ended."""
 
 OBSERVING = """\
@@ -168,7 +168,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
             [*command, *words], env=environ, stdout=sys.stderr.fileno() if to_stderr else None
         )
         code, is_ended = _await(child, for_ns)
-        await_reports(folder, REPORT_S, ends=is_ended)
+        await_reports(folder, OTHERS_S, ends=is_ended)
         found = observed(folder)
     if not found.processes:
         raise InstrumentError(
