@@ -19,8 +19,18 @@ DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
-SERVERS: tuple[str, ...] = ("asgi", "wsgi", "grpc", "ray_serve", "litserve", "mosec", "triton")
 TRACEPARENT: tuple[str, ...] = ("follow", "link", "off")
+SERVERS: Mapping[str, str] = {
+    "asgi": "apps over ASGI",
+    "wsgi": "apps over WSGI",
+    "grpc": "servers of gRPC",
+    "ray_serve": "replicas of Ray Serve",
+    "litserve": "batches of LitServe's workers",
+    "mosec": "batches of mosec's workers",
+    "triton": "models of Triton's Python backend",
+}
+"""What `requests:` meets, and whose requests or batches these are."""
+
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",
     "overview": "how much of the time anything of each kind ran, as unions of time",
@@ -178,7 +188,7 @@ class RequestsRule:
     `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to work.
     """
 
-    servers: tuple[str, ...] = SERVERS
+    servers: tuple[str, ...] = tuple(SERVERS)
     ignore: tuple[str, ...] = ()
     name: str = "{method} {route}"
     attributes: tuple[str, ...] = ()

@@ -309,10 +309,7 @@ ABOUT: Mapping[str, Mapping[str, str]] = {
         "nodes": "onnxruntime alone: time each node too; runs become several times slower.",
     },
     "requests": {
-        "servers": (
-            "Whose requests: what is served over ASGI, over WSGI, over gRPC, by replicas of Ray Serve, batches of "
-            "LitServe's and of mosec's workers, by models of Triton's Python backend."
-        ),
+        "servers": f"Whose requests: {', '.join(f'{name} ({whose})' for name, whose in model.SERVERS.items())}.",
         "ignore": "Paths whose requests are not recorded, such as /health, or /internal/* for all that begin so.",
         "name": "What a request's span is called, {method} and {route} filled in; without a route the method alone.",
         "attributes": "What of the caller's request is recorded, by OpenTelemetry's names. Left out: nothing.",
