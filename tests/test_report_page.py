@@ -21,6 +21,7 @@ from test_report_views import TRACES
 
 from instrument.cli import main
 from instrument.errors import TraceError
+from instrument.profile.kinds import KINDS
 from instrument.recording.spans import KEY, Origin, Site, Span, Trace
 from instrument.report.page import device_lanes, html_page, kept_spans, page_document
 from instrument.report.page.html_page import SCRIPTS, write_page
@@ -102,6 +103,20 @@ def test_our_scripts_make_text_of_what_they_show_never_markup_or_code() -> None:
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "fetch(",
                     "XMLHttpRequest", "import(", ".html(", "setTimeout(\"", "srcdoc"):  # fmt: skip
             assert way not in source, (name, way)
+
+
+def test_every_kind_of_spans_has_a_colour_of_its_own_in_both_themes() -> None:
+    source, style = (ASSETS.joinpath(name).read_text("utf-8") for name in ("page_parts.js", "page.css"))
+    listed = re.search(r"const KIND_COLOURS = \[(.*?)\];", source, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r'"(\w+)"', listed[1])) == {*KINDS, "batch"}  # as which a span that serves others is drawn
+    themes = re.findall(r"(?ms)^:root(?:\[data-theme=\"dark\"\])? \{(.*?)^\}", style)
+    assert len(themes) == 2
+    for theme in themes:
+        colours = dict(re.findall(r"--([\w-]+): (#\w+);", theme))
+        of_kinds = [colours.get(kind) for kind in KINDS]
+        assert None not in of_kinds, [kind for kind in KINDS if kind not in colours]
+        assert len({*of_kinds}) == len(KINDS)
 
 
 def test_the_library_is_the_one_that_is_named_beside_it_and_its_licence_is_in_each_page() -> None:
