@@ -312,6 +312,31 @@ def test_tasks_that_wait_are_open(recorder: Any) -> None:
     assert read(recorder).open_spans() == []
 
 
+def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_tells(recorder: Any) -> None:
+    async def one(begun: asyncio.Event, go: asyncio.Event) -> None:
+        with recorder.scope("ended"):
+            pass
+        with recorder.scope("open"):
+            begun.set()
+            await go.wait()
+
+    async def main() -> tuple[dict[int, int], dict[int, int]]:
+        go, begun = asyncio.Event(), [asyncio.Event() for _ in range(8)]
+        tasks = [asyncio.ensure_future(one(event, go)) for event in begun]
+        for event in begun:
+            await event.wait()
+        own = {row[1]: row[4] for ring in recorder.rings() for row in ring.newest(0)[0]}
+        own.update({row[1]: row[4] for _, row in recorder.open_rows()})
+        columns = saved_of(read(recorder)).columns
+        go.set()
+        await asyncio.gather(*tasks)
+        return own, dict(zip(columns.span_id.tolist(), columns.task_id.tolist(), strict=True))
+
+    own, told = asyncio.run(main())
+    assert told == own
+    assert len(set(own.values())) == 8
+
+
 def test_a_reader_goes_on_where_it_stood_and_counts_what_was_overwritten(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 16)
     if recorder.memory_fd < 0:

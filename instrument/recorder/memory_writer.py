@@ -297,7 +297,8 @@ class MemoryWriter:
             self._frames[frame[1]] = at
             self.map[at + _STATE] = 1
         _FRAME_END.pack_into(self.map, at + _CHILDREN, min(_FARTHEST, frame[4]), place.at)
-        _FRAME.pack_into(self.map, at + _NODE, node, frame[1], frame[2], frame[3], frame[8], frame[7])
+        address = frame[8] << 4  # of the task, as the native recorder has it there
+        _FRAME.pack_into(self.map, at + _NODE, node, frame[1], frame[2], frame[3], address, frame[7])
 
     def tell_attributes(self, frame: Frame) -> None:
         """Tell the attributes of an open span, as many as there is room for: who it is, should it never end.
@@ -360,10 +361,9 @@ class MemoryWriter:
                 self.put_detail(row[1], row[8], row[9], row[10])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
-                task, children_ns = row[4] >> 4 & (1 << 32) - 1, min(row[7], _FARTHEST)
                 _ROW.pack_into(
-                    self.map, at, row[1], row[2], row[3], row[5], row[6], children_ns,
-                    rare_of(row[8], has_more=has_detail), row[0], task,
+                    self.map, at, row[1], row[2], row[3], row[5], row[6], min(row[7], _FARTHEST),
+                    rare_of(row[8], has_more=has_detail), row[0], row[4],
                 )  # fmt: skip
             place.head += 1
             _U64.pack_into(self.map, place.at + _HEAD, place.head)
