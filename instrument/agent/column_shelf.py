@@ -5,7 +5,6 @@ Most rows are put aside or left, and of those no Python object is made.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -16,10 +15,9 @@ from instrument.agent.key_facts import Details
 from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG, Held
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
-from instrument.recording.ring import REQUEST_BIT, Row
+from instrument.recording.ring import REQUEST_BIT, Row, unpacked_rows
 from instrument.recording.spans import KEY, REMOTE
 
-_ROW = struct.Struct("<QQQqqqQII")
 _KEY = KEY.encode()
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -142,15 +140,10 @@ class ColumnShelf:
 
 def rows_of(rows: Records, details: Details) -> list[Row]:
     """Rows as recorders have them."""
-    found: list[Row] = []
-    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _ROW.iter_unpack(
-        rows.tobytes()
-    ):
-        active_ns, error, told = rare >> 1 if rare & 1 else -1, None, None
-        if (detail := details.get(span_id)) is not None:
-            active_ns, error, told = _detail_of(*detail)
-        found.append((node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, told))
-    return found
+    return [
+        row if (detail := details.get(row[1])) is None else (*row[:8], *_detail_of(*detail))
+        for row in unpacked_rows(rows.tobytes())
+    ]
 
 
 def _detail_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[Any, Any] | None]:

@@ -20,14 +20,13 @@ from instrument.recorder.chains import Frame
 from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
-from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, rare_of, self_ns
+from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, packed_row, self_ns
 from instrument.recording.spans import Site
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
 
 _U16, _U32, _U64, _I64 = (struct.Struct(f"<{code}") for code in "HIQq")
 _PARTS = struct.Struct(f"<{5 * len(layout.PARTS)}Q")
-_ROW = layout.ROW.packer()
 _RING = struct.Struct("<QQQQ")
 _SUMS = struct.Struct("<Qqqqqq")
 _FRAME, _FRAME_END = struct.Struct("<QQQQQq"), struct.Struct("<qQ")
@@ -356,15 +355,11 @@ class MemoryWriter:
             at = place.at + layout.RING.fields["too_short"][0]
             _U64.pack_into(self.map, at, _U64.unpack_from(self.map, at)[0] + 1)
         else:
-            has_detail = row[9] is not None or row[10] is not None
-            if has_detail:
+            if row[9] is not None or row[10] is not None:
                 self.put_detail(row[1], row[8], row[9], row[10])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
-                _ROW.pack_into(
-                    self.map, at, row[1], row[2], row[3], row[5], row[6], min(row[7], _FARTHEST),
-                    rare_of(row[8], has_more=has_detail), row[0], row[4],
-                )  # fmt: skip
+                self.map[at : at + layout.ROW.size] = packed_row(row)
             place.head += 1
             _U64.pack_into(self.map, place.at + _HEAD, place.head)
         self._add(place, row, node, own_waited_ns)

@@ -77,7 +77,7 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
 """A row as others read it; `rare` is an address in the process, and of no use elsewhere, but for one that is odd: see
-`instrument.recording.ring.rare_of`."""
+`instrument.recording.ring.packed_row`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)

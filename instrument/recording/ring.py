@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
 from instrument.recording import memory_layout
@@ -38,8 +38,11 @@ Waiting = tuple[int, First, list[int], list[Row], Any]
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as recordings have it; `rare` is 0, the active time as `rare_of` says it, or else where what
+"""A row in 64 bytes, as recordings have it; `rare` is 0, the active time as `packed_row` says it, or else where what
 fewer have is noted. That stands beside the rows: active time or -1, error and attributes, or the attributes alone."""
+
+_pack, _unpack = PACKED_ROW.pack, PACKED_ROW.iter_unpack
+_FARTHEST = (1 << 63) - 1
 
 HAS_MORE = 8
 """In the recorder in Python, which has no address to tell."""
@@ -99,11 +102,10 @@ class Ring:
     def copied(self, since: int) -> tuple[bytes, list[Any]]:
         """Rows from number `since` on, packed, and what those have that say more, in their order."""
         packed, rare = bytearray(), []
-        for node, span_id, parent_id, root_id, task, start, end, children, active_ns, *more in self.newest(since)[0]:
-            if more != [None, None]:
-                rare.append((active_ns, *more))
-            says = rare_of(active_ns, has_more=more != [None, None])
-            packed += PACKED_ROW.pack(span_id, parent_id, root_id, start, end, children, says, node, task)
+        for row in self.newest(since)[0]:
+            if row[9] is not None or row[10] is not None:
+                rare.append(row[8:])
+            packed += packed_row(row)
         return bytes(packed), rare
 
     def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
@@ -255,11 +257,19 @@ class Ring:
             return dict(self.first_calls)
 
 
-def rare_of(active_ns: int, *, has_more: bool) -> int:
-    """What a packed row says of what few have: an active time alone is a number twice as large and odd."""
-    if has_more:
-        return HAS_MORE
-    return active_ns << 1 | 1 if active_ns >= 0 else 0
+def packed_row(row: Row) -> bytes:
+    """A row as recordings have it. Of what few have an active time alone is a number twice as large and odd."""
+    node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes = row
+    rare = HAS_MORE if error is not None or attributes is not None else active_ns << 1 | 1 if active_ns >= 0 else 0
+    children_ns = children_ns if children_ns < _FARTHEST else _FARTHEST  # noqa: FURB136 - see `self_ns`
+    return _pack(span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task)
+
+
+def unpacked_rows(data: bytes) -> Iterator[Row]:
+    """Rows of a recording, without what stands beside them."""
+    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
+        active_ns = rare >> 1 if rare & 1 else -1
+        yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
 
 
 def is_request_root(row: Row) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording import memory_layout
+from instrument.recording.ring import packed_row
 from instrument.recording.rows import STREAM, Taken
 from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
 from instrument.trace.columns import AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
@@ -136,9 +137,8 @@ def _still_open(taken: Taken, finished: Sequence[_Part], end_ns: int) -> Iterato
     for part in finished if rows else ():
         for span_id in part.rows["span_id"][np.isin(part.rows["span_id"], ids)].tolist():
             rows.pop(span_id, None)
-    for thread_id, (node, span_id, parent_id, root_id, task_id, start, end, children, *more) in rows.values():
-        row = np.array([(span_id, parent_id, root_id, start, end, children, 0, node, task_id)], dtype=ROW)
-        yield _Part(thread_id, row, np.zeros(1, dtype=np.int64), [tuple(more)])
+    for thread_id, row in rows.values():
+        yield _Part(thread_id, np.frombuffer(packed_row(row), dtype=ROW), np.zeros(1, dtype=np.int64), [row[8:]])
 
 
 def _sites(taken: Taken, node: NDArray[Any]) -> tuple[tuple[Site, ...], Int32s]:

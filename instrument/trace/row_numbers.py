@@ -1,4 +1,4 @@
-"""What rows say themselves of what few have: see `instrument.recording.ring.rare_of`."""
+"""What rows say themselves of what few have: see `instrument.recording.ring.packed_row`."""
 
 from __future__ import annotations
 
