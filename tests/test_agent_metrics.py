@@ -247,3 +247,33 @@ def test_processes_that_ask_for_no_metrics_have_none_but_gauges(collector: Colle
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
     assert collector.taken == ["work"]
+
+
+RESTARTS = """
+import subprocess, sys
+import engine
+import instrument
+
+if sys.argv[1:]:
+    for count in (7, 5, 3):
+        for _ in range(count):
+            engine.work()
+        instrument.stop()
+        instrument.start("profile.yaml")
+else:
+    subprocess.run([sys.executable, "main.py", "below"], check=True)
+"""
+
+
+def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_told(collector: Collector) -> None:
+    Path("engine.py").write_text(ENGINE)
+    Path("main.py").write_text(RESTARTS)
+    Path("profile.yaml").write_text(PROFILE % collector.server_port)
+    subprocess.run([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"], check=True, timeout=60)
+
+    def told() -> list[int]:
+        calls = [metric for metric in collector.metrics if metric.name == "instrument.call.duration"]
+        points = [point for metric in calls for point in metric.exponential_histogram.data_points]
+        return sorted({point.start_time_unix_nano: point.count for point in points}.values())
+
+    until(lambda: told() == [3, 5, 7])

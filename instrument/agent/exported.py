@@ -50,6 +50,9 @@ WAITING_SPANS = 4_000
 """With so many spans on their way others wait in the recording: there they outlive the agent, take no memory of it, and
 the newest are kept."""
 
+LAST_METRICS_S = 5.0
+"""How long the session after one waits to be exported for the last metrics of that one to be sent."""
+
 CROWDED = 0.5
 """Rows of a ring that is so full wait no longer for their device times."""
 
@@ -82,7 +85,7 @@ class Exported:
         self._told: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
-        self._facts_at = self._clock_at = self._opened_at = 0.0
+        self._facts_at = self._clock_at = self._opened_at = self._superseded_at = 0.0
         self._heads: dict[int, int] = {}
         self.is_ours = False
         self.is_behind = False
@@ -302,7 +305,10 @@ class Exported:
         if self._reading.source.counts["pending"] or self._reading.derived.counts["pending"]:
             self._exporter.hurry()
             return False
-        return self._is_superseded() or (self._reading.metering.is_settled and not self._reading.lingers)
+        if not self._is_superseded():
+            return self._reading.metering.is_settled and not self._reading.lingers
+        self._superseded_at = self._superseded_at or time.monotonic()
+        return self._reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
         """Its session has ended, and nothing is on its way: requests that never ended are given up.

@@ -140,20 +140,30 @@ class Handover:
         except OSError:
             return False
 
-    def await_reader(self, recorded: int) -> int:
+    def await_reader(self, recorded: int, *, metered: bool) -> int:
         """Wait until the agent has read so many rows of a session that has ended: they go as the next one begins.
 
-        Returns how many it has not read by then.
+        Where it `metered`, also until their metrics were taken. Returns how many rows it has not read by then.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
             is_taken, found = self._is_taken(), self.progress()
             left = recorded - found.fates["seen"] - found.fates["missed"]
-            if left <= 0 or not (found.generation or is_taken):
+            awaits_metrics = metered and recorded > 0 and not found.is_told and self._metered_rows() < recorded
+            if not (found.generation or is_taken) or (left <= 0 and not awaits_metrics):
                 return 0
             if time.monotonic() > end or not is_taken:
-                return left
+                return max(left, 0)
             time.sleep(LOOK_S)
+
+    def _metered_rows(self) -> int:
+        """Up to how many rows of what is recorded now metrics were taken, by whoever does so."""
+        try:
+            with closing(self._opened()) as place:
+                state, (generation, ended_rows) = read_meter(place), export_place.counted(place)
+        except OSError:
+            return 0
+        return ended_rows + sum(state.places.values()) if state is not None and state.generation == generation else 0
 
     def progress(self) -> Progress:
         """How far the export of this session has come, where another process does it."""

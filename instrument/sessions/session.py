@@ -121,7 +121,8 @@ class Session(Recorded):
     def _start(self) -> None:
         limits = self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
-        unread = self.handover.await_reader(self._recorded())
+        metered = self._asks_for_metrics or self._gauges.are_wanted
+        unread = self.handover.await_reader(self._recorded(), metered=metered)
         if unread:
             self.account.lose(UNREAD, unread)
         RECORDER.begin(limits.ring_bytes, self._facts(), folder, limits.disk_bytes)
