@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 
+from instrument.otlp import export_facts
+from instrument.otlp.export_facts import MeteredFacts
+from instrument.otlp.packing import Ids
 from instrument.otlp.snapshots import PREFERENCE
+from instrument.profile.model import Capture
+from instrument.recorder.meter import queued_tasks
 from instrument.runtime import run_folder
 
 __all__ = ["folder"]
@@ -277,3 +284,13 @@ def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_told(co
         return sorted({point.start_time_unix_nano: point.count for point in points}.values())
 
     until(lambda: told() == [3, 5, 7])
+
+
+def test_what_waits_in_executors_can_be_told_to_others() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: None).result()
+        facts = MeteredFacts(0, queued=queued_tasks())
+        told = json.loads(json.dumps(export_facts.told(Ids(), {}, Capture(), 1, facts)))
+    found = export_facts.facts_from(told)
+    assert found is not None
+    assert found.metered.queued["ThreadPoolExecutor"] == 0

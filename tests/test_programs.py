@@ -126,12 +126,19 @@ def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...
 
 
 def assert_waited(tracked: Iterable[Tracked], spans: list[Span], about: str) -> None:
-    """What coroutines waited lies between what was measured around their calls and inside of their bodies."""
+    """What coroutines waited lies between what was measured around their calls and inside of their bodies.
+
+    It is as long as what they awaited waited, at least, which may be longer by the way from one to the other.
+    """
     least, most, found = Counter[str](), Counter[str](), Counter[str]()
     names = {one.name for one in tracked if one.waits_from_ns is not None}
-    for one in tracked:
+    awaited: dict[Tracked, int] = {}
+    for one in reversed(list(tracked)):  # what began last, first
+        bound_ns = max(one.waits_to_ns, awaited.get(one, 0))
         least[one.name] += one.waits_from_ns or 0
-        most[one.name] += one.waits_to_ns
+        most[one.name] += bound_ns
+        if one.parent is not None:
+            awaited[one.parent] = awaited.get(one.parent, 0) + bound_ns
     for span in spans:
         found[span.site.name] += span.total_ns - span.active_ns
     for name in names:

@@ -384,7 +384,7 @@ def queued_tasks() -> Mapping[str, int]:
     found: Counter[str] = Counter()
     for name, queue in names.values():
         found[_OF_POOL.sub("", name)] += queue.qsize()
-    return found
+    return dict(found)  # of a Counter `dataclasses.asdict` would count the pairs
 
 
 _OF_POOL = re.compile(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
