@@ -1,5 +1,6 @@
-/* Hot: coroutines whose calls are spans. What they await is stepped here, and each time that it is suspended measured, for the
- * span of the coroutine and for those that begin inside it. A part of `_recorder.c`. */
+/* Hot: coroutines whose calls are spans. What they await is stepped here, and each time that it is suspended measured, for
+ * the span of the coroutine and for those that begin inside it. Cold, at the end: what throws into it, closes and shows
+ * it. A part of `_recorder.c`. */
 
 /* What `await` would step: a coroutine itself, or the iterator of what else can be awaited. A new reference; NULL with an
  * exception. */
@@ -253,6 +254,56 @@ Stepped_next(Stepped *self)
     return Stepped_send(self, Py_None);
 }
 
+/* stepped(site, coroutine, attributes, results): what awaits a coroutine inside a span of a site. */
+static PyObject *
+Core_stepped(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "stepped(site, coroutine, attributes, results)");
+        return NULL;
+    }
+    if (!is_awaitable(args[1]))
+        return Py_NewRef(args[1]);
+    PyObject *iterator = iterator_of(args[1]);
+    Stepped *made = iterator == NULL ? NULL : new_stepped(self, iterator);
+    if (made == NULL)
+        return NULL;
+    made->site = Py_NewRef(args[0]);
+    made->attributes = args[2] == Py_None ? NULL : Py_NewRef(args[2]);
+    made->results = args[3] == Py_None ? NULL : Py_NewRef(args[3]);
+    return (PyObject *)made;
+}
+
+/* stepped_in(frame, awaitable): what awaits it for an open span, which learns how long it was suspended. */
+static PyObject *
+Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType)) {
+        PyErr_SetString(PyExc_TypeError, "stepped_in(frame, awaitable)");
+        return NULL;
+    }
+    Frame *frame = (Frame *)args[0];
+    if (args[0] == Py_None || frame->frame->state == CLOSED || !is_awaitable(args[1]))
+        return Py_NewRef(args[1]);
+    PyObject *iterator = iterator_of(args[1]);
+    if (iterator == NULL)
+        return NULL;
+    Stepped *made = frame->stepped;
+    if (made != NULL && made->awaited == Py_None) { /* what was awaited for it before has ended */
+        Py_SETREF(made->awaited, iterator);
+        return Py_NewRef((PyObject *)made);
+    }
+    made = new_stepped(self, iterator);
+    if (made == NULL)
+        return NULL;
+    leave_stepped(frame);
+    frame->stepped = (Stepped *)Py_NewRef((PyObject *)made);
+    frame->waited_before_ns = 0;
+    return (PyObject *)made;
+}
+
+/* Cold from here on: what a stand-in for a coroutine must have besides, for who cancels, closes or looks at it. */
+
 /* What is awaited is thrown into by whoever steps, or has no way to be, and then raises what is thrown. */
 static PyObject *
 thrown(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
@@ -362,51 +413,3 @@ static PyTypeObject SteppedType = {
     .tp_methods = Stepped_methods,
     .tp_getset = Stepped_getset,
 };
-
-/* stepped(site, coroutine, attributes, results): what awaits a coroutine inside a span of a site. */
-static PyObject *
-Core_stepped(Core *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "stepped(site, coroutine, attributes, results)");
-        return NULL;
-    }
-    if (!is_awaitable(args[1]))
-        return Py_NewRef(args[1]);
-    PyObject *iterator = iterator_of(args[1]);
-    Stepped *made = iterator == NULL ? NULL : new_stepped(self, iterator);
-    if (made == NULL)
-        return NULL;
-    made->site = Py_NewRef(args[0]);
-    made->attributes = args[2] == Py_None ? NULL : Py_NewRef(args[2]);
-    made->results = args[3] == Py_None ? NULL : Py_NewRef(args[3]);
-    return (PyObject *)made;
-}
-
-/* stepped_in(frame, awaitable): what awaits it for an open span, which learns how long it was suspended. */
-static PyObject *
-Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType)) {
-        PyErr_SetString(PyExc_TypeError, "stepped_in(frame, awaitable)");
-        return NULL;
-    }
-    Frame *frame = (Frame *)args[0];
-    if (args[0] == Py_None || frame->frame->state == CLOSED || !is_awaitable(args[1]))
-        return Py_NewRef(args[1]);
-    PyObject *iterator = iterator_of(args[1]);
-    if (iterator == NULL)
-        return NULL;
-    Stepped *made = frame->stepped;
-    if (made != NULL && made->awaited == Py_None) { /* what was awaited for it before has ended */
-        Py_SETREF(made->awaited, iterator);
-        return Py_NewRef((PyObject *)made);
-    }
-    made = new_stepped(self, iterator);
-    if (made == NULL)
-        return NULL;
-    leave_stepped(frame);
-    frame->stepped = (Stepped *)Py_NewRef((PyObject *)made);
-    frame->waited_before_ns = 0;
-    return (PyObject *)made;
-}
