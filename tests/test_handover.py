@@ -269,6 +269,38 @@ def test_a_session_begins_once_what_the_one_before_recorded_is_read_or_counts_it
     place.close()
 
 
+def test_a_session_begins_once_an_agent_that_came_late_has_read_the_one_before(
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "LAST_READ_S", 60.0)
+    begin(collector)
+    serve(3)
+    instrument.stop()
+    places: list[ExportPlace] = []
+
+    def read() -> None:
+        places.append(taken())
+        write(places[0], seen=3, passed=3)
+
+    reading = threading.Timer(0.1, read)
+    reading.start()
+    session = begin(collector)
+    assert [place.is_taken() for place in places] == [False]  # by anybody else
+    assert session.losses() == {}
+    reading.join()
+    places[0].close()
+
+
+def test_a_session_counts_what_an_agent_that_never_came_has_not_read(
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "LAST_READ_S", 0.01)
+    begin(collector)
+    serve(3)
+    instrument.stop()
+    assert begin(collector).losses() == {handover.UNREAD: 3}
+
+
 def test_a_session_without_an_agent_waits_for_nobody_to_read_the_one_before(collector: Collector) -> None:
     begin(collector)
     serve(3)

@@ -324,6 +324,11 @@ class _Recording(Muting, Readback):
         self.reset(ring_bytes)
         self.tell(facts)
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What others were told last of the session that records, or has recorded."""
+        return self._facts
+
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Say in the memory that this process records into it, and what others are to know of its session."""
         self._facts = facts

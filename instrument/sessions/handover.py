@@ -31,7 +31,7 @@ LOCK_S = 1.0
 
 PATIENCE_S = 0.1
 
-LAST_READ_S = 1.0
+LAST_READ_S = 5.0
 """The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
@@ -140,19 +140,22 @@ class Handover:
         except OSError:
             return False
 
-    def await_reader(self, recorded: int, *, metered: bool) -> int:
+    def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
         """Wait until the agent has read so many rows of a session that has ended: they go as the next one begins.
 
-        Where it `metered`, also until their metrics were taken. Returns how many rows it has not read by then.
+        Where it `metered`, also until their metrics were taken. `is_left` tells whether there is an agent that it has
+        left them to, which may not have come to them yet. Returns how many rows have not been read by then.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
             is_taken, found = self._is_taken(), self.progress()
             left = recorded - found.fates["seen"] - found.fates["missed"]
             awaits_metrics = metered and recorded > 0 and not found.is_told and self._metered_rows() < recorded
-            if not (found.generation or is_taken) or (left <= 0 and not awaits_metrics):
+            if left <= 0 and not awaits_metrics:
                 return 0
-            if time.monotonic() > end or not is_taken:
+            if not is_taken and (found.generation or not is_left()):
+                return max(left, 0) if found.generation else 0
+            if time.monotonic() > end:
                 return max(left, 0)
             time.sleep(LOOK_S)
 

@@ -104,6 +104,10 @@ class Membership:
             "image": _image(),
         }
 
+    def is_heard(self) -> bool:
+        """Whether an agent listens, which this process need not have joined."""
+        return bool(self.path) and run_folder.is_heard(Path(self.path))
+
     @property
     def is_joined(self) -> bool:
         """Whether the agent holds the other end, as far as is known."""

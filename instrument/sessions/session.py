@@ -122,7 +122,7 @@ class Session(Recorded):
         limits = self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
         metered = self._asks_for_metrics or self._gauges.are_wanted
-        unread = self.handover.await_reader(self._recorded(), metered=metered)
+        unread = self.handover.await_reader(self._recorded(), metered=metered, is_left=self._is_left_to_agent)
         if unread:
             self.account.lose(UNREAD, unread)
         RECORDER.begin(limits.ring_bytes, self._facts(), folder, limits.disk_bytes)
@@ -304,6 +304,11 @@ class Session(Recorded):
         if self._is_of_run or self._forked:
             has_recorded = RECORDER.calls or self._threads.has_met_span
             board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
+
+    def _is_left_to_agent(self) -> bool:
+        """Whether an agent is there that the session before this one has left its export to."""
+        is_readable = RECORDER.memory_fd >= 0 and RECORDER.facts.get("export") is not None
+        return is_readable and self._membership.is_heard()
 
     def _is_read(self) -> bool:
         """Whether anybody wants spans while the service runs. To read them takes about 0.7 us each."""
