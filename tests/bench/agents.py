@@ -3,8 +3,9 @@
 A service under uvicorn answers requests of so many calls (`--calls`), each some microseconds of work, as three servers:
 bare; under `instrument run` with its agent; and with `agent: off`, whose reader is a thread of the service. `--export`
 has both send every span over OTLP to a collector beside them that takes everything, as many spans a second as the
-service makes. All three live at the same time and are asked in turns, so many requests in a row (`--burst`), there and
-back again (ABCCBA), so that the machine's speed counts alike. Each block begins the servers anew, for where the memory
+service makes, beside a fourth whose agent sends nothing: what is sent costs what these differ by. All live at the same
+time and are asked in turns, so many requests in a row (`--burst`), there and back again (ABCCBA), so that the machine's
+speed counts alike. Each block begins the servers anew, for where the memory
 of a process lies makes it faster or slower than another by more than what is looked for.
 
 A latency is told in units of the bare server's median in its turn. Told are the medians and the 99th percentiles of
@@ -77,7 +78,8 @@ requests: auto
 functions:
   - match: "__main__:work"
 """
-STATES = ("bare", "agent", "in the process")
+STATES = ["bare", "agent", "in the process"]
+UNSENT = "nothing sent"
 DRAWS = 1_000
 LIMIT_S = 60
 REQUEST = b"GET / HTTP/1.1\r\nHost: bench\r\n\r\n"
@@ -140,11 +142,11 @@ def processor_s(process: int) -> float:
 
 def profile_of(state: str, options: argparse.Namespace, collector: int) -> str:
     """The profile of a server, as text."""
-    otlp = {"endpoint": f"http://127.0.0.1:{collector}"} if options.export else None
+    otlp = {"endpoint": f"http://127.0.0.1:{collector}"} if options.export and state != UNSENT else None
     document = yaml.safe_load((ROOT / "configs" / "chat.yaml").read_text() if options.demo else PROFILE)
     document["export"] = {"summary": {"to": "stderr"}, **({"otlp": otlp} if otlp else {})}
-    document["capture"] = {"sample": 1.0 if otlp else 0.001}
-    return str(yaml.safe_dump({**document, **({"agent": "off"} if state != "agent" else {})}))
+    document["capture"] = {"sample": 1.0 if options.export else 0.001}
+    return str(yaml.safe_dump({**document, **({"agent": "off"} if state == "in the process" else {})}))
 
 
 def is_whole(answer: bytes) -> bool:
@@ -312,18 +314,19 @@ def ratios(turns: list[Turn], rng: numpy.random.Generator) -> None:
     }
     for percentile in (50, 99):
         told = {state: float(numpy.percentile(numpy.concatenate(its), percentile)) for state, its in units.items()}
-        for state in STATES[1:]:
+        pairs = [(state, "bare") for state in STATES[1:]] + [("agent", UNSENT)] * (UNSENT in STATES)
+        for state, other in pairs:
             drawn = []
             for _ in range(DRAWS):
                 chosen = rng.integers(0, len(turns), len(turns))
-                own, bare = (
+                own, its = (
                     numpy.percentile(numpy.concatenate([units[one][turn] for turn in chosen]), percentile)
-                    for one in (state, "bare")
+                    for one in (state, other)
                 )
-                drawn.append(own / bare - 1)
+                drawn.append(own / its - 1)
             low, high = numpy.percentile(drawn, (2.5, 97.5))
-            ratio = told[state] / told["bare"] - 1
-            print(f"p{percentile} {state:15} {ratio:+7.2%}   ({low:+.2%} to {high:+.2%})")
+            ratio = told[state] / told[other] - 1
+            print(f"p{percentile} {state:15} over {other:15} {ratio:+7.2%}   ({low:+.2%} to {high:+.2%})")
 
 
 def processor_ratios(took_s: dict[str, list[float]], rng: numpy.random.Generator) -> None:
@@ -355,6 +358,8 @@ def main() -> None:
     if options.memory:
         measure_memory(options, Collector())
         return
+    if options.export:
+        STATES.append(UNSENT)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cores[:-1]) or set(cores))
     collector, rng, turns = Collector(), numpy.random.default_rng(7), list[Turn]()
