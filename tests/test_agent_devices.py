@@ -131,7 +131,8 @@ print(running.losses())
         until(lambda: not run_folder.found())
         (spans,) = collector.spans.values()
         found.append(spans)
-        assert eval(done.stdout) == {"device times dropped": 2}
+        lost = {reason: count for reason, count in eval(done.stdout).items() if "on their way" not in reason}
+        assert lost == {"device times dropped": 2}  # a slow agent may not have sent the rest by then
     by_agent, by_itself = (Counter(map(told, spans)) for spans in found)
     assert by_agent == by_itself
     names = Counter(span.name for span in found[0])

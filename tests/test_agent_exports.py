@@ -19,7 +19,7 @@ from instrument.agent.drain import ROWS_AT_ONCE
 from instrument.agent.exported import WAITING_SPANS, Exported
 from instrument.agent.exports import Exports
 from instrument.agent.keyed_trees import KeyedRequests
-from instrument.agent.processes import Process, Run
+from instrument.agent.processes import VANISHED, Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
 from instrument.otlp.exporter import Exporter
@@ -135,6 +135,28 @@ def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, ma
         assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
     assert process in table.left
     assert lives in table.left
+
+
+def test_a_process_killed_before_the_exporter_let_go_of_it_is_exported_or_counted(
+    table: Table, make_recorder: Any
+) -> None:
+    recorder = make_recorder()
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    before = set(exporters())
+    table.add()
+    (child,) = set(exporters()) - before
+    os.kill(child, signal.SIGSTOP)
+    process = table.add(memory=copied(recorder))  # which says nothing of how it is to be exported
+    table.exports.release(process)
+    process.ended_ns, process.how = 1, VANISHED
+    table.exports.note_ended(process)
+    table.exports.end(60)
+    os.kill(child, signal.SIGCONT)
+    table.until(lambda: table.exports.is_done)
+    with closing(Mapped(process.memory)) as mapped:
+        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
+    assert process in table.left
 
 
 def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is_kept(make_recorder: Any) -> None:

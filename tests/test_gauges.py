@@ -305,7 +305,7 @@ def test_a_mig_instance_is_read_by_its_own_handle_and_the_samples_of_its_gpu(run
     assert run(script, program).output == "MIG-1111 100 [None] 9.0 [0.0, 0.0, 0.0]\n"
     second = run(script, program, CUDA_VISIBLE_DEVICES="MIG-2222")
     assert second.output == "MIG-2222 200 [None] 11.0 [None]\n"
-    assert second.calls[0]["gpm_mig_sample"] >= 3
+    assert second.calls[0]["gpm_mig_sample"] >= 2
     assert second.calls[0]["gpm_sample"] == 0
 
 

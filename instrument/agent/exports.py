@@ -71,9 +71,14 @@ class Exports:
 
     def add(self, process: Process) -> None:
         """Export what a process records, if it asks for that."""
-        if not process.facts.get("export") or process.memory < 0 or self._numbers_of(process):
+        if not self._numbers_of(process):
+            self._add(process)
+
+    def _add(self, process: Process) -> None:
+        if not process.facts.get("export") or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
+            self._count_left(process, process.memory, is_told=False)
             self._let_go(process)
             return
         try:
@@ -108,10 +113,11 @@ class Exports:
     def note_ended(self, process: Process) -> None:
         """A process has ended, and its recording stands still.
 
-        One that ended without a word while it exported itself has left what it had not sent, or heard no answer to.
+        One that ended without a word while it exported itself has left what it had not sent, or heard no answer to. The
+        child lets go of the recording first where it has not done so yet.
         """
-        if not self._tell("ended", process) and process.how != GOODBYE:
-            self.add(process)
+        if self._tell("ended", process) <= self._released and process.how != GOODBYE:
+            self._add(process)
 
     def release(self, process: Process) -> None:
         """Leave the export of what a process records to the process itself."""
@@ -229,10 +235,8 @@ class Exports:
             if number not in self._released:
                 self._count_left(process, memory, is_told=bool(fates))
                 self._let_go(process)
-            elif (
-                not process.lives and process.how != GOODBYE
-            ):  # it has been told that this one ended when there was nobody to hear it
-                self.add(process)
+            elif not process.lives and process.how != GOODBYE:
+                self.add(process)  # it was released only after it had been told that this one ended
             os.close(memory)
         self._released.discard(number)
 
