@@ -18,7 +18,7 @@ from instrument.recording.spans import FIRST_ITEM, ITEMS, Origin, Site, Span, Tr
 from instrument.trace import file
 from instrument.trace.joined import join
 from instrument.trace.of_spans import trace_of
-from instrument.trace.stages import stage_spans, stages
+from instrument.trace.stages import queue_times, stage_spans, stages
 
 PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")
 
@@ -38,6 +38,15 @@ def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:
         ],
         5: [("queue", 130, 210), ("prefill", 210, 310), ("decode", 310, 531)],
     }  # fmt: skip
+
+
+def test_every_request_that_a_batch_serves_has_a_queue_time_also_who_did_not_wait() -> None:
+    spans = [made(1, CHAT, 0, 90, key="a"), made(3, CHAT, 10, 90, key="b"), made(5, CHAT, 20, 90, key="never")]
+    spans += [made(7, STEP, 10, 20, batch=["b"], thread=2), made(9, STEP, 25, 40, batch=["a", "b"], thread=2)]
+    trace = trace_of(spans)
+    joined = join(trace)
+    found = {int(trace.span_id[joined.rows[place]]): ns for place, ns in queue_times(trace, joined).items()}
+    assert found == {1: 25, 3: 0}
 
 
 @pytest.mark.parametrize(

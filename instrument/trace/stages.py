@@ -120,6 +120,13 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
     return found
 
 
+def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
+    """How long each request that a batch serves was in the queue, in ns, by its place: 0 where it did not wait."""
+    batches, between = served_stretches(trace, joined)
+    found = dict.fromkeys(batches.request.tolist(), 0)
+    return found | {place: end_ns - start_ns for place, (start_ns, end_ns) in _queues(between).items()}
+
+
 def _streamed_ns(trace: Trace, rows: Int64s) -> Int64s:
     """When the first part of the answers of these requests was sent, of those that came in several parts."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
