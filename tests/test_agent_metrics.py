@@ -294,3 +294,10 @@ def test_what_waits_in_executors_can_be_told_to_others() -> None:
     found = export_facts.facts_from(told)
     assert found is not None
     assert found.metered.queued["ThreadPoolExecutor"] == 0
+
+
+@pytest.mark.parametrize("name", ["start_ns", "losses"])
+def test_numbers_without_an_end_in_what_a_process_tells_are_taken_as_not_told(name: str) -> None:
+    told = export_facts.told(Ids(), {}, Capture(), 1)
+    told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
+    assert export_facts.facts_from(json.loads(json.dumps(told))) is None

@@ -80,7 +80,7 @@ def facts_from(found: Any) -> ExportFacts | None:
         ids = Ids((first, second, third), str(found["instance"]))
         metered = _metered_from(found["metered"])
         return ExportFacts(ids, resource, _capture_from(found["capture"]), int(found["spans_per_request"]), metered)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
