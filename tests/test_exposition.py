@@ -139,9 +139,9 @@ def test_a_share_is_told_whichever_of_it_and_its_base_was_read_first() -> None:
 
 
 def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.sessions import session as profiler
+    from instrument.sessions import exporting
 
-    monkeypatch.setattr(profiler, "SCRAPE_WAIT_S", 0.01)
+    monkeypatch.setattr(exporting, "SCRAPE_WAIT_S", 0.01)
     start("requests: auto")
     serve("/items", 200, 2)
     assert sum(of(f"{REQUESTS}_count").values()) == 2

@@ -1,0 +1,335 @@
+"""How a session looks through what it records while it runs, and has it told: by itself, or by the agent of its run.
+
+`handover` says which of both. `Session` is one of these that begins, goes over to other profiles, and ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from instrument import otlp
+from instrument.errors import ExportError
+from instrument.otlp.interval_join import SETTLE_NS
+from instrument.otlp.metrics import Metrics
+from instrument.profile.model import Profile
+from instrument.recorder.meter import Ended
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import export_place
+from instrument.recording.distributions import Snapshot
+from instrument.recording.meter_place import DAMAGED, MeterState
+from instrument.recording.spans import Span
+from instrument.runtime.unpatched import TIMEOUT_MAX
+from instrument.sessions import files
+from instrument.sessions.handover import Standing
+from instrument.sessions.lock import SessionLock
+from instrument.sessions.membership import Membership
+from instrument.sessions.outbox import Outbox
+from instrument.sessions.recorded import Recorded
+from instrument.sessions.saving import Saving
+from instrument.sessions.session_threads import SessionThreads
+
+HAND_BACK_NS = 10**9
+"""The longest that the session still sends what it has read for, as an agent takes over."""
+
+FLUSH_S = 0.01
+"""How often it is looked whether the agent has sent everything."""
+
+SCRAPE_WAIT_S = 1.0
+"""The longest that a scrape waits for the session, which may be writing a file; it is told what was known before."""
+
+GAUGES_FOR_NS = 30 * 10**9
+"""How old a gauge may be that a scrape is told."""
+
+
+class Exporting(Recorded):
+    """What one profile has recorded in one process, on its way out. All methods may be called from any thread."""
+
+    _threads: SessionThreads
+    _saving: Saving
+    _membership: Membership
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
+        self._lock = SessionLock()
+        self._stopped = False
+        self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
+        self._is_scraped = False
+        self._resource_told: dict[str, object] = {}
+
+    # ---------------------------------------------------------------- who exports
+
+    def _leave_export_to_agent(self) -> None:
+        """Where there is an agent it exports what this process records."""
+        if self._membership.path and self.profile.agent != "off":
+            self.handover.leave_to_agent()
+
+    def _is_left_to_agent(self) -> bool:
+        """Whether an agent is there that the session before this one has left its export to."""
+        is_readable = RECORDER.memory_fd >= 0 and RECORDER.facts.get("export") is not None
+        return is_readable and self._membership.is_heard()
+
+    def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
+        with self._lock.held():
+            until_ns = 0
+            if self._is_read():
+                self._reader.look()
+                until_ns = RECORDER.now_ns()
+            if metered is not None:
+                until_ns = self._go_on_metering(metered)
+            self._reader.go_on(rows, until_ns)
+            self._kept_count = 0
+            self.handover.is_own = True
+            if self._exporter is not None:
+                self._go_on_telling(self._exporter.metrics, metered)
+        if self._exporter is not None and not self._stopped and self._threads.have_begun:
+            self._exporter.start()
+            self._threads.start()
+
+    def _go_on_metering(self, metered: MeterState) -> int:
+        """Go on with what another process has counted, and count what has ended since; tells until when that is."""
+        until_ns = RECORDER.now_ns()
+        try:
+            self._meter.go_on(metered.meter)
+        except DAMAGED:
+            return 0
+        cursor = RECORDER.cursor(RECORDER.shelf(0.0, 0).sort)  # requests alone
+        cursor.go_on(metered.places)
+        ended = [row for _, rows in cursor.read() for row in rows if row[6] <= until_ns]
+        self._meter.count(sorted(ended, key=lambda row: row[6]))
+        self._meter.watch_from(metered.places)
+        return until_ns
+
+    def _go_on_telling(self, metrics: Metrics, metered: MeterState | None) -> None:
+        """Go on from what another process has told, with the gauges that were read since."""
+        if metered is not None:
+            with suppress(*DAMAGED):
+                metrics.go_on(metered.told)
+        now_ns = time.monotonic_ns()
+        samples = self._gauges.samples(metrics.taken_ns + 1, now_ns)
+        if samples:
+            metrics.offer(samples, self._gauges.gpus())
+
+    def _end_export(self) -> Standing:
+        exporter, outbox = self._exporter, self._outbox
+        with self._lock.held():
+            if self._has_metrics():
+                self._pump(meters=True)
+            self._reader.look()
+            self._send_kept()
+            standing = self._last_standing()
+            self.handover.is_own = False
+        if outbox is not None:
+            self._send_settled(outbox)
+        if exporter is not None:
+            exporter.stop(HAND_BACK_NS)
+        return standing
+
+    def _send_settled(self, outbox: Outbox) -> None:
+        """Send what waits for its device times as they come, and after a while without."""
+        end_ns = time.monotonic_ns() + HAND_BACK_NS
+        is_last = False
+        while not is_last:
+            is_last = time.monotonic_ns() > end_ns or not outbox.waits
+            with self._lock.held():
+                outbox.send_settled(is_last=is_last)
+            if not is_last:
+                time.sleep(FLUSH_S)
+
+    def _last_standing(self) -> Standing:
+        return self._standing()._replace(meter=self._meter.state() if self._has_metrics() else None)
+
+    def look_after_export(self, *, is_joined: bool) -> None:
+        """Export here, or have the agent do so, as things stand: called now and then."""
+        self._tell_resource()
+        if self._exporter is not None and not self.handover.is_own:
+            self._tell_books()
+        self.handover.look(self._membership.joins if is_joined else 0)
+
+    def _tell_resource(self) -> None:
+        """Tell the agent of a tracer provider that the service has configured by now: both are the same service."""
+        if self._exporter is None or not self.handover.has_agent:
+            return
+        resource = dict(self._exporter.resource())
+        if resource != self._resource_told:
+            self._resource_told = resource
+            RECORDER.tell(self._facts())
+
+    def sends_to(self, endpoint: str) -> bool:
+        """Whether the session itself sends what `capture` keeps to that collector."""
+        wanted = self.profile.export.otlp
+        return self._exporter is not None and wanted is not None and wanted.endpoint == endpoint
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those spans of a window that the session neither has sent nor will send: the caller does.
+
+        A request that has not ended is kept, for nobody else could tell what becomes of it. Raises `ExportError` where
+        the agent does not let go of the export: what that one keeps, nobody knows here.
+        """
+        self._membership.tell({"exports": True})
+        if not self.handover.insist():
+            self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
+            raise ExportError(
+                f"asked to send {len(spans)} spans of a window, found that the agent of the run still exports what "
+                "this process records; those that the profile's `capture` keeps are sent by it"
+            )
+        with self._lock.held():
+            found = self._reader.unsent(spans)
+            self._send_kept()
+            return found
+
+    def count_loss(self, what: str, count: int) -> None:
+        """Have the reports tell of something that was recorded and not kept."""
+        with self._lock.held():
+            self.account.lose(what, count)
+
+    def _export_at_end(self) -> None:
+        """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
+        if self.handover.is_own or not self.handover.has_agent:
+            return
+        is_left = self.handover.is_left()
+        while message := self._membership.heard():
+            is_left = is_left or "yours" in message
+        if message is None:  # it has gone, and perhaps there is another one
+            is_left = bool(self._membership.join())
+        if is_left:
+            self.handover.take_over_at_end()
+
+    # ---------------------------------------------------------------- while it runs
+
+    def _is_read(self) -> bool:
+        """Whether anybody wants spans while the service runs. To read them takes about 0.7 us each."""
+        is_sent = self._exporter is not None and self.handover.is_own
+        return is_sent or self._has_metrics() or self.profile.schedule is not None or self._is_scraped
+
+    def _is_looked_after(self) -> bool:
+        """Whether anything is to be done while the service runs. Otherwise no thread does."""
+        return self._is_read() or self.profile.budget is not None or self._ticks.are_used
+
+    def _sends(self) -> bool:
+        """Whether the session itself sends to a collector what no agent exports."""
+        return self.handover.is_own
+
+    def _pump(self, timeout_s: float = -1, *, meters: bool = False) -> Snapshot | None:
+        """Look through the spans that have finished since the last time.
+
+        Where it `meters`, or it is time to, metrics are taken, for the collector and to be returned.
+        """
+        snapshot = None
+        with self._lock.held(timeout_s) as held:
+            if not held or not (self._is_looked_after() or self._reader.cut):
+                return None
+            if self._outbox is not None:
+                self._outbox.renew_clock(self.origin)
+            self._ticks.check(time.monotonic_ns())
+            self._budget.step()
+            RECORDER.learn_paths()
+            meters = self._has_metrics() and (meters or time.monotonic_ns() - self._metered_ns >= otlp.METRICS_EVERY_NS)
+            ended = self._meter.ended() if meters else {}
+            if self._is_read():
+                self._reader.look()
+                self._send_kept()
+                self._meter.count_generators(self._generators)
+            if meters:
+                snapshot = self._take_metrics(ended)
+            if self._outbox is not None:
+                self._outbox.send_settled(is_last=self._stopped)
+            while self._reader.cut:
+                window, origin = self._reader.cut.popleft()
+                self._saving.write_window(*window, origin)
+        return snapshot
+
+    def _has_metrics(self) -> bool:
+        """Whether the profile asks for any beside gauges, and there is somebody whom the session itself tells."""
+        return self._is_scraped or (self._asks_for_metrics and self._exporter is not None and self.handover.is_own)
+
+    def _take_metrics(self, ended: Ended) -> Snapshot:
+        """Take all metrics, once the reader has met what had `ended` before."""
+        self._metered_ns = time.monotonic_ns()
+        self._meter.settle(ended)
+        snapshot = self._meter.snapshot(requests=bool(self.profile.requests), marks=self._metered())
+        if self._exporter is not None and self.handover.is_own:
+            self.handover.note_meter(self._meter.state(), self._reader.places)
+            self._exporter.metrics.put(snapshot)
+        self._snapshot = snapshot
+        return snapshot
+
+    def prometheus(self, *, openmetrics: bool = False) -> str:
+        """The metrics as they are now, in Prometheus's text format; see `instrument.prometheus`."""
+        from instrument.sessions.exposition import text_of
+
+        if not self._is_scraped:
+            self._begin_scrapes()
+            self._threads.start()  # from now on requests are told by status before the rings have lost them
+        snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
+        now_ns = time.monotonic_ns()
+        samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
+        return text_of(self.origin(), snapshot, samples, self._gauges.gpus(), openmetrics=openmetrics)
+
+    def _begin_scrapes(self) -> None:
+        """From now on count metrics here, too: where another process does so, from what that one has counted."""
+        with self._lock.held():
+            metered = None if self.handover.is_own or self._is_read() else self.handover.metered()
+            if metered is not None:
+                heads = {ring.thread_id: ring.head for ring in RECORDER.rings()}
+                self._reader.go_on(heads, self._go_on_metering(metered))
+            self._is_scraped = True
+
+    # ---------------------------------------------------------------- what is still on its way
+
+    def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
+        """Hand over all that has finished and wait, at most so long, until the collector has it.
+
+        Returns what was delivered and what was not; None where the profile exports to no collector.
+        """
+        end = time.monotonic() + timeout_s
+        self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
+        if self._exporter is None:
+            return None
+        if not self.handover.is_own:
+            return self._flush_by_agent(end)[0]
+        return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
+
+    def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
+        """Have the agent send all that has finished, and wait until that is settled, or the time is up.
+
+        Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
+
+        Of an agent that for `patience_s` takes no notice of what it has not seen, and has nothing to send before that,
+        nothing more is awaited.
+        """
+        recorded, asked_ns = self._recorded(), time.monotonic_ns()
+        if self._timing is not None:  # the agent waits for device times, too
+            self._timing.await_settled(asked_ns, min(end, time.monotonic() + SETTLE_NS / 1e9))
+        self._tell_books(at_once=True)
+        self._membership.tell({"flush": True})
+        seen, seen_at = -1, 0.0
+        while True:
+            progress = self.handover.progress()
+            fates = progress.fates
+            sent = {fate: fates[fate] for fate in export_place.SENT}
+            pending = fates["kept"] - sum(sent.values())
+            now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
+            seen_at = now if seen != before or pending else seen_at
+            settled = seen >= recorded and not pending and self._are_metrics_settled(asked_ns)
+            if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
+                found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
+                return found, max(recorded - seen, 0) + pending
+            time.sleep(FLUSH_S)
+
+    def _are_metrics_settled(self, asked_ns: int) -> bool:
+        """Whether what had been counted and read by a time was told by the agent, or given up."""
+        if not (self._asks_for_metrics or self._gauges.are_wanted):
+            return True
+        metered = self.handover.metered()
+        return metered is not None and metered.settled_ns >= asked_ns
+
+    def _is_first(self) -> bool:
+        return self._is_of_run and files.is_main()
+
+    def _recorded(self) -> int:
+        recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
+        return recorded
