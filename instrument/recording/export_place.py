@@ -6,7 +6,6 @@ writes is there twice, by turns, so that one who is killed as it writes leaves w
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import zlib
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from instrument.recording import memory_layout as layout
+from instrument.recording.claim import EXPORT, Claim
 
 FATES = (
     "seen", "intervals", "missed", "untimed",
@@ -37,17 +37,10 @@ UNTOLD, UNLINKED, DERIVED_LOST = "untold", "unlinked", "derived lost"
 """Beside the spans of recordings: requests whose stages were not told, keys that were forgotten while their requests
 were open, and spans of stages that were lost."""
 
-FIRST_FD = 256
-"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
-
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
 _SLOT_BYTES = layout.EXPORT_BYTES // 2
 _MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
-_OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
-_LOCK = struct.Struct("hhqqi4x")
-_LOCK_AT = 1 << 50
-"""Beyond every byte of a recording: other locks on it mean other things."""
 
 
 @dataclass(slots=True)
@@ -88,60 +81,13 @@ class Progress:
         return found
 
 
-class ExportPlace:
+class ExportPlace(Claim):
     """What is written of its export in a recording. Raises `OSError` for what cannot be written to."""
 
     def __init__(self, fd: int) -> None:
-        # Opened anew: a lock belongs to what was opened, and who was given a descriptor shares that with the giver.
-        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-        except OSError:
-            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
-        finally:
-            os.close(opened)
-        self._identity = self._identified()
+        super().__init__(fd, EXPORT)
         self._at = os.fstat(self._fd).st_size - layout.EXPORT_BYTES
         self._turn = 0
-
-    def close(self) -> None:
-        """Let go of the recording, and of its export."""
-        if self.fileno() >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def fileno(self) -> int:
-        """Its descriptor, -1 where a service has closed it, and perhaps has a file of its own there."""
-        if self._fd >= 0 and self._identified() != self._identity:
-            self._fd = -1
-        return self._fd
-
-    def _identified(self) -> tuple[int, int]:
-        try:
-            found = os.fstat(self._fd)
-        except OSError:
-            return -1, -1
-        return found.st_dev, found.st_ino
-
-    def take(self) -> bool:
-        """Be the one who exports it from now on; False while another one is."""
-        return self._lock(fcntl.F_WRLCK)
-
-    def give_up(self) -> None:
-        """Let another one export it."""
-        self._lock(fcntl.F_UNLCK)
-
-    def _lock(self, kind: int) -> bool:
-        try:
-            fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, _LOCK_AT, 1, 0))
-        except OSError:
-            return False
-        return True
-
-    def is_taken(self) -> bool:
-        """Whether somebody else exports it now."""
-        found = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCK_AT, 1, 0))
-        return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def read(self) -> Progress:
         """What was written last; nothing where nobody has exported it."""
