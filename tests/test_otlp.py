@@ -50,7 +50,8 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
-from instrument.otlp.exporter import REQUEST_BYTES, Source
+from instrument.otlp.exporter import REQUEST_BYTES
+from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
 from instrument.recording.spans import DeviceInterval, RemoteParent, Site
 from instrument.runtime.faults import FAULTS
@@ -627,7 +628,7 @@ def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
 
 
 def test_a_full_queue_drops_the_oldest_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter.QUEUE_SPANS", 100)
+    monkeypatch.setattr("instrument.otlp.span_queue.QUEUE_SPANS", 100)
     exporter = Exporter(Otlp(), ORIGIN, dict)
     for number in range(30):
         assert exporter.offer(tree(10, 1 + number * 10, Site(f"tree {number}")))
@@ -679,7 +680,7 @@ def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
 
 def test_an_offer_never_waits_for_the_lock() -> None:
     exporter = Exporter(Otlp(), ORIGIN, dict)
-    with exporter._lock:  # as when a signal handler interrupts the thread that holds it
+    with exporter._trees.lock:  # as when a signal handler interrupts the thread that holds it
         assert exporter.offer(tree(3))
         assert exporter.counts()["offered"] == 0
     assert adds_up(exporter)["offered"] == 3

@@ -18,7 +18,8 @@ from typing import Any
 from instrument.agent.exported import Exported
 from instrument.agent.keyed_requests import KeyedRequests
 from instrument.otlp.export_facts import settings_from
-from instrument.otlp.exporter import Exporter, Source
+from instrument.otlp.exporter import Exporter
+from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.spans import Origin

@@ -21,8 +21,9 @@ from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
 from instrument.agent.metering import Metering
 from instrument.otlp.export_facts import ExportFacts, facts_from
-from instrument.otlp.exporter import Exporter, Source
+from instrument.otlp.exporter import Exporter
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
+from instrument.otlp.span_queue import Source
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place

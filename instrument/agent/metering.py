@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from instrument.agent.drain import Drain, WatchedRows
 from instrument.otlp.export_facts import ExportFacts, facts_from
-from instrument.otlp.exporter import Exporter, Source
+from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics import DELAY_NS
+from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines

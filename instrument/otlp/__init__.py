@@ -1,8 +1,8 @@
 """Spans to an OpenTelemetry collector: packed by hand, sent by one background thread, every loss counted.
 
-`packing` says a span in OTLP's bytes, `senders` carry requests by HTTP or gRPC, `exporter` has the queue, the thread
-and the counts. Of the service's own OpenTelemetry (`tracer`) we borrow the SDK's `Resource` (`resource`), so that both
-land under the same service; it is imported on the export thread only.
+`packing` says a span in OTLP's bytes, `senders` carry requests by HTTP or gRPC, `span_queue` has what waits and the
+counts, `exporter` the thread. Of the service's own OpenTelemetry (`tracer`) we borrow the SDK's `Resource`
+(`resource`), so that both land under the same service; it is imported on the export thread only.
 """
 
 from instrument.otlp.exporter import Delivery, Exporter

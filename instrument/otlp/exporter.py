@@ -1,12 +1,11 @@
-"""The queue of kept trees, the one background thread that delivers them, and the fate of every span in numbers."""
+"""The one background thread that delivers kept trees to a collector, and the metrics beside them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,17 +22,16 @@ from instrument.otlp.resource import (
 )
 from instrument.otlp.response import Response
 from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
+from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedTree, Source, SpanQueue
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
-from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, Lock, SimpleQueue
+from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 if TYPE_CHECKING:
     from instrument.profile.model import Otlp
 
-QUEUE_SPANS = 65_536
-"""Spans that may wait for delivery; beyond it the oldest whole trees go."""
 REQUEST_BYTES = 512 << 10
 """A request's limit before compression: there are receivers that refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
@@ -48,13 +46,8 @@ HOLD_LIMIT_S = 300.0
 _BATCH_SPANS = 2_000
 _BATCH_DELAY_S = 1.0
 _QUIET_NS = 60 * 10**9
-_PATIENCE_S = 0.1
 _LOOK_S = 0.005
 _NEVER_NS = 1 << 63
-_OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
-_EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
-_FATES = ("offered", *_OUTCOMES, "pending")
-_INTERVALS, _SENDING = "intervals", "sending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +71,6 @@ class Delivery:
     def complete(self) -> bool:
         """Whether all of it was delivered: settled in time, and nothing ever lost."""
         return self.settled and not (self.rejected or self.failed or self.dropped)
-
-
-@dataclass(eq=False)
-class Source:
-    """One process whose spans are sent: what they are called, and what has become of them.
-
-    `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
-    spans by fate, `metrics` its own on their way.
-    """
-
-    ids: Ids
-    origin: Origin
-    threads: Callable[[], Mapping[int, str]]
-    resource: Callable[[], Mapping[str, object]]
-    counts: Counter[str] = field(default_factory=Counter)
-    metrics: Metrics | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Tree:
-    """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
-
-    spans: Sequence[Span]
-    source: Source
-    size: int
-    left: int
-    outcome: int = _EXPORTED
-    number: int = 0  # in the order of being offered
 
 
 class Exporter:
@@ -144,23 +109,16 @@ class Exporter:
         self.own = Source(Ids(), origin, self._threads, self.resource, metrics=self.metrics)
         self._metered: tuple[Source, ...] = (self.own,)
         self._telling: Source | None = None
-        self._lock = Lock()
-        self._inbox: deque[_Tree] = deque()
-        self._queue: deque[_Tree] = deque()
-        self._queued_spans = 0
-        self._in_flight: set[_Tree] = set()
-        self._counts = dict.fromkeys((*_FATES, *(f"{fate}_trees" for fate in _FATES), _INTERVALS, "requests"), 0)
+        self._trees = SpanQueue()
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
         self._stop_at_ns = _NEVER_NS
-        self._closed = False
         self._request_bytes = REQUEST_BYTES
         self._halvings = 0
         self._is_patient = True
         self._held_until_ns = self._metrics_held_until_ns = 0
         self._resource_key: tuple[object, ...] = ()
-        self._reason = ""
         self._failing = False
         self._quiet_until_ns = 0
         self.thread_ns = 0
@@ -173,12 +131,12 @@ class Exporter:
 
     def add_metrics(self, source: Source) -> None:
         """From now on send the metrics of a source, too."""
-        with self._lock:
+        with self._trees.lock:
             self._metered = (*self._metered, source)
 
     def remove_metrics(self, source: Source, limit_s: float) -> None:
         """Send no more metrics of a source; what is just being sent is waited for, at most so long."""
-        with self._lock:
+        with self._trees.lock:
             self._metered = tuple(one for one in self._metered if one is not source)
         end = time.monotonic() + limit_s
         while self._telling is source and time.monotonic() < end:
@@ -214,7 +172,7 @@ class Exporter:
         fork in the middle of an import leaves the child with a module that it can never import.
         """
         self.prepare()
-        with self._lock:
+        with self._trees.lock:
             if self._thread is not None and self._thread.is_alive():
                 return
             sender = self._opened()
@@ -235,11 +193,11 @@ class Exporter:
 
     def _serves(self, sender: Sender) -> bool:
         """Whether it is still the sender's thread that delivers: not after `stop`, or once there is another sender."""
-        return self._sender is sender and not self._closed
+        return self._sender is sender and not self._trees.is_closed
 
     def _opened(self) -> Sender:
         """With the lock: open anew, whatever `stop` has ended."""
-        self._closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
+        self._trees.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
         self._sender, self._resource_key = sender_for(self._settings), ()
         return self._sender
 
@@ -249,7 +207,7 @@ class Exporter:
         Ends with the first part that does not get through, after the time-out of the settings at the latest.
         """
         self.prepare()
-        with self._lock:
+        with self._trees.lock:
             sender = self._opened()
             self._is_patient = False
         before = self.counts()
@@ -261,8 +219,8 @@ class Exporter:
                 if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
                     break
         except BaseException as fault:
-            with self._lock:
-                self._give_up(f"{type(fault).__name__}: {fault}")
+            with self._trees.lock:
+                self._trees.give_up(f"{type(fault).__name__}: {fault}")
             raise
         finally:
             sender.close()
@@ -278,24 +236,18 @@ class Exporter:
         if not spans:
             return False
         try:
-            size = len(spans) + sum([len(span.device) for span in spans])
-            self._inbox.append(_Tree(spans, source or self.own, size, size))
-            if self._lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
-                try:
-                    self._take_in()
-                finally:
-                    self._lock.release()
-            if self._queued_spans >= _BATCH_SPANS:
+            is_kept = self._trees.offer(spans, source or self.own)
+            if self._trees.queued >= _BATCH_SPANS:
                 self.hurry()
         except Exception as fault:  # our own fault is counted, not raised into the service
             FAULTS.note("offer of spans to the OTLP exporter", fault)
             return False
-        return size <= QUEUE_SPANS and not self._closed
+        return is_kept
 
     @property
     def waiting(self) -> int:
         """How many spans are on their way."""
-        return self._counts["pending"]
+        return self._trees.pending
 
     def hurry(self) -> None:
         """Send what was offered so far now."""
@@ -320,10 +272,10 @@ class Exporter:
                 settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, TIMEOUT_MAX))
             except Empty:
                 pass  # the time is up; the counts say how far it came
-            settled = settled and not self._is_pending(newest)
+            settled = settled and not self._trees.is_pending(newest)
         counts = self.counts()
-        fates = {fate: counts[fate] for fate in _FATES}
-        return Delivery(**fates, settled=settled, reason=self._reason)
+        fates = {fate: counts[fate] for fate in FATES}
+        return Delivery(**fates, settled=settled, reason=self._trees.reason)
 
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within the time given and end the thread, whatever the collector does.
@@ -335,44 +287,24 @@ class Exporter:
         self._halt.put(None)
         settled = self.flush(timeout_ns).settled
         sender, thread = self._sender, self._thread
-        held = self._lock.acquire(timeout=_PATIENCE_S)
+        held = self._trees.lock.acquire(timeout=PATIENCE_S)
         try:
-            self._closed, self._thread = True, None
-            self._give_up("stopped before the collector had answered")
+            self._trees.is_closed, self._thread = True, None
+            self._trees.give_up("stopped before the collector had answered")
         finally:
             if held:
-                self._lock.release()
+                self._trees.lock.release()
         for metrics in self._of_metered():
             metrics.drop()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
-            thread.join(_PATIENCE_S)
+            thread.join(PATIENCE_S)
         return replace(self.flush(0), settled=settled)
 
     def counts(self) -> Mapping[str, int]:
-        """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
-
-        offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
-        and among the ``intervals``, an offer as a tree, and a tree as exported only if all its spans surely were.
-        """
-        held = self._lock.acquire(timeout=_PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
-        try:
-            if held:
-                self._take_in()
-            return dict(self._counts)
-        finally:
-            if held:
-                self._lock.release()
-
-    def _is_pending(self, newest: int) -> bool:
-        """Whether the fate of any of the trees up to this number is unknown, as far as that can be told."""
-        held = self._lock.acquire(timeout=_PATIENCE_S)
-        try:
-            return not held or any(tree.number <= newest for tree in (*self._in_flight, *self._queue))
-        finally:
-            if held:
-                self._lock.release()
+        """What became of all spans so far; see `SpanQueue.counts`."""
+        return self._trees.counts()
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
@@ -381,53 +313,6 @@ class Exporter:
         self._begin_anew(self.origin)
         if self._detected is not None:
             self._detected = of_a_child(self._detected)
-
-    def _take_in(self) -> None:
-        """With the lock: move what was offered to the queue, and keep the queue within its bound."""
-        counts = self._counts
-        while self._inbox:
-            tree = self._inbox.popleft()
-            counts[_INTERVALS] += tree.size - len(tree.spans)
-            for fate in ("offered", "pending"):
-                counts[fate] += tree.size
-                counts[f"{fate}_trees"] += 1
-                tree.source.counts[fate] += tree.size
-            tree.number = counts["offered_trees"]
-            if self._closed or tree.size > QUEUE_SPANS:
-                self._settle(tree, tree.size, _DROPPED)
-                continue
-            self._queue.append(tree)
-            self._queued_spans += tree.size
-            while self._queued_spans > QUEUE_SPANS:
-                self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        tree = self._queue.popleft()
-        self._queued_spans -= tree.size
-        self._settle(tree, tree.size, _DROPPED)
-
-    def _settle(self, tree: _Tree, spans: int, outcome: int) -> None:
-        """With the lock: some spans of a tree have met their fate."""
-        tree.left -= spans
-        tree.outcome = max(tree.outcome, outcome)
-        for counts in (self._counts, tree.source.counts):
-            counts[_OUTCOMES[outcome]] += spans
-            counts["pending"] -= spans
-        if not tree.left:
-            self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
-            self._counts["pending_trees"] -= 1
-            self._in_flight.discard(tree)
-
-    def _give_up(self, reason: str) -> None:
-        """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
-        if self._in_flight or (self._closed and self._queue):
-            self._reason = reason
-        for tree in list(self._in_flight):
-            tree.source.counts[_SENDING] = 0
-            self._settle(tree, tree.left, _FAILED)
-        self._take_in()
-        while self._closed and self._queue:
-            self._drop_oldest()
 
     def _run(self, sender: Sender) -> None:
         """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
@@ -441,9 +326,9 @@ class Exporter:
                 self._send_queue(sender)
             except BaseException as fault:  # the thread has to outlive what it did not expect
                 settled = False
-                with self._lock:
+                with self._trees.lock:
                     if self._serves(sender):
-                        self._give_up(f"{type(fault).__name__}: {fault}")
+                        self._trees.give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
                 self._send_metrics(sender, at_once=reply is not None)
@@ -455,18 +340,15 @@ class Exporter:
         sender.close()
 
     def _send_queue(self, sender: Sender) -> None:
-        with self._lock:
-            self._take_in()
-            waiting = len(self._queue)
-            if len({id(tree.source) for tree in self._queue}) > 1:
-                self._queue = deque(sorted(self._queue, key=lambda tree: id(tree.source)))
+        waiting = self._trees.gather()
         if not waiting:
             return
         pieces: list[Any] = []
-        owners: list[_Tree] = []
+        owners: list[QueuedTree] = []
         source, size = None, 0
         for _ in range(waiting):
-            tree = self._next_tree(sender)
+            with self._trees.lock:
+                tree = self._trees.take() if self._serves(sender) else None
             if tree is None:
                 break
             if tree.source is not source:  # a request is of one resource
@@ -523,7 +405,7 @@ class Exporter:
             return True
 
     def _put_last(self, source: Source) -> None:
-        with self._lock:
+        with self._trees.lock:
             if source in self._metered:  # it may have been removed meanwhile
                 self._metered = (*(one for one in self._metered if one is not source), source)
 
@@ -565,12 +447,7 @@ class Exporter:
         """
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
-        deadline_ns = time.monotonic_ns() + patience_ns
-
-        def left_s() -> float:
-            until_ns = min(deadline_ns, self._stop_at_ns)
-            return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
-
+        left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
         verdict = sender.send_metrics(series, left_s, self._pause)
         if verdict.wait_s:
             self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
@@ -583,42 +460,19 @@ class Exporter:
             self._resource_key = key
             suppress_instrumentation()
 
-    def _next_tree(self, sender: Sender) -> _Tree | None:
-        with self._lock:
-            if not (self._serves(sender) and self._queue):
-                return None
-            tree = self._queue.popleft()
-            self._queued_spans -= tree.size
-            self._in_flight.add(tree)
-            return tree
-
-    def _encode(self, sender: Sender, tree: _Tree, threads: Mapping[int, str]) -> list[Any]:
+    def _encode(self, sender: Sender, tree: QueuedTree, threads: Mapping[int, str]) -> list[Any]:
         spans, tree.spans = tree.spans, ()
         try:
             encoded = list(sender.encode(spans, tree.source.ids, tree.source.origin, threads))
             if len(encoded) != tree.size:
-                self._recount(tree, len(encoded))
+                self._trees.recount(tree, len(encoded))
             return encoded
         except Exception as fault:  # one tree that cannot be said does not stop the others
-            with self._lock:
-                if tree in self._in_flight:
-                    self._reason = f"{type(fault).__name__}: {fault}"
-                    self._settle(tree, tree.left, _FAILED)
+            self._trees.fail(tree, f"{type(fault).__name__}: {fault}")
             FAULTS.note("encoding of spans", fault)
             return []
 
-    def _recount(self, tree: _Tree, size: int) -> None:
-        """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
-        with self._lock:
-            if tree in self._in_flight:
-                self._counts[_INTERVALS] += size - tree.left
-                for counts in (self._counts, tree.source.counts):
-                    for fate in ("offered", "pending"):
-                        counts[fate] += size - tree.left
-                tree.left = tree.size = size
-                self._settle(tree, 0, _EXPORTED)
-
-    def _deliver(self, sender: Sender, pieces: list[Any], owners: list[_Tree]) -> None:
+    def _deliver(self, sender: Sender, pieces: list[Any], owners: list[QueuedTree]) -> None:
         """Send one request, in halves when the collector finds it too large, and settle its spans.
 
         Where the collector says when to come again, everything waits for that, and the request is sent once more.
@@ -627,16 +481,11 @@ class Exporter:
         last_ns = time.monotonic_ns() + timeout_ns
         while True:
             if not self._hold(sender, last_ns):
-                verdict = Response(False, reason=self._reason)
+                verdict = Response(False, reason=self._trees.reason)
                 break
-            deadline_ns = time.monotonic_ns() + timeout_ns
-
-            def left_s(deadline_ns: int = deadline_ns) -> float:
-                """Nothing once another thread has taken over or the exporter has stopped."""
-                until_ns = min(deadline_ns, self._stop_at_ns)
-                return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
-
-            self._note_sending(owners[0].source, len(pieces))
+            self._trees.note_sending(owners[0].source, len(pieces))
+            self._settled(owners[0].source)  # who is told what is settled is told before it is sent, too
+            left_s = partial(self._left_s, sender, time.monotonic_ns() + timeout_ns)
             verdict = sender.send(pieces, left_s, self._pause)
             if not verdict.wait_s:
                 break
@@ -651,26 +500,17 @@ class Exporter:
             self._deliver(sender, pieces[:middle], owners[:middle])
             self._deliver(sender, pieces[middle:], owners[middle:])
             return
-        with self._lock:
+        with self._trees.lock:
             if not self._serves(sender):
                 return
-            outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
-            owners[0].source.counts[_SENDING] = 0
-            for tree, spans in Counter(owners).items():
-                self._settle(tree, spans, outcome)
-            if outcome == _REJECTED:
-                for counts in (self._counts, owners[0].source.counts):
-                    counts["rejected"] -= len(owners) - verdict.rejected
-                    counts["exported"] += len(owners) - verdict.rejected
-            self._counts["requests"] += 1
+            self._trees.settle_request(owners, verdict)
         self._settled(owners[0].source)
         self._say(verdict)
 
-    def _note_sending(self, source: Source, spans: int) -> None:
-        """Tell who is told what is settled, too, that so many spans are about to be sent."""
-        with self._lock:
-            source.counts[_SENDING] = spans
-        self._settled(source)
+    def _left_s(self, sender: Sender, deadline_ns: int) -> float:
+        """How long a request may yet take: nothing once another thread has taken over or the exporter has stopped."""
+        until_ns = min(deadline_ns, self._stop_at_ns)
+        return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:
         """Wait where the collector has asked for it, all that is offered meanwhile, too; whether to send then.
@@ -694,13 +534,13 @@ class Exporter:
     def _say(self, verdict: Response) -> None:
         """Log the first failure and the recovery from it, each at most once in a while."""
         if verdict.reason:
-            self._reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
+            self._trees.reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
         lost = not verdict.taken or verdict.rejected > 0
         if lost and not self._failing and time.monotonic_ns() >= self._quiet_until_ns:
             self._failing = True
             logger.warning(
                 "spans do not reach the OpenTelemetry collector (%s); the service is not affected, losses are counted",
-                self._reason if verdict.reason else f"{verdict.rejected} spans rejected",
+                self._trees.reason if verdict.reason else f"{verdict.rejected} spans rejected",
             )
         elif self._failing and not lost:
             self._failing = False

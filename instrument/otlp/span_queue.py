@@ -1,0 +1,215 @@
+"""The queue of kept trees on their way to a collector, and the fate of every span in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from instrument.otlp.metrics import Metrics
+from instrument.otlp.packing import Ids
+from instrument.otlp.response import Response
+from instrument.recording.spans import Origin, Span
+from instrument.runtime.unpatched import Lock
+
+QUEUE_SPANS = 65_536
+"""Spans that may wait for delivery; beyond it the oldest whole trees go."""
+
+PATIENCE_S = 0.1
+"""How long the lock is waited for where a signal handler may have interrupted its holder."""
+
+_OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
+_EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
+FATES = ("offered", *_OUTCOMES, "pending")
+_INTERVALS, _SENDING = "intervals", "sending"
+
+
+@dataclass(eq=False)
+class Source:
+    """One process whose spans are sent: what they are called, and what has become of them.
+
+    `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
+    spans by fate, `metrics` its own on their way.
+    """
+
+    ids: Ids
+    origin: Origin
+    threads: Callable[[], Mapping[int, str]]
+    resource: Callable[[], Mapping[str, object]]
+    counts: Counter[str] = field(default_factory=Counter)
+    metrics: Metrics | None = None
+
+
+@dataclass(slots=True, eq=False)
+class QueuedTree:
+    """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
+
+    spans: Sequence[Span]
+    source: Source
+    size: int
+    left: int
+    outcome: int = _EXPORTED
+    number: int = 0  # in the order of being offered
+
+
+class SpanQueue:
+    """Kept trees that wait to be sent, and those under way, within a bound; counts what became of each span.
+
+    `lock` is held by whoever calls what says so. `reason` is why the last spans that were lost were lost.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.is_closed = False
+        """Whether nothing more is sent: what is offered then is dropped."""
+        self.reason = ""
+        self._inbox: deque[QueuedTree] = deque()
+        self._queue: deque[QueuedTree] = deque()
+        self._queued_spans = 0
+        self._in_flight: set[QueuedTree] = set()
+        self._counts = dict.fromkeys((*FATES, *(f"{fate}_trees" for fate in FATES), _INTERVALS, "requests"), 0)
+
+    def offer(self, spans: Sequence[Span], source: Source) -> bool:
+        """Hand over one kept tree, without waiting. True if it will be sent unless newer ones push it out."""
+        size = len(spans) + sum([len(span.device) for span in spans])
+        self._inbox.append(QueuedTree(spans, source, size, size))
+        if self.lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
+            try:
+                self._take_in()
+            finally:
+                self.lock.release()
+        return size <= QUEUE_SPANS and not self.is_closed
+
+    @property
+    def queued(self) -> int:
+        """How many spans wait."""
+        return self._queued_spans
+
+    @property
+    def pending(self) -> int:
+        """How many spans are on their way."""
+        return self._counts["pending"]
+
+    def counts(self) -> Mapping[str, int]:
+        """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
+
+        offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
+        and among the ``intervals``, an offer as a tree, and a tree as exported only if all its spans surely were.
+        """
+        held = self.lock.acquire(timeout=PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
+        try:
+            if held:
+                self._take_in()
+            return dict(self._counts)
+        finally:
+            if held:
+                self.lock.release()
+
+    def is_pending(self, newest: int) -> bool:
+        """Whether the fate of any of the trees up to this number is unknown, as far as that can be told."""
+        held = self.lock.acquire(timeout=PATIENCE_S)
+        try:
+            return not held or any(tree.number <= newest for tree in (*self._in_flight, *self._queue))
+        finally:
+            if held:
+                self.lock.release()
+
+    def gather(self) -> int:
+        """Put together what waits of each source; how many trees wait."""
+        with self.lock:
+            self._take_in()
+            if len({id(tree.source) for tree in self._queue}) > 1:
+                self._queue = deque(sorted(self._queue, key=lambda tree: id(tree.source)))
+            return len(self._queue)
+
+    def take(self) -> QueuedTree | None:
+        """With the lock: the next tree, which is under way from now on."""
+        if not self._queue:
+            return None
+        tree = self._queue.popleft()
+        self._queued_spans -= tree.size
+        self._in_flight.add(tree)
+        return tree
+
+    def fail(self, tree: QueuedTree, reason: str) -> None:
+        """A tree cannot be sent."""
+        with self.lock:
+            if tree in self._in_flight:
+                self.reason = reason
+                self._settle(tree, tree.left, _FAILED)
+
+    def recount(self, tree: QueuedTree, size: int) -> None:
+        """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
+        with self.lock:
+            if tree in self._in_flight:
+                self._counts[_INTERVALS] += size - tree.left
+                for counts in (self._counts, tree.source.counts):
+                    for fate in ("offered", "pending"):
+                        counts[fate] += size - tree.left
+                tree.left = tree.size = size
+                self._settle(tree, 0, _EXPORTED)
+
+    def note_sending(self, source: Source, spans: int) -> None:
+        """So many spans of a source are about to be sent."""
+        with self.lock:
+            source.counts[_SENDING] = spans
+
+    def settle_request(self, owners: Sequence[QueuedTree], verdict: Response) -> None:
+        """With the lock: what became of a request, with the tree of each of its spans, all of one source."""
+        outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
+        source = owners[0].source
+        source.counts[_SENDING] = 0
+        for tree, spans in Counter(owners).items():
+            self._settle(tree, spans, outcome)
+        if outcome == _REJECTED:
+            for counts in (self._counts, source.counts):
+                counts["rejected"] -= len(owners) - verdict.rejected
+                counts["exported"] += len(owners) - verdict.rejected
+        self._counts["requests"] += 1
+
+    def give_up(self, reason: str) -> None:
+        """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
+        if self._in_flight or (self.is_closed and self._queue):
+            self.reason = reason
+        for tree in list(self._in_flight):
+            tree.source.counts[_SENDING] = 0
+            self._settle(tree, tree.left, _FAILED)
+        self._take_in()
+        while self.is_closed and self._queue:
+            self._drop_oldest()
+
+    def _take_in(self) -> None:
+        """With the lock: move what was offered to the queue, and keep the queue within its bound."""
+        counts = self._counts
+        while self._inbox:
+            tree = self._inbox.popleft()
+            counts[_INTERVALS] += tree.size - len(tree.spans)
+            for fate in ("offered", "pending"):
+                counts[fate] += tree.size
+                counts[f"{fate}_trees"] += 1
+                tree.source.counts[fate] += tree.size
+            tree.number = counts["offered_trees"]
+            if self.is_closed or tree.size > QUEUE_SPANS:
+                self._settle(tree, tree.size, _DROPPED)
+                continue
+            self._queue.append(tree)
+            self._queued_spans += tree.size
+            while self._queued_spans > QUEUE_SPANS:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        tree = self._queue.popleft()
+        self._queued_spans -= tree.size
+        self._settle(tree, tree.size, _DROPPED)
+
+    def _settle(self, tree: QueuedTree, spans: int, outcome: int) -> None:
+        """With the lock: some spans of a tree have met their fate."""
+        tree.left -= spans
+        tree.outcome = max(tree.outcome, outcome)
+        for counts in (self._counts, tree.source.counts):
+            counts[_OUTCOMES[outcome]] += spans
+            counts["pending"] -= spans
+        if not tree.left:
+            self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
+            self._counts["pending_trees"] -= 1
+            self._in_flight.discard(tree)
