@@ -53,6 +53,12 @@ def spans_by_name(recorder: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------- kinds of functions
 
 
+def test_the_signature_of_a_scope_tells_all_that_it_takes(recorder: Any) -> None:
+    told = inspect.signature(recorder.scope).parameters.values()
+    taken = inspect.signature(recorder.make_scope).parameters.values()
+    assert [(one.name, one.kind, one.default) for one in told] == [(one.name, one.kind, one.default) for one in taken]
+
+
 def test_every_kind_of_function_keeps_its_kind_signature_and_names(recorder: Any) -> None:
     def call(a: int, *, b: str = "x") -> str:
         """Doc."""

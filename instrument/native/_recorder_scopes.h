@@ -567,5 +567,6 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 }
 
 PyDoc_STRVAR(scope_doc,
-             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None)\n--\n\n"
+             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None,\n"
+             "      batch=None)\n--\n\n"
              "A span around a block; see instrument.recorder.scopes.scope.");

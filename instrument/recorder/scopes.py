@@ -27,7 +27,7 @@ def scope(
     """A span around a block: ``with scope("tokenise"):`` or ``async with scope("tokenise"):``.
 
     `name` groups the spans in reports and should come from a small set; data belongs into `attributes`. `kind` is one
-    of `instrument.profile.kinds.KINDS`, else `user`; `phase`, one of `instrument.recording.spans.PHASES` or a name of
+    of `instrument.profile.kinds.KINDS`, else `user`; `phase`, one of `instrument.profile.kinds.PHASES` or a name of
     your own, says what part of the work it is and makes the kind `phase`. `device` asks for device time too, on the
     current stream of torch, cupy or numba on the device that is current; `stream` names another one, of whichever
     device: an object with `__cuda_stream__`, such as `torch.cuda.current_stream(1)`, or its address. Exceptions pass
