@@ -11,11 +11,9 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,18 +24,17 @@ from instrument.profile.kinds import KINDS, PHASES
 from instrument.recorder import annotation, callables, chains, pure, wrapping
 from instrument.recorder.generator_span import Stretch
 from instrument.recorder.http_status import ANSWERS
-from instrument.recorder.muting import Muting
 from instrument.recorder.readback import Readback
+from instrument.recorder.renaming import Renaming
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.recorder.stepped import Stepped
+from instrument.recorder.thread_names import thread_name
 from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import REMOTE, AttributeValue, Site, link_of
 from instrument.recording.tally import OVERFLOW
-from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import current_name
 from instrument.runtime.unpatched import RLock
 
 _native = native.find("_recorder")
@@ -59,9 +56,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
-NAMES_OF_PLACE = 256
-"""Names that the spans of one place may be given while they are open."""
-
 LEAST_MEMORY_BYTES = 64 << 20
 """Room for rings that a memory has at least: what is not touched takes nothing, and a later session may want more."""
 
@@ -69,7 +63,7 @@ STEP = "step"
 """The shape of what is no probe: a step of a generator after its first."""
 
 
-class _Recording(Muting, Readback):
+class _Recording(Renaming, Readback):
     """What both recorders share."""
 
     if TYPE_CHECKING:
@@ -82,7 +76,7 @@ class _Recording(Muting, Readback):
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
         """Trace id, span id and flags by which others know a span, of what `current_trace` gives. None while off."""
-        self._renamed: dict[Site, dict[str, Site]] = {}  # by the place's own site
+        self._renamed: dict[Site, dict[str, Site]] = {}
         self._place_of: dict[Site, Site] = {}
         self._manual_open = 0
         self._paths = CallTree()
@@ -173,68 +167,6 @@ class _Recording(Muting, Readback):
         if key is not None or batch is not None:
             own = {**(own or {}), **annotation.keys_told(key, batch, self._complain)}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
-
-    # ---------------------------------------------------------------- what is known only later
-
-    def renamed_site(self, site: Site, name: str) -> Site:
-        """The site of a place under another name, the same each time.
-
-        Of names there are `NAMES_OF_PLACE` for a place, and as many in all as scopes have; beyond, it is the site that
-        the place has, counted.
-        """
-        place = self._place_of.get(site, site)
-        if name == place.name:
-            return place
-        known = self._renamed.setdefault(place, {})
-        found = known.get(name)
-        if found is None:
-            if len(known) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
-                self.count("span names beyond the limit of their place, counted under the name that it has")
-                return place
-            found = known.setdefault(name, replace(place, name=name))
-            self._place_of[found] = place
-            self.note_shape(found, self.shapes.get(place, "scope"))
-        return found
-
-    def place_of(self, site: Site) -> Site:
-        """The site that a place has of itself, of one that stands for it under another name."""
-        return self._place_of.get(site, site)
-
-    def rename_open(self, frame: Any, name: object) -> None:
-        """Give the span of a frame another name, or with None the innermost open one of this context. Never raises."""
-        site = self.site_of_open(frame)
-        known = annotation.name_of(name)
-        if site is None:
-            return
-        if known is None:
-            self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
-        elif site.kind == "step":
-            self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
-        elif frame is None:
-            self.rename_innermost(self.renamed_site(site, known))
-        else:
-            self.rename(frame, self.renamed_site(site, known))
-
-    def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
-        """Say how the span of a frame ended, or with None the innermost open one of this context. Never raises."""
-        said = annotation.status_attributes(code, description, error_type)
-        if said is None:
-            self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
-        elif frame is None:
-            self.annotate_innermost(said)
-        else:
-            self.annotate(frame, said)
-
-    def bind_innermost(self, key: object) -> None:
-        """Name the request that the innermost open span serves."""
-        self.annotate_innermost(annotation.keys_told(key, None, self._complain))
-
-    def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
-        return annotation.checked(attributes, more, self._complain)
-
-    def _complain(self, what: str, words: str) -> None:
-        self.count(what)
-        FAULTS.note_of_rule("annotate", words)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` will close; None when too many are open.
@@ -376,7 +308,7 @@ class PureRecorder(_Recording, pure.Core):
     """
 
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, _thread_name)
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
         self._begin()
 
     def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
@@ -488,7 +420,7 @@ else:
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
             self.answers = ANSWERS
             self._begin()
             self.scope_type = NativeScope
@@ -560,37 +492,6 @@ def stream_handle(stream: Any) -> int:
     raise TargetError(
         f"stream= takes a CUDA stream: an object with __cuda_stream__ or the address as an int; found {stream!r}"
     )
-
-
-_awaited: Callable[[], object] | None = None
-
-
-def await_first_span(action: Callable[[], object] | None) -> None:
-    """Have an action called once, by the next thread that records its first span; None for none.
-
-    It runs within the service's own call, which may hold any lock: it is to be short and to wait for nothing.
-    """
-    global _awaited
-    _awaited = action
-
-
-def _thread_name() -> str:
-    global _awaited
-    action, _awaited = _awaited, None
-    if action is not None:
-        try:
-            action()
-        except Exception as fault:  # such as a thread that cannot begin
-            FAULTS.note("first span", fault)
-    ours = current_name()
-    if ours is not None:
-        return ours
-    # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
-    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    native_id = threading.get_native_id()
-    if thread is None and native_id == os.getpid():
-        thread = threading.main_thread()  # a greenlet of it
-    return thread.name if thread is not None else f"thread {native_id}"
 
 
 def _caller() -> tuple[str, str, str, int]:

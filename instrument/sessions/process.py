@@ -23,8 +23,9 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.document import nearest
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
-from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.recorder.recorder import RECORDER
 from instrument.recorder.scopes import OFF
+from instrument.recorder.thread_names import await_first_span
 from instrument.recording import board
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from instrument import otlp
 from instrument.device.gauges import Gauges
 from instrument.recorder.governor import Budget
-from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.recorder.recorder import RECORDER
+from instrument.recorder.thread_names import await_first_span
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, start_new_thread
