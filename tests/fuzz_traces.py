@@ -25,6 +25,7 @@ from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
 from instrument.profile.model import SORT_KEYS, VIEWS
 from instrument.recording.allocations import Allocation
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     HOST,
     WORK,
@@ -36,7 +37,6 @@ from instrument.recording.spans import (
     ImportTime,
     Kernel,
     Origin,
-    RemoteParent,
     Sample,
     Site,
     Span,

@@ -10,7 +10,8 @@ from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
 import instrument
 from instrument.profile.keys import loads
-from instrument.recording.spans import LinkedRequest, RemoteParent, Span
+from instrument.recording.remote_parents import LinkedRequest, RemoteParent
+from instrument.recording.spans import Span
 from instrument.sessions import batch_links
 from instrument.sessions.batch_links import BatchLinks
 

@@ -18,7 +18,8 @@ from instrument.recorder import call_nodes, pure
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import LEAST_CALLS, Trees
-from instrument.recording.spans import RemoteParent, Site, Span
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import Site, Span
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 

@@ -25,6 +25,7 @@ from instrument import chrome
 from instrument.chrome import reading
 from instrument.errors import TraceError
 from instrument.profile.kinds import KINDS
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     GAUGES,
     HOST,
@@ -33,7 +34,6 @@ from instrument.recording.spans import (
     Gpu,
     Kernel,
     Origin,
-    RemoteParent,
     Sample,
     Site,
     Span,

@@ -20,7 +20,8 @@ from test_ledger import ACCEPT, API, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER,
 
 from instrument.cli import main
 from instrument.otlp.packing import Ids, links_of, pack
-from instrument.recording.spans import BATCH_KEYS, Origin, RemoteParent, Span
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
 from instrument.trace.by_process import linked_requests, spans_by_process

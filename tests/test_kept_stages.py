@@ -25,8 +25,9 @@ from instrument.recording import export_place
 from instrument.recording.export_place import UNTOLD
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
+from instrument.recording.remote_parents import LINK
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import LINK, Site, Span
+from instrument.recording.spans import Site, Span
 from instrument.trace.by_process import spans_by_process
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import join

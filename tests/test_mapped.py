@@ -33,7 +33,8 @@ from instrument.recording import memory, memory_layout
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalRing
 from instrument.recording.mapped import ROWS, Mapped
-from instrument.recording.spans import REMOTE, Sample, Site
+from instrument.recording.remote_parents import REMOTE
+from instrument.recording.spans import Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.file import load, write
 from instrument.trace.of_memory import OPEN, saved_of

@@ -23,7 +23,17 @@ from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocation
-from instrument.recording.spans import HOST, LINK, DeviceInterval, Gpu, Kernel, Origin, Site, Span, Trace
+from instrument.recording.remote_parents import LINK
+from instrument.recording.spans import (
+    HOST,
+    DeviceInterval,
+    Gpu,
+    Kernel,
+    Origin,
+    Site,
+    Span,
+    Trace,
+)
 from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
 from instrument.report.places import UNKNOWN

@@ -53,7 +53,8 @@ from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
-from instrument.recording.spans import DeviceInterval, RemoteParent, Site
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import DeviceInterval, Site
 from instrument.runtime.faults import FAULTS
 
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)

@@ -21,7 +21,8 @@ from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, said, span
 from instrument.otlp import packing, senders
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Otlp
-from instrument.recording.spans import LINK, LINK_TRACE_ID, DeviceInterval, RemoteParent, Site, Span, link_of
+from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
+from instrument.recording.spans import DeviceInterval, Site, Span
 
 
 def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:

@@ -25,7 +25,8 @@ from instrument import chrome
 from instrument.otlp import packing
 from instrument.profile.model import Capture
 from instrument.recorder.tail_sampler import Trees
-from instrument.recording.spans import LINK, Origin, RemoteParent, Site, Span, Trace
+from instrument.recording.remote_parents import LINK, RemoteParent
+from instrument.recording.spans import Origin, Site, Span, Trace
 
 
 def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:

@@ -33,7 +33,8 @@ from instrument.recorder.ticks import use_ticks
 from instrument.recording.histogram import bucket
 from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW
-from instrument.recording.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
+from instrument.recording.remote_parents import REMOTE, RemoteParent
+from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import OVERFLOW, Totals
 from instrument.trace.of_rows import columns_of
 from instrument.trace.of_spans import spans_of

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
 
-from instrument.recording.spans import DeviceInterval, Origin, RemoteParent, Site, Span, Trace
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.endpoint_times import EndpointTimes
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.view import Options, Recording

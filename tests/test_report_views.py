@@ -21,6 +21,7 @@ from instrument.profile.keys import loads
 from instrument.profile.kinds import KINDS
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.recording.allocations import Allocation
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     GAUGES,
     HOST,
@@ -31,7 +32,6 @@ from instrument.recording.spans import (
     ImportTime,
     Kernel,
     Origin,
-    RemoteParent,
     Sample,
     Site,
     Span,

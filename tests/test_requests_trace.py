@@ -16,7 +16,8 @@ from instrument.instrumentors.requests.traceparent import w3c
 from instrument.otlp.packing import Ids, links_of
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.spans import Span, remote_of
+from instrument.recording.remote_parents import remote_of
+from instrument.recording.spans import Span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"

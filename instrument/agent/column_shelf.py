@@ -15,8 +15,9 @@ from instrument.agent.key_facts import Details
 from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG, Held
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
+from instrument.recording.remote_parents import REMOTE
 from instrument.recording.ring import REQUEST_BIT, Row, unpacked_rows
-from instrument.recording.spans import KEY, REMOTE
+from instrument.recording.spans import KEY
 
 _KEY = KEY.encode()
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instrument.recording.spans import GAUGES, HOST, REMOTE
+from instrument.recording.remote_parents import REMOTE
+from instrument.recording.spans import GAUGES, HOST
 
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from instrument.agent.keyed_requests import KeyedRequest, KeyedRequests
 from instrument.agent.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.otlp.packing import Ids
-from instrument.recording.spans import RemoteParent, Span
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import Span
 from instrument.trace.stages import stage_spans
 
 LOOKED_NS = 10**9

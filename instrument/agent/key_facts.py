@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, REMOTE, RemoteParent, Site, remote_of
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site
 from instrument.trace.joined import batch_keys, batch_weights
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()

@@ -18,7 +18,8 @@ from instrument.agent.key_facts import KeyedRoot, KeyFacts
 from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids
 from instrument.recorder.shelf import is_sampled
-from instrument.recording.spans import BATCH_KEYS, KEY, RemoteParent, Site, Span
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import BATCH_KEYS, KEY, Site, Span
 from instrument.trace.ledger import phase_of
 from instrument.trace.step_kinds import StepKinds
 

@@ -14,7 +14,8 @@ from msgspec import UNSET, UnsetType
 from instrument.chrome.events import NO_ARGUMENTS, Int64, TraceEvent, times_ns
 from instrument.chrome.lanes import DEVICE_PIDS
 from instrument.recording import spans
-from instrument.recording.spans import HOST, RemoteParent, Sample
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import HOST, Sample
 from instrument.trace import columns
 from instrument.trace.columns import DeviceIntervals, Int32s
 from instrument.trace.forest import NONE, rows_of

@@ -186,7 +186,7 @@ def profiled(name: Any = None, *, kind: str | None = None, device: bool = False,
     Works on functions, coroutines, generators, async generators, methods; above or below `classmethod`, `staticmethod`,
     `property`, `cached_property`, `lru_cache`, `singledispatchmethod` and `contextmanager`; and on a class, where it
     takes the public methods. Without a name the qualified name is used. `kind` is one of
-    `instrument.profile.kinds.KINDS`, else `op`; `phase`, one of `instrument.recording.spans.PHASES` or a name of your
+    `instrument.profile.kinds.KINDS`, else `op`; `phase`, one of `instrument.profile.kinds.PHASES` or a name of your
     own, says what part of the work it is and makes the kind `phase`. Returns the very same object when
     `INSTRUMENT=off`. Raises `TargetError` for anything else.
     """

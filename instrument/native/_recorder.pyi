@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from typing import Any, final
 
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.ring import Row
-from instrument.recording.spans import RemoteParent, Site
+from instrument.recording.spans import Site
 
 ROW_BYTES: int
 

@@ -16,19 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, remote_of
 from instrument.recording.spans import (
     ERROR_TYPE,
-    LINK,
-    LINK_REMOTE,
-    LINK_STATE,
-    LINK_TRACE_ID,
     STATUS_CODE,
     STATUS_DESCRIPTION,
     DeviceInterval,
     Origin,
     Site,
     Span,
-    remote_of,
 )
 
 SCOPE = "instrument"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from instrument.recording.spans import RemoteParent, state_of
+from instrument.recording.remote_parents import RemoteParent, state_of
 from instrument.runtime.faults import FAULTS
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.ring import Row
-from instrument.recording.spans import RemoteParent, Site
+from instrument.recording.spans import Site
 
 
 class CoreMethods:

@@ -31,9 +31,10 @@ from instrument.recorder.stepped import Stepped
 from instrument.recorder.thread_names import thread_name
 from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
 from instrument.recording.paths import CallTree
+from instrument.recording.remote_parents import REMOTE, link_of
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
-from instrument.recording.spans import REMOTE, AttributeValue, Site, link_of
+from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.unpatched import RLock
 

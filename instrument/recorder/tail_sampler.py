@@ -18,8 +18,9 @@ from instrument.recorder.shared_decisions import LINGER_NS, Decisions
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH, Lines
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import Row, is_request_root
-from instrument.recording.spans import KEY, REMOTE, RemoteParent, Site, Span, remote_of
+from instrument.recording.spans import KEY, Site, Span
 
 if TYPE_CHECKING:
     from instrument.recorder.recorder import Recorder

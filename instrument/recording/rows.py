@@ -6,8 +6,9 @@ from array import array
 from typing import Any, NamedTuple
 
 from instrument.recording.paths import CallTree
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import PACKED_ROW, Row, self_ns
-from instrument.recording.spans import REMOTE, RemoteParent, Site, Span, remote_of
+from instrument.recording.spans import Site, Span
 
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a

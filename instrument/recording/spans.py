@@ -9,12 +9,12 @@ Of many spans there are columns, see `instrument.trace.columns`. As many allocat
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from instrument.recording.allocations import Allocation
+from instrument.recording.remote_parents import LinkedRequest, RemoteParent
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]
@@ -92,29 +92,6 @@ UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
 """Labels of intervals that say when something was submitted and not how long it took."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteParent:
-    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
-
-    `span_id` is 0 where only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
-    the request already, or lies in one that does.
-    `state` is the W3C `tracestate` that came with it, which is handed on as it is.
-    """
-
-    trace_id: int
-    span_id: int
-    flags: int = 1
-    is_local: bool = False
-    in_server_span: bool = False
-    state: str = ""
-
-
-REMOTE = "instrument.remote"
-"""The name under which rows hold what `remote_of` reads, among a request's attributes. Who reads spans does not see it.
-
-A text: under a class's or an object's name the garbage collector would follow each such row.
-"""
-
 VALUE_LIMIT = 256
 """Characters of a text among a span's attributes, and of an attribute's name; of a longer text the rest is cut."""
 
@@ -126,67 +103,6 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 
 OTHER_ERROR = "_OTHER"
 """The error of a span that failed and said no kind: OpenTelemetry's word."""
-
-_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-
-
-STATE_LIMIT = 512
-"""Characters of a `tracestate`; of a longer one whole entries are left out at the end (W3C Trace Context, 3.3.1.5)."""
-
-_ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*)?"
-_TRACESTATE = re.compile(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
-
-
-def state_of(header: bytes | str) -> str:
-    """What is handed on of a `tracestate`; nothing of one that is not sound."""
-    header = header[: STATE_LIMIT + 1]
-    text = header if isinstance(header, str) else header.decode("latin-1")
-    if len(text) > STATE_LIMIT:
-        text = text.rpartition(",")[0]
-    return text if _TRACESTATE.fullmatch(text) else ""
-
-
-def remote_of(told: object) -> RemoteParent | None:
-    """The span that a recorder noted of another tracer: itself, or the headers that told of it.
-
-    They are the `traceparent`, or that and the `tracestate`, as bytes or text; or what `noted` makes. A `traceparent`
-    that is not sound (W3C Trace Context, 3.2) counts as none.
-    """
-    parent, state, *where = told if isinstance(told, tuple) and len(told) > 1 else (told, b"")
-    if isinstance(parent, str):
-        parent = parent.encode("latin-1", "replace")
-    if not isinstance(parent, bytes):
-        return parent if isinstance(parent, RemoteParent) else None
-    found = _TRACEPARENT.fullmatch(parent.strip())
-    if found is None:
-        return None
-    version, trace, span, flags, more = found.groups()
-    trace_id, span_id = int(trace, 16), int(span, 16)
-    if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
-        return None
-    is_local, in_server_span = bool(where), where == [IN_SERVER_SPAN]
-    return RemoteParent(
-        trace_id,
-        span_id,
-        int(flags, 16),
-        is_local,
-        in_server_span,
-        state_of(state) if isinstance(state, str | bytes) else "",
-    )
-
-
-LOCAL, IN_SERVER_SPAN = "local", "in server span"
-
-
-def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
-    """What rows hold of another tracer's span: text, which others can read in a recording; `remote_of` reads it."""
-    if remote is None:
-        return None
-    parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
-    if not remote.is_local:
-        return parent, remote.state
-    return parent, remote.state, IN_SERVER_SPAN if remote.in_server_span else LOCAL
-
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 """Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
@@ -205,38 +121,6 @@ KEY_LIMIT, BATCH_LIMIT = 128, 1024
 
 BLOCKED_BY = "instrument.blocked_by"
 """The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
-
-LINK = "instrument.link"
-"""The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
-
-LINK_TRACE_ID = "instrument.link.trace_id"
-"""Beside it, the trace of that root in hexadecimal digits, where another tracer gave it."""
-
-
-LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request whose caller's span it is only linked to: that one's trace and span in hexadecimal digits,
-a hyphen between them."""
-
-LINK_STATE = "instrument.link.tracestate"
-"""Beside it, the `tracestate` that came with it, if one did."""
-
-
-def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
-    """The attributes of such a root."""
-    link: dict[Any, Any] = {LINK: (span_id, root_id)}
-    remote = remote_of(remote)
-    return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
-
-
-class LinkedRequest(NamedTuple):
-    """A request that a batch serves: its span and the root of its tree, by their numbers, and its caller's span.
-
-    Of another process's request both numbers are 0, and `remote` is its own span.
-    """
-
-    span_id: int
-    root_id: int
-    remote: RemoteParent | None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from instrument.recording.spans import BATCH_KEYS, KEY, LinkedRequest, Span
+from instrument.recording.remote_parents import LinkedRequest
+from instrument.recording.spans import BATCH_KEYS, KEY, Span
 
 WAIT_NS = 5 * 10**9
 """How long a batch waits for the ends of its requests."""

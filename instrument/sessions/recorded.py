@@ -37,6 +37,7 @@ from instrument.recording.distributions import SERIES_LIMIT, Snapshot
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.meter_place import MeterState
+from instrument.recording.remote_parents import remote_of
 from instrument.recording.spans import (
     UNTIMED,
     Cost,
@@ -48,7 +49,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
-    remote_of,
 )
 from instrument.recording.tally import Tally
 from instrument.report.coverage import NO_EVENTS

@@ -23,7 +23,7 @@ from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_c
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
-from instrument.recording.spans import noted
+from instrument.recording.remote_parents import noted
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger

@@ -14,7 +14,8 @@ from operator import attrgetter
 import numpy as np
 
 from instrument.recording import spans
-from instrument.recording.spans import LINK, AttributeValue, LinkedRequest, Span, link_of
+from instrument.recording.remote_parents import LINK, LinkedRequest, link_of
+from instrument.recording.spans import AttributeValue, Span
 from instrument.trace.apart import ApartFile
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE

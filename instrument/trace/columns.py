@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import UNTIMED, AttributeValue, Interval, RemoteParent, Site
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
 from instrument.trace.intervals import Union, clipped, lie_in, union
 

@@ -18,7 +18,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from instrument.recording.spans import KEY, RemoteParent
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import KEY
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, nearest, tops

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import AttributeValue, RemoteParent, Site
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
 from instrument.trace.groups import distinct, places_of, ranked

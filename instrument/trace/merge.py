@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording.spans import LINK, AttributeValue
+from instrument.recording.remote_parents import LINK
+from instrument.recording.spans import AttributeValue
 from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.file import Saved

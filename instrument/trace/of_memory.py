@@ -14,7 +14,8 @@ from instrument.errors import TraceError
 from instrument.recording import spans
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan
-from instrument.recording.spans import REMOTE, Origin, RemoteParent, remote_of
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
+from instrument.recording.spans import Origin
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE

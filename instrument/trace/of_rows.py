@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording import memory_layout
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import packed_row
 from instrument.recording.rows import STREAM, Taken
-from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
+from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.row_numbers import has_more, numbers_in

@@ -17,6 +17,7 @@ from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
 from instrument.recording.allocations import Allocation
+from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     BLOCKED_LOOP,
     HOST,
@@ -28,7 +29,6 @@ from instrument.recording.spans import (
     ImportTime,
     Kernel,
     Origin,
-    RemoteParent,
     Sample,
     Site,
     Span,

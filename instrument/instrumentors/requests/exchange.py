@@ -15,17 +15,8 @@ from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Meth
 from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.spans import (
-    FIRST_ITEM,
-    ITEMS,
-    LAST_ITEM,
-    LINK_REMOTE,
-    LINK_STATE,
-    LONGEST_GAP,
-    MEDIAN_GAP,
-    AttributeValue,
-    remote_of,
-)
+from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, MEDIAN_GAP, AttributeValue
 from instrument.runtime.faults import FAULTS
 
 HEADER = "http.request.header."

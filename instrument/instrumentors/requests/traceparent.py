@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from instrument.recording.spans import STATE_LIMIT, RemoteParent, state_of
+from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, state_of
 from instrument.runtime.faults import FAULTS
 
 Header = bytes | str
