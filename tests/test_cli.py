@@ -439,8 +439,10 @@ BAD: list[tuple[list[str], str]] = [
 ]
 
 EACH = """
-import json, os, runpy, sys
-import instrument.cli  # once for all
+import importlib, json, os, runpy, sys
+from instrument.cli import VERBS
+for module in VERBS.values():
+    importlib.import_module(f"instrument.cli.{module}")  # once for all
 told = []
 for arguments in json.loads(sys.argv[1]):
     read, write = os.pipe()

@@ -11,32 +11,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
-from instrument.cli import (
-    agent_verb,
-    check_verb,
-    convert_verb,
-    dump_verb,
-    init_verb,
-    live_verb,
-    merge_verb,
-    ps_verb,
-    query_verb,
-    recover_verb,
-    reload_verb,
-    report_verb,
-    run_verb,
-    switch_verb,
-)
 from instrument.cli.output import flush
 from instrument.errors import InstrumentError, ProfileError
+
+VERBS: Mapping[str, str] = {
+    **{word: f"{word}_verb" for word in ("init", "run", "check", "ps", "live", "dump")},
+    "on": "switch_verb",
+    "off": "switch_verb",
+    **{word: f"{word}_verb" for word in ("reload", "report", "convert", "merge", "query", "agent", "recover")},
+}
+"""The module of each verb, in the order in which help lists them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
-    parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(given[0] if given else "")
     try:
         options, host = _split(parser, given)
         code: int = options.verb(options, host)
@@ -55,18 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(word: str) -> argparse.ArgumentParser:
+    """That of the verb, which alone is imported; of all where it is none."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for verb in (
-        init_verb, run_verb, check_verb, ps_verb, live_verb, dump_verb, switch_verb, reload_verb, report_verb,
-        convert_verb, merge_verb, query_verb, agent_verb, recover_verb,
-    ):  # fmt: skip
-        verb.add(verbs)
+    for module in dict.fromkeys([VERBS[word]] if word in VERBS else VERBS.values()):
+        import_module(f"instrument.cli.{module}").add(verbs)
     return parser
 
 

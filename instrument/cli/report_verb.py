@@ -99,13 +99,12 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     load_libraries()
     from instrument.report.summary import prepare
 
-    prepare(tuple(VIEWS))
+    prepare(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     with within_memory("report", files, options.memory):
         return _reported(options)
 
 
 def _reported(options: argparse.Namespace) -> int:
-    from instrument.report.request_life import request_life
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
@@ -126,6 +125,8 @@ def _reported(options: argparse.Namespace) -> int:
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options)):
         if options.request is not None:
+            from instrument.report.request_life import request_life
+
             life = request_life(recording, options.request, asked)
             documents.append({**facts, "request": document(life)})
             text = "\n".join(life.lines())

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from instrument.report.section import Section
 from instrument.report.table import bounded, share
 from instrument.report.view import Options
+from instrument.trace.columns import Int64s
 from instrument.trace.device_ledger import DeviceLedger
 
 SHOWN = (
@@ -37,18 +40,18 @@ class EndpointShare:
         return self.device_ns / self.requests
 
 
-def device_shares(found: DeviceLedger, by_name: Mapping[str, Sequence[int]], options: Options) -> list[EndpointShare]:
+def device_shares(found: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
     """By the places of the requests of each endpoint; nothing where no batch had device time."""
     if not found.given_ns.any():
         return []
-    whole_ns = sum(int((found.own_ns + found.shared_ns)[list(places)].sum()) for places in by_name.values())
+    whole_ns = sum(int((found.own_ns + found.shared_ns)[places].sum()) for places in by_name.values())
 
-    def of(name: str, places: Sequence[int], remaining: int = 0) -> EndpointShare:
-        own_ns, shared_ns = (int(column[list(places)].sum()) for column in (found.own_ns, found.shared_ns))
+    def of(name: str, places: Int64s, remaining: int = 0) -> EndpointShare:
+        own_ns, shared_ns = (int(column[places].sum()) for column in (found.own_ns, found.shared_ns))
         return EndpointShare(name, len(places), own_ns, shared_ns, share(own_ns + shared_ns, whole_ns), remaining)
 
     def rest(others: Sequence[EndpointShare]) -> EndpointShare:
-        return of("", [place for one in others for place in by_name[one.name]], len(others))
+        return of("", np.concatenate([by_name[one.name] for one in others]), len(others))
 
     all_of_it = sorted((of(*one) for one in by_name.items()), key=lambda one: (-one.device_ns, one.name))
     return [*bounded(all_of_it, options, lambda one: one.device_ns, rest)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from operator import attrgetter
 
 import numpy as np
 
@@ -50,6 +51,7 @@ from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
 from instrument.trace.device_ledger import DeviceLedger, device_ledger
 from instrument.trace.forest import NONE
+from instrument.trace.groups import distinct
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import UNKNOWN, Ledger, ledger
 
@@ -250,9 +252,9 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
     trace = recording.columns
     if not len(trace.device):
         return []
-    by_name: dict[str, list[int]] = {}
-    for row, place in zip(whole.tolist(), recording.once(joined_requests).of[whole].tolist(), strict=True):
-        by_name.setdefault(trace.sites[trace.site[row]].name, []).append(place)
+    names, of_site = trace.numbered_sites(attrgetter("name"))
+    places, of_name = recording.once(joined_requests).of[whole], of_site[trace.site[whole]]
+    by_name = {names[number]: places[of_name == number] for number in distinct(of_name).tolist()}
     return device_shares(recording.once(request_device_ledger), by_name, options)
 
 

@@ -333,7 +333,7 @@ def _device_use(
     within: _Within,
 ) -> DeviceUse:
     is_copy = trace.of_kind("copy")[work.row]
-    compute, copies = work.only(~is_copy).union(), work.only(is_copy).union()
+    compute, copies = (union(work.start_ns[its], work.end_ns[its]) for its in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)

@@ -98,6 +98,8 @@ class DeviceIntervals:
 
     def only(self, wanted: Bools) -> DeviceIntervals:
         """The wanted ones alone."""
+        if wanted.all():
+            return self
         columns = {one.name: getattr(self, one.name)[wanted] for one in fields(self) if one.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 
