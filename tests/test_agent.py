@@ -439,15 +439,16 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
         assert line.endswith(f"; saved as {path.resolve()}\n")
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
 def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_helper_outlived_it(
-    folder: Path,
+    folder: Path, end: str
 ) -> None:
     Path("helper.py").write_text(
-        "import os, signal, time, engine\n"
+        "import os, signal, sys, time, engine\n"
         "print(engine.step(1), flush=True)\n"
         "while os.getppid() == int(os.environ['SERVICE']): time.sleep(0.01)\n"
         "time.sleep(1)\n"  # the agent has forgotten the service, which recorded nothing
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{end}\n"
     )
     Path("main.py").write_text(
         "import os, subprocess, sys\n"

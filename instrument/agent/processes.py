@@ -131,7 +131,12 @@ class Run:
         return not waiting.poll(0)
 
     def is_last(self, leaving: Process) -> bool:
-        """Whether nobody else will be there to print the run's report: the first process, or one that has recorded."""
+        """Whether nobody else will be there to print the run's report: the first process, or one that has recorded.
+
+        Where the service wrote its errors to a file and this one writes them elsewhere, it is for the agent to tell.
+        """
+        if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
+            return False
         others = [process for process in self.living() if process is not leaving]
         for process in others:
             if (process.pid == self.first or process.look()) and not process.has_exited():
