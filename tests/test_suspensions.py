@@ -17,6 +17,9 @@ import pytest
 
 from instrument import chrome
 from instrument.agent.column_shelf import rows_of
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import Exchange, Exchanges, SteppedItems
+from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
 from instrument.recording.rows import span_of
 from instrument.recording.spans import Origin, Site, Span, Trace
@@ -385,3 +388,87 @@ def test_what_a_coroutine_gives_is_told_before_its_span_ends_and_its_attributes_
     (span,) = recorder.spans()
     assert span.attributes == {"number": 4}
     assert span.active_ns < span.total_ns
+
+
+def begun(recorder: Any) -> Exchange:
+    """A request that has just arrived."""
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    exchange = asgi.arrivals(Exchanges(RequestsRule(), recorder))["http"].begun(scope)
+    assert exchange is not None
+    return exchange
+
+
+def test_a_request_waits_while_its_generator_is_suspended_by_what_it_awaits_and_by_who_takes_its_items(
+    recorder: Any,
+) -> None:
+    awaited, handed_over = Pauses(), Pauses()
+
+    async def work() -> AsyncIterator[int]:
+        for number in range(3):
+            await awaited.one()
+            since_ns = time.monotonic_ns()
+            yield number
+            handed_over.inside_ns += time.monotonic_ns() - since_ns
+
+    async def serve() -> list[int]:
+        exchange, taken = begun(recorder), []
+        async for item in SteppedItems(exchange, work()):
+            handed_over.rest()
+            taken.append(item)
+        exchange.end()
+        return taken
+
+    assert awaited.drive(serve()) == [0, 1, 2]
+    (span,) = recorder.spans()
+    assert awaited.around_ns + handed_over.around_ns <= waited(span) <= awaited.inside_ns + handed_over.inside_ns
+    assert waiting(recorder) == {span.site.name: waited(span)}
+
+
+@pytest.mark.parametrize("end", ["closed", "thrown", "failed", "closed as it awaits"])
+def test_a_generator_that_serves_a_request_ends_as_it_would_without_us(recorder: Any, end: str) -> None:
+    pauses = Pauses()
+
+    async def work(seen: list[object]) -> AsyncIterator[int]:
+        try:
+            yield 0
+            await pauses.one()
+            if end == "failed":
+                raise ValueError("its own")
+            yield 1
+        except BaseException as error:
+            seen.append(repr(error))
+            raise
+        finally:
+            if end != "closed as it awaits":
+                await pauses.one()
+            seen.append("last")
+
+    def seen_of(stands_in: Callable[[Any], Any]) -> list[object]:
+        seen: list[object] = []
+        items = stands_in(work(seen))
+
+        async def take() -> None:
+            async for _ in items:
+                if end == "closed":
+                    await items.aclose()
+                    return
+
+        taking = take()
+        taking.send(None)
+        try:
+            if end == "thrown":
+                taking.throw(KeyError("thrown"))
+            if end == "closed as it awaits":
+                taking.close()
+            else:
+                pauses.drive(taking)
+        except BaseException as error:
+            seen.append(repr(error))
+        return seen
+
+    exchange = begun(recorder)
+    found = seen_of(lambda items: SteppedItems(exchange, items))
+    exchange.end()
+    assert found == seen_of(lambda items: items)
+    assert "last" in found
+    assert len(recorder.spans()) == 1

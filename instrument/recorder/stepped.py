@@ -108,6 +108,7 @@ class Stepped:
             return result
         finally:
             self._awaited = None  # an open span holds us, and is not to hold that
+            thrown = None  # nor does what was thrown hold itself, by its traceback
 
     def _end(self, error: BaseException | None) -> None:
         own, self.own = self.own, None

@@ -7,7 +7,8 @@ headers, query or body is recorded but what the rule names, and the length of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -148,6 +149,60 @@ class Stream:
             found[LONGEST_GAP] = max(self.gaps)
             found[MEDIAN_GAP] = sorted(self.gaps)[(len(self.gaps) - 1) // 2]
         return found
+
+
+class _Handed:
+    """An item on its way from who makes it to who steps him."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __await__(self) -> Generator[_Handed, None, None]:
+        yield self
+
+
+async def _hand_over(items: AsyncIterator[Any]) -> None:
+    async for item in items:
+        await _Handed(item)
+
+
+class SteppedItems:
+    """The items of an asynchronous generator that does the work of an exchange.
+
+    The span learns how long the generator was suspended: by what it awaits, and by whoever takes the items.
+    """
+
+    __slots__ = ("_exchange", "_items", "_steps")
+
+    def __init__(self, exchange: Exchange, items: Any) -> None:
+        self._exchange = exchange
+        self._items = items
+        self._steps = exchange.stepped(_hand_over(items)).__await__()  # one for all items: the times between are in it
+
+    def __aiter__(self) -> SteppedItems:
+        return self
+
+    @types.coroutine
+    def __anext__(self) -> Generator[Any, Any, Any]:
+        step, value = self._steps.send, None
+        try:
+            while type(told := step(value)) is not _Handed:
+                try:
+                    step, value = self._steps.send, (yield told)
+                except BaseException as error:
+                    step, value = self._steps.throw, error
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            value = None  # what was thrown would hold itself, by its traceback
+        return told.item
+
+    async def aclose(self) -> None:
+        """Close the generator, as it is to be where no more of its items are taken."""
+        self._steps.close()
+        await self._exchange.stepped(self._items.aclose())
 
 
 class Exchange:

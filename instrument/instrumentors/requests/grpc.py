@@ -24,6 +24,7 @@ from instrument.instrumentors.requests.exchange import (
     Arrivals,
     Exchange,
     Exchanges,
+    SteppedItems,
 )
 from instrument.runtime.faults import FAULTS
 
@@ -276,8 +277,11 @@ class _Call:
     def _around_async_generator(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(behaviour)
         async def served(request: Any, context: Any) -> AsyncIterator[Any]:
-            CURRENT.set(self._begin(context))
+            exchange = self._begin(context)
+            CURRENT.set(exchange)
             answers = behaviour(request, context)
+            if exchange is not None:
+                answers = SteppedItems(exchange, answers)
             try:
                 async for answer in answers:
                     yield answer

@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests import asgi
-from instrument.instrumentors.requests.exchange import Arrival, Exchanges
+from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
 from instrument.runtime.faults import FAULTS
 
 
@@ -42,12 +42,9 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             FAULTS.note("route of a request of Ray Serve", fault)
         talk = asgi.Http() if scope["type"] == "http" else asgi.Websocket()
         talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
+        batches = SteppedItems(exchange, batches)
         try:
-            while True:
-                try:
-                    messages = await exchange.stepped(batches.__anext__())
-                except StopAsyncIteration:
-                    break
+            async for messages in batches:
                 await told_of(talk, messages)
                 yield messages
         except BaseException as error:
@@ -91,6 +88,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             async for answer in answers:
                 yield answer
             return
+        answers = SteppedItems(exchange, answers)
         try:
             async for answer in answers:
                 exchange.item()
