@@ -1,21 +1,23 @@
-"""Device times in a real server under its ready profile, on the fake driver in real time: LitServe, in its worker."""
+"""Device times in real servers under their ready profiles, on the fake driver in real time: LitServe, in its worker, and
+mosec, whose environment `.ci/servers` makes.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from driver import environment, why_not
-from real_servers import CONFIGS, Answer, Served, ask, with_report
+from real_servers import CONFIGS, Answer, Served, ask, environment_of, with_report
+from server_programs import answers as answers_at
 from server_programs import serving
 
+from instrument.trace.columns import Trace
 from instrument.trace.device_ledger import device_ledger
-
-pytestmark = pytest.mark.slow
 
 MS = 10**6
 ITEMS = 40
@@ -36,7 +38,7 @@ def compute(items):
     torch.work({WORK_MS * MS} * len(items))
     return [item.upper() for item in items]
 """
-APP = f"""
+LITSERVE = f"""
 import sys
 import time
 import litserve
@@ -64,41 +66,89 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Callable[[bool], list[Answer]]:
-    """What runs the service, alone or under its profile, and asks it."""
-    pytest.importorskip("litserve")
+MOSEC = f"""
+import sys
+import time
+import mosec
+import shop_model
+
+class Predict(mosec.Worker):
+    def forward(self, items):
+        answers = shop_model.compute([item["item"] for item in items])
+        time.sleep({WORK_MS}e-3 * len(items) + 0.02)
+        return [{{"item": answer}} for answer in answers]
+
+if __name__ == "__main__":
+    sys.argv[1:] = ["--address", "127.0.0.1", "--port", sys.argv[1]]
+    server = mosec.Server()
+    server.append_worker(Predict, num=1, max_batch_size=4, max_wait_time=10)
+    server.run()
+"""
+
+
+def served_by(
+    server: str, app: str, path: str, ready: str, folder: Path, python: str = sys.executable
+) -> tuple[list[Answer], list[Answer], Served]:
+    """The answers of a server by itself, those under its profile with device times, and what came of it there."""
     if why_not():
         pytest.skip(why_not())
-    for name, text in (("torch", TORCH), ("shop_model", MODEL), ("app", APP)):
-        (tmp_path / f"{name}.py").write_text(text)
-    rule = 'functions: [{match: "shop_model:compute", phase: compute, device: true}]'
-    (tmp_path / "profile.yaml").write_text(f"{(CONFIGS / 'litserve.yaml').read_text()}\n{rule}\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    for name, text in (("torch", TORCH), ("shop_model", MODEL), ("app", app)):
+        (folder / f"{name}.py").write_text(text)
+    profile = (CONFIGS / f"{server}.yaml").read_text()
+    rule = '  - {match: "shop_model:compute", phase: compute, device: true}\n'
+    is_first = "\nfunctions:\n" not in profile
+    profile = f"{profile}\nfunctions:\n{rule}" if is_first else profile.replace("functions:\n", f"functions:\n{rule}")
+    (folder / "profile.yaml").write_text(profile)
+    environ = {**environment(), "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent)])}
+    found = []
+    for ours in (False, True):
+        with (
+            serving(["-m", "app", "{port}"], folder, environ, ours=ours, is_ready=answers_at(ready), python=python) as (
+                port,
+                _,
+            ),
+            ThreadPoolExecutor(AT_ONCE) as pool,
+        ):
+            asked = (pool.submit(ask, port, path, {"item": f"item {number}"}) for number in range(ITEMS))
+            found.append([answer.result() for answer in list(asked)])
+    return found[0], found[1], Served(folder, with_report(folder / "log"))
 
-    def run(ours: bool) -> list[Answer]:
-        words = ["-m", "app", "{port}"]
-        environ = {**environment(), "PYTHONPATH": path}
-        with serving(words, tmp_path, environ, ours=ours) as (port, _), ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda number: ask(port, "/predict", {"item": f"item {number}"}), range(ITEMS)))
 
-    return run
-
-
-def test_batches_of_a_worker_have_their_time_on_the_device_and_answers_stay_as_they_are(
-    service: Callable[[bool], list[Answer]], tmp_path: Path
-) -> None:
-    expected, answers = service(False), service(True)
-    assert {answer.status for answer in answers} == {200}
-    assert answers == expected
-    served = Served(tmp_path, with_report(tmp_path / "log"))
+def assert_compute_is_timed(served: Served) -> Trace:
+    """Each call of the model has its time on the device but the very first: before it nothing of CUDA was begun in the
+    worker's process.
+    """
     trace = served.trace
     assert Counter(trace.device.labels[label] for label in trace.device.label) == {"exclusive": len(trace.device.row)}
     assert {trace.sites[trace.site[row]].name for row in trace.device.row} == {"compute"}
-    # All but the very first: before it nothing of CUDA was begun in the worker's process.
     assert len(trace.device.row) == served.names()["compute"] - 1
+    assert "Device 0: busy" in served.output
+    return trace
+
+
+@pytest.mark.slow
+def test_batches_of_a_worker_have_their_time_on_the_device_and_answers_stay_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("litserve")
+    expected, answers, served = served_by("litserve", LITSERVE, "/predict", "/health", tmp_path)
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    trace = assert_compute_is_timed(served)
     # A batch's time is given out to its requests in equal parts, of which each item took as much.
     times = device_ledger(trace, served.joined).shared_ns
     assert {round(time / MS) for time in times} == {0, WORK_MS}
     assert 1 <= (times == 0).sum() <= AT_ONCE
-    assert "Device 0: busy" in served.output
+
+
+@pytest.mark.servers
+def test_batches_of_a_worker_of_mosec_have_as_much_time_on_the_device_as_their_items_take(tmp_path: Path) -> None:
+    python = str(environment_of("mosec") / "bin" / "python")
+    expected, answers, served = served_by("mosec", MOSEC, "/inference", "/metrics", tmp_path, python)
+    assert {answer.status for answer in answers} == {200}
+    assert answers == expected
+    trace = assert_compute_is_timed(served)
+    sizes = Counter(served.joined.served.batch.tolist())
+    assert sum(sizes.values()) == ITEMS
+    for row, time_ns in zip(trace.device.row.tolist(), trace.device.total_ns.tolist(), strict=True):
+        assert round(time_ns / MS) == WORK_MS * sizes[int(trace.parent[row])]
+    (batches,) = served.document("--view", "batches")["views"]["batches"]["rows"]
+    assert (batches["name"], batches["items"]) == ("mosec Predict_1", ITEMS)
