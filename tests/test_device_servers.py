@@ -1,5 +1,6 @@
-"""Device times in real servers under their ready profiles, on the fake driver in real time: LitServe, in its worker, and
-mosec, whose environment `.ci/servers` makes.
+"""Device times in real servers under their ready profiles, on the fake driver in real time, in the servers' workers.
+
+mosec's environment is made by `.ci/servers`.
 """
 
 from __future__ import annotations
