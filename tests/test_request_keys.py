@@ -7,10 +7,12 @@ import importlib
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Span
@@ -381,15 +384,68 @@ HELD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["self.held", "self.held[]", "self.held[].id"])
-@pytest.mark.parametrize("held", HELD, ids=lambda held: repr(held)[:40])
-def test_what_is_read_at_once_is_what_is_read_step_by_step(path: str, held: Any) -> None:
-    for what in ("key", "batch") if "[" not in path else ("batch",):
-        (rule,) = loads(f'functions: [{{match: "m:Holder.step", {what}: "{path}"}}]').functions
-        read = KeyReader(Holder.step, rule).of_call
-        assert read is not None
-        for holder in (Holder(held), {"held": held}):
-            at_once, step_by_step = read((holder,), {}), read((), {"self": holder})
-            assert [(key, value) for key, value in at_once.items()] == list(step_by_step.items())
-            assert list(map(type, at_once.values())) == list(map(type, step_by_step.values()))
+class Counted(dict[str, Any]):
+    """A mapping that is no plain dict."""
+
+
+class Raising:
+    @property
+    def id(self) -> str:
+        raise ValueError("secret text of the service")
+
+
+def something(draw: random.Random, depth: int = 3) -> Any:
+    """A value such as services have, or one that nobody expects."""
+    scalars: list[Any] = ["a", "b-1", "", "x" * 300, 7, -3, 2**70, True, 2.5, None, Text("a"), object, Raising(), b"a"]
+    if depth == 0 or draw.random() < 0.4:
+        return draw.choice(scalars)
+    items = [something(draw, depth - 1) for _ in range(draw.choice([0, 1, 1, 2, 3]))]
+    if draw.random() < 0.5:
+        items = [draw.choice(items) for _ in items]
+    kind = draw.randrange(7)
+    if kind < 2:
+        return items if kind else tuple(items)
+    if kind == 2:
+        return {f"k{number}": draw.choice([item, 3]) for number, item in enumerate(items)}
+    parts = {"id": something(draw, depth - 1), "n": something(draw, depth - 1)}
+    return (dict, Counted, lambda **parts: Named(**parts), lambda **_: deque(items))[kind - 3](**parts)
+
+
+WANTED = [
+    "key: self.held", "key: self.held.id", "key: self.held.id.n", "key: {argument: self.held, cut: '-[0-9]$'}",
+    "batch: self.held", "batch: 'self.held[]'", "batch: 'self.held[].id'", "batch: 'self.held.id[].n'",
+    "batch: 'self.held[].id[].n'", "batch: {argument: 'self.held', cut: '-[0-9]$'}",
+    "batch: {argument: 'self.held[].id', weights: 'self.held[].n'}",
+    "batch: {argument: self.held.id, weights: self.held.n}",
+]  # fmt: skip
+
+
+def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
+    """What is read below each value, of arguments and results, with the types, and how much was complained of."""
+    readers = []
+    for text in (rule, rule.replace("self.", "return.")):
+        (parsed,) = loads(f'functions: [{{match: "m:Holder.step", {text}}}]').functions
+        readers.append(KeyReader(Holder.step, parsed))
+    found: list[Any] = []
+    for value in values:
+        FAULTS.clear()
+        told = []
+        for holder in (Holder(value), {"held": value}):
+            for keys in readers:
+                if keys.of_call is not None:
+                    told += [keys.of_call((holder,), {}), keys.of_call((), {"self": holder})]
+                if keys.of_result is not None:
+                    told.append(keys.of_result(holder))
+        pairs = [list(one.items()) for one in told if one is not None]
+        found.append([pairs, [[*map(type, value)] for one in pairs for _, value in one], FAULTS.counts_of_rules()])
     FAULTS.clear()
+    return found
+
+
+@pytest.mark.parametrize("rule", WANTED)
+def test_what_is_read_natively_is_what_is_read_in_python(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(rule)
+    values = [*HELD, *(something(draw) for _ in range(200))]
+    natively = read_by(rule, values)
+    monkeypatch.setattr(request_keys, "_native", None)
+    assert natively == read_by(rule, values)

@@ -10,12 +10,14 @@ cannot be read is left out, counted and named.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+from instrument import native
 from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import key_text
@@ -28,7 +30,8 @@ EACH = "[]"
 
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
-ReadCall = Callable[[tuple[Any, ...], dict[str, Any]], Told]
+_Read = TypeVar("_Read", bound=Callable[..., Told])
+_native = native.find("_recorder")
 
 
 class KeyReader:
@@ -50,19 +53,6 @@ class KeyReader:
         """What reads the keys of a call's arguments, and the attributes that others read."""
         return _all_of([one for one in (attributes, self.of_call) if one is not None])
 
-    def annotating(self, recorder: Any) -> Callable[[Any], None] | None:
-        """What notes the keys of a call's result on the innermost open span, which is that of the call."""
-        read = self.of_result
-        if read is None:
-            return None
-
-        def annotate(result: Any) -> None:
-            told = read(result)
-            if told:
-                recorder.annotate_innermost(told)
-
-        return annotate
-
     def _read_of_call(self, function: Callable[..., Any], name: str, wanted: RequestKeys) -> Attributes | None:
         first = re.split(r"[.\[]", wanted.argument, maxsplit=1)[0]
         parameter = parameter_of(function, first)
@@ -78,7 +68,7 @@ class KeyReader:
                 return complain(value, error)
 
         read, complain = self._reader(name, wanted), self._complainer(wanted)
-        return _read_at_once(parameter, wanted, name, read_call)
+        return _in_one_step(parameter, name, wanted, read_call)
 
     def _read_of_result(self, name: str, wanted: RequestKeys) -> ReadResult:
         read, complain = self._reader(name, wanted), self._complainer(wanted)
@@ -89,7 +79,7 @@ class KeyReader:
             except Exception as error:
                 return complain(value, error)
 
-        return read_result
+        return _in_one_step(None, name, wanted, read_result)
 
     def _reader(self, name: str, wanted: RequestKeys) -> ReadResult:
         """What reads one thing that is wanted below a value."""
@@ -107,46 +97,29 @@ class KeyReader:
         return complain
 
 
-def _read_at_once(parameter: Parameter, wanted: RequestKeys, name: str, read_call: ReadCall) -> ReadCall:
-    """The same in one step for what most paths lead to: text in an attribute, in a list of one, or in those of its
-    items. All else is left to `read_call`.
+def _in_one_step(parameter: Parameter | None, name: str, wanted: RequestKeys, otherwise: _Read) -> _Read:
+    """The same natively for what most paths lead to: texts and numbers, in attributes and in Python's own containers.
 
-    Amid a service's own work each further function that runs here takes microseconds, for the processor's caches have
-    lost its code meanwhile.
+    All else is left to `otherwise`. Amid a service's own work each function that runs here takes microseconds, for the
+    processor's caches have lost its code meanwhile.
     """
-    path = re.fullmatch(r"\w+\.(\w+)(?:(\[\])(?:\.(\w+))?)?", wanted.argument)
-    if path is None or wanted.cut or wanted.weights or parameter.position < 0 or (name == KEY and path[2]):
-        return read_call
-    position, of_holder, is_mapping = parameter.position, attrgetter(path[1]), _is_mapping_type
-    of_item = attrgetter(path[3]) if path[3] else None
-
-    def read_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
-        try:
-            holder = args[position]
-            key = None if is_mapping(type(holder)) else of_holder(holder)
-            if type(key) is str and 0 < len(key) <= KEY_LIMIT:
-                return {KEY: key}
-        except Exception:
-            return read_call(args, kwargs)  # and is told there
-        return read_call(args, kwargs)
-
-    def read_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
-        try:
-            holder = args[position]
-            found = None if is_mapping(type(holder)) else of_holder(holder)
-            if type(found) is list and len(found) <= BATCH_LIMIT:
-                if of_item is not None and not any(map(is_mapping, set(map(type, found)))):
-                    found = list(map(of_item, found))
-                if _TEXT.issuperset(map(type, found)) and max(map(len, found), default=0) <= KEY_LIMIT:
-                    return {BATCH_KEYS: tuple(found)}
-        except Exception:
-            return read_call(args, kwargs)
-        return read_call(args, kwargs)
-
-    return read_key if name == KEY else read_keys
+    paths = [_steps(path) for path in (wanted.argument, wanted.weights)]
+    if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
+        return otherwise
+    steps, of_each = zip(*map(_parted, paths), strict=True)
+    made: _Read = _native.Keys(
+        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
+        steps[0], of_each[0], steps[1] if wanted.weights else None, of_each[1],
+        _without(wanted.cut) if wanted.cut else None, otherwise,
+    )  # fmt: skip
+    return made
 
 
-_TEXT = frozenset({str})
+def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """The steps to what has items, and those from each item; None without items."""
+    at = steps.index(EACH) if EACH in steps else len(steps)
+    steps = list(map(sys.intern, steps))
+    return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
 def _is_of_result(wanted: RequestKeys) -> bool:

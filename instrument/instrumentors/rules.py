@@ -295,7 +295,7 @@ class Functions:
         if rule.key or rule.batch:
             keys = KeyReader(target.function, rule)
             missing += keys.missing
-            attributes, results = keys.with_attributes(attributes), keys.annotating(self._recorder)
+            attributes, results = keys.with_attributes(attributes), keys.of_result
         elif self.watch is not None:
             attributes, results = self.watch.of(target.function, target.label)
         try:

@@ -51,6 +51,7 @@
 #include "_recorder_device.h"
 #include "_recorder_rows.h"
 #include "_recorder_span.h"
+#include "_recorder_keys.h"
 #include "_recorder_callables.h"
 #include "_recorder_scopes.h"
 #include "_recorder_stepped.h"
@@ -94,7 +95,7 @@ execute(PyObject *made)
 #endif
     PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
                              &ScopeType,   &SteppedType, &StretchType, &ShelfType, &PassType,
-                             &CoreType,    &ScopeMethodType, &BoundMethodType};
+                             &CoreType,    &KeysType, &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
             return -1;
@@ -139,6 +140,9 @@ execute(PyObject *made)
         {&str_instance, "instance"},
         {&str_suspends, "suspends"},
         {&str_attributes, "attributes"},
+        {&str_key, "instrument.key"},
+        {&str_batch_keys, "instrument.batch.keys"},
+        {&str_batch_weights, "instrument.batch.weights"},
     };
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++)
         if ((*texts[i].kept = PyUnicode_InternFromString(texts[i].text)) == NULL)
@@ -153,6 +157,7 @@ execute(PyObject *made)
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
         PyModule_AddObjectRef(made, "Function", (PyObject *)&FunctionType_) < 0 ||
+        PyModule_AddObjectRef(made, "Keys", (PyObject *)&KeysType) < 0 ||
         PyModule_AddObjectRef(made, "Pass", (PyObject *)&PassType) < 0 ||
         PyModule_AddObjectRef(made, "Ring", (PyObject *)&RingType) < 0 ||
         PyModule_AddObjectRef(made, "Scope", (PyObject *)&ScopeType) < 0 ||

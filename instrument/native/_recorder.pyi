@@ -141,8 +141,27 @@ class Function:
         evaluate: Callable[[Any], Any] | None = ...,
         *,
         works: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        attributes: Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any] | None] | None = None,
+        results: Callable[[Any], dict[Any, Any] | None] | None = None,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+@final
+class Keys:
+    def __init__(
+        self,
+        parameter: str | None,
+        position: int,
+        is_batch: bool,
+        steps: tuple[str, ...],
+        of_each: tuple[str, ...] | None,
+        weights: tuple[str, ...] | None,
+        weights_of_each: tuple[str, ...] | None,
+        cut: Callable[[str], str] | None,
+        otherwise: Callable[..., dict[Any, Any]],
+        /,
+    ) -> None: ...
+    def __call__(self, *given: Any) -> dict[Any, Any]: ...
 
 @final
 class Pass:

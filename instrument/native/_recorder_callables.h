@@ -186,10 +186,20 @@ static SELDOM void forget_paths(Function *);
 
 static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
-/* What a call works on, by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception of
- * the host's. */
+/* The exception that something of ours raised is the host's, a signal handler's: -1; else it is noted. */
+static SELDOM int
+note_unless_hosts(const char *place)
+{
+    if (is_hosts())
+        return -1;
+    note_fault(place);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* What is told of a call by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception
+ * of the host's. */
 static int
-tell_work(Function *self, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+tell_by(PyObject *teller, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *positional = PyTuple_New(count), *named = PyDict_New();
@@ -198,24 +208,54 @@ tell_work(Function *self, PyObject *const *args, size_t nargsf, PyObject *names,
         PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; !failed && i < named_count; i++)
         failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
-    *told = failed ? NULL : PyObject_CallFunctionObjArgs(self->works, positional, named, NULL);
+    *told = failed ? NULL : PyObject_CallFunctionObjArgs(teller, positional, named, NULL);
     Py_XDECREF(positional);
     Py_XDECREF(named);
     if (*told == Py_None)
         Py_CLEAR(*told);
-    if (!PyErr_Occurred())
-        return 0;
-    if (is_hosts())
-        return -1;
-    note_fault("device timer");
-    return PyErr_Occurred() ? -1 : 0;
+    return PyErr_Occurred() ? note_unless_hosts(place) : 0;
+}
+
+/* What a call's span bears by its arguments, as `tell_by`. */
+static int
+tell_attributes_of_call(PyObject *teller, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+{
+    if (Py_TYPE(teller) == &KeysType) {
+        Keys *keys = (Keys *)teller;
+        Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+        PyObject *value = 0 <= keys->position && keys->position < count ? args[keys->position] : NULL;
+        for (Py_ssize_t i = 0; value == NULL && i < named_count; i++)
+            if (PyTuple_GET_ITEM(names, i) == keys->parameter)
+                value = args[count + i];
+        *told = value == NULL ? NULL : told_below(keys, value);
+        if (*told != NULL || PyErr_Occurred())
+            return *told != NULL ? 0 : -1;
+        teller = keys->otherwise;
+    }
+    return tell_by(teller, "attributes", args, nargsf, names, told);
+}
+
+enum { GIVEN, INNERMOST, REQUEST };
+
+static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
+
+/* Let the innermost span bear what its result tells. -1 with an exception of the host's. */
+static int
+tell_result(Core *core, PyObject *teller, PyObject *result)
+{
+    PyObject *told = PyObject_CallOneArg(teller, result);
+    int failed = told == NULL ? note_unless_hosts("results") : 0;
+    if (told != NULL && PyDict_CheckExact(told) && PyDict_GET_SIZE(told) > 0)
+        failed = set_attributes(core, INNERMOST, NULL, told, NULL, NULL);
+    Py_XDECREF(told);
+    return failed;
 }
 
 static SELDOM int
 begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *told = NULL;
-    int failed = self->works != NULL ? tell_work(self, args, nargsf, names, &told) : 0;
+    int failed = self->works != NULL ? tell_by(self->works, "device timer", args, nargsf, names, &told) : 0;
     if (!failed)
         failed = begin_on_device(self->core, frame, told);
     Py_XDECREF(told);
@@ -259,22 +299,37 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     Current *current = current_at_hand(core, &ring);
     if (current == NULL)
         return settle_and_call(self, site, path, args, nargsf, names);
-    if (self->uid != core->uid)
-        forget_paths(self);
     if (is_stack_used_up(ring)) {
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
+    PyObject *told = NULL;
+    if (self->attributes != NULL) {
+        if (tell_attributes_of_call(self->attributes, args, nargsf, names, &told) < 0)
+            return NULL;
+        if (told != NULL && (current = current_of(core, &ring)) != NULL)
+            Py_SETREF(told, with_link(current, told));
+        if ((current = current_of(core, &ring)) == NULL) { /* each may have run code of the host's */
+            Py_XDECREF(told);
+            return lose(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+        }
+    }
+    if (self->uid != core->uid)
+        forget_paths(self);
     frame_t *frame = take_frame();
     if (frame == NULL) {
         count(core, NO_MEMORY);
+        Py_XDECREF(told);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
+    frame->attributes = told;
     identify(core, ring, current, frame, site, path, OPEN);
     Py_INCREF(self);
     Py_INCREF(ring);
     Py_INCREF(current);
     current->top = frame;
+    if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
+        tell_attributes(core, frame);
     publish_begun(core, current, frame);
     begin_frame(frame, read_clock(core));
     PyObject *result = NULL;
@@ -283,6 +338,8 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     __builtin_prefetch(totals, 1);
     if (!is_timed_on_device(core, frame) || begin_call_on_device(self, frame, args, nargsf, names) == 0)
         result = call_wrapped(self, args, nargsf, names);
+    if (self->results != NULL && result != NULL && tell_result(core, self->results, result) < 0)
+        Py_CLEAR(result);
     /* What the end needs comes from memory while the clock is read. */
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
@@ -644,17 +701,20 @@ entry_of(const Function *self)
 {
     return (vectorcallfunc)(self->sites != NULL               ? Function_call_by_instance
                             : self->muted                     ? Function_call_muted
-                            : PyFunction_Check(self->wrapped) ? Function_call
-                                                              : Function_call_other);
+                            : !PyFunction_Check(self->wrapped) || self->attributes != NULL || self->results != NULL
+                                ? Function_call_other
+                                : Function_call);
 }
 
 static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "works", NULL};
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "works", "attributes",
+                             "results",  NULL};
     PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *evaluate = Py_None, *works = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$O:Function", words, &CoreType, &core, &wrapped, &site,
-                                     &PyDict_Type, &sites, &decide, &evaluate, &works))
+    PyObject *attributes = Py_None, *results = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$OOO:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &evaluate, &works, &attributes, &results))
         return NULL;
     if (sites != NULL && decide == NULL) {
         PyErr_SetString(PyExc_TypeError, "Function: sites go with decide");
@@ -668,6 +728,8 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->is_followed = (char)(sites != NULL && follow_changes(sites));
     self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
     self->works = works == Py_None ? NULL : Py_NewRef(works);
+    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
+    self->results = results == Py_None ? NULL : Py_NewRef(results);
     self->core = (Core *)Py_NewRef(core);
     self->uid = self->core->uid; /* never that of a thread without a ring, which is 0 */
     self->wrapped = Py_NewRef(wrapped);
@@ -689,6 +751,8 @@ Function_traverse(Function *self, visitproc visit, void *arg)
     Py_VISIT(self->sites);
     Py_VISIT(self->decide);
     Py_VISIT(self->works);
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->results);
     Py_VISIT(self->pass);
     return 0;
 }
@@ -716,6 +780,8 @@ Function_dealloc(Function *self)
     forget_known(self);
     Py_XDECREF(self->evaluate);
     Py_XDECREF(self->works);
+    Py_XDECREF(self->attributes);
+    Py_XDECREF(self->results);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

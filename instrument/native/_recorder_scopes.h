@@ -1,7 +1,5 @@
 /* Hot: spans around blocks. Cold: attributes of open spans. A part of `_recorder.c`. */
 
-enum { GIVEN, INNERMOST, REQUEST };
-
 /* The innermost open span of this context, the open request that it is in, or the one that is given: NULL without one.
  * Valid until code of the host's may run. */
 static frame_t *

@@ -187,13 +187,9 @@ end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
         Py_XDECREF(innermost);
         return ended;
     }
-    if (ended == PYGEN_RETURN) {
-        PyObject *none = self->results == NULL ? NULL : PyObject_CallOneArg(self->results, *result);
-        if (self->results != NULL && none == NULL) {
-            Py_CLEAR(*result);
-            ended = PYGEN_ERROR;
-        }
-        Py_XDECREF(none);
+    if (ended == PYGEN_RETURN && self->results != NULL && tell_result(self->core, self->results, *result) < 0) {
+        Py_CLEAR(*result);
+        ended = PYGEN_ERROR;
     }
     if (ended == PYGEN_ERROR) {
         PyObject *type, *raised, *traceback;

@@ -427,9 +427,14 @@ else:
             self.scope_type = NativeScope
 
         def make_function(
-            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+            self,
+            function: Callable[..., Any],
+            site: Site,
+            works: wrapping.Attributes | None = None,
+            attributes: wrapping.Attributes | None = None,
+            results: wrapping.Results | None = None,
         ) -> Any:
-            return _native.Function(self, function, site, works=works)
+            return _native.Function(self, function, site, works=works, attributes=attributes, results=results)
 
         def make_method(
             self,

@@ -96,8 +96,8 @@ class Stepped:
                     value, thrown = (yield item), None
                 except BaseException as error:
                     value, thrown = None, error
-            if self._results is not None:
-                self._results(result)
+            if self._results is not None and (told := self._results(result)):
+                self._core.annotate_innermost(told)
         except BaseException as error:
             if not has_begun and hasattr(self._awaited, "close"):
                 self._awaited.close()  # a signal handler has raised: nobody awaits it any more

@@ -27,8 +27,8 @@ Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"
 """Gives the attributes of a call's span from its arguments, None for none; never raises."""
 
 
-Results = Callable[[Any], object]
-"""Gets what a call gives, while its span is open; never raises."""
+Results = Callable[[Any], "dict[Any, Any] | None"]
+"""Gives attributes of a call's span from what the call gives, None for none; never raises."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
@@ -47,13 +47,14 @@ def wrap(
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
     doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call, whose span
-    then carries them, and takes a plain function off the fast path; so does `passes`, which is
-    asked first, and `results`, which gets what the call gives, and which generators have not. `works` tells, as an
-    attribute that no reader sees, what a call works on whose device time is asked for.
+    then carries them, and `results` of what it gives, which generators have not. `passes`, which is asked first, takes
+    a plain function off the fast path. `works` tells, as an attribute that no reader sees, what a call works on whose
+    device time is asked for.
     """
     told = attributes or works
     if attributes is not None and works is not None:
         told = functools.partial(_both, attributes, works)
+    told_of_call = attributes is not None or results is not None
     made: Any
     if inspect.isasyncgenfunction(function):
         made = _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
@@ -64,10 +65,13 @@ def wrap(
     elif inspect.isgeneratorfunction(function):
         made = _make(_GENERATOR, recorder, function, site, told, passes)
         shape = "generator"
-    elif site.kind == "request" or any(one is not None for one in (attributes, passes, results)):
+    elif site.kind == "request" or passes is not None or (told_of_call and not recorder.native):
         template = _OPENING if results is None else _ANSWERED_OPENING
         made = _make(template, recorder, function, site, told, passes, results)
         shape = "wrapper"
+    elif told_of_call:
+        made = recorder.make_function(function, site, works, attributes, results)
+        shape = "wrapper"  # which costs about as much
     else:
         made = recorder.make_function(function, site, works)
         shape = "call"
@@ -220,7 +224,8 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
 _ANSWERED_OPENING = (
     _OPENING.removesuffix("            return {i}function({arguments})\n\n    return wrapper\n")
     + """            {i}result = {i}function({arguments})
-            {i}results({i}result)
+            if {i}told := {i}results({i}result):
+                {i}recorder.annotate_innermost({i}told)
             return {i}result
 
     return wrapper

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import intern
 from typing import NamedTuple
 
 from instrument.recording.allocations import Allocation
@@ -110,10 +111,10 @@ FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
 
-KEY = "instrument.key"
+KEY = intern("instrument.key")
 """The attribute of a span that names the request which it serves: the same in every process that works for it."""
 
-BATCH_KEYS, BATCH_WEIGHTS = "instrument.batch.keys", "instrument.batch.weights"
+BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a span that serves several requests: their keys, and beside them how much of it each one takes."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024

@@ -1,0 +1,239 @@
+/* Hot: which requests a call serves, read of its arguments or of what it gives. A part of `_recorder.c`.
+ *
+ * The usual paths alone: attributes and keys of plain dicts, down to texts or numbers, or to lists, tuples and dicts of
+ * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see request_keys.py. */
+
+#define KEY_LIMIT 128 /* characters: as in spans.py, and the next */
+#define BATCH_LIMIT 1024
+
+/* Where keys lie below a value: the names of the steps to them, and of those from each item, NULL without items. */
+typedef struct {
+    PyObject *steps, *of_each;
+} key_path_t;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *made_of;             /* what it was made of, which holds all that follows */
+    PyObject *parameter;           /* the argument's name, None of what reads results */
+    Py_ssize_t position;           /* of the argument, -1 without one */
+    key_path_t keys, weights;      /* of weights without steps: those of a dict of keys */
+    PyObject *cut;                 /* takes from a text what is none of the key, or None */
+    PyObject *otherwise;
+    int is_batch;
+} Keys;
+
+/* What lies some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
+static PyObject *
+part_below(PyObject *value, PyObject *steps)
+{
+    Py_INCREF(value);
+    for (Py_ssize_t i = 0; value != NULL && i < PyTuple_GET_SIZE(steps); i++) {
+        PyObject *step = PyTuple_GET_ITEM(steps, i), *part = NULL;
+        const PyMappingMethods *mapping = Py_TYPE(value)->tp_as_mapping;
+        if (PyDict_CheckExact(value))
+            part = Py_XNewRef(PyDict_GetItemWithError(value, step));
+        else if (mapping == NULL || mapping->mp_subscript == NULL) /* else it may be a mapping, which is asked in Python */
+            part = PyObject_GetAttr(value, step);
+        Py_SETREF(value, part);
+    }
+    return value;
+}
+
+/* A key as text; NULL for what is not plain. */
+static inline PyObject *
+text_of_key(PyObject *key, PyObject *cut)
+{
+    PyObject *text = NULL;
+    int overflow = 0;
+    if (PyUnicode_CheckExact(key) && PyUnicode_GET_LENGTH(key) <= KEY_LIMIT)
+        text = Py_NewRef(key);
+    else if (PyLong_CheckExact(key) && (PyLong_AsLongLongAndOverflow(key, &overflow), !overflow))
+        text = PyObject_Str(key);
+    if (text != NULL && cut != Py_None) {
+        Py_SETREF(text, PyObject_CallOneArg(cut, text));
+        if (text != NULL && !PyUnicode_CheckExact(text))
+            Py_CLEAR(text);
+    }
+    return text;
+}
+
+/* What is gone through below a value, as a new list; NULL for what is not plain. */
+static PyObject *
+items_below(PyObject *value, key_path_t path, PyObject **values)
+{
+    PyObject *found = part_below(value, path.steps), *items = NULL;
+    if (found == NULL)
+        return NULL;
+    if (PyDict_CheckExact(found) && path.of_each == Py_None) {
+        items = PyDict_Keys(found);
+        if (values != NULL && (*values = PyDict_Values(found)) == NULL)
+            Py_CLEAR(items);
+    } else if (PyDict_CheckExact(found)) {
+        items = PyDict_Values(found);
+    } else if (PyList_CheckExact(found) || PyTuple_CheckExact(found)) {
+        items = PySequence_List(found);
+    } else if (values != NULL && path.of_each == Py_None && (PyUnicode_CheckExact(found) || PyLong_CheckExact(found))) {
+        if ((items = PyList_New(1)) != NULL) /* a batch of one */
+            PyList_SET_ITEM(items, 0, Py_NewRef(found));
+    }
+    Py_DECREF(found);
+    if (items != NULL && PyList_GET_SIZE(items) > BATCH_LIMIT)
+        Py_CLEAR(items);
+    if (path.of_each == Py_None || PyTuple_GET_SIZE(path.of_each) == 0)
+        return items;
+    for (Py_ssize_t i = 0; items != NULL && i < PyList_GET_SIZE(items); i++) {
+        PyObject *part = part_below(PyList_GET_ITEM(items, i), path.of_each);
+        if (part == NULL || PyList_SetItem(items, i, part) < 0)
+            Py_CLEAR(items);
+    }
+    return items;
+}
+
+/* Set a value under a name, taking its reference: that may be NULL, as where something went wrong before. */
+static int
+put_told(PyObject *told, PyObject *name, PyObject *value)
+{
+    int failed = value == NULL || PyDict_SetItem(told, name, value) < 0;
+    Py_XDECREF(value);
+    return failed;
+}
+
+/* As many weights as there are keys, as they are told: a new reference. NULL without an exception where these are none. */
+static PyObject *
+told_weights(PyObject *weights, Py_ssize_t count)
+{
+    if (PyList_GET_SIZE(weights) < count)
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!PyLong_CheckExact(PyList_GET_ITEM(weights, i)) && !PyFloat_CheckExact(PyList_GET_ITEM(weights, i)))
+            return NULL;
+    return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
+}
+
+/* The attributes of a span that serves what is named below a value: a new dict. NULL for what is not plain. */
+static PyObject *
+told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
+{
+    PyObject *told = PyDict_New(), *its = NULL, *items, *found;
+    int failed = told == NULL;
+    if (!is_batch) {
+        found = failed ? NULL : part_below(value, keys.steps);
+        PyObject *text = found == NULL ? NULL : text_of_key(found, cut);
+        Py_XDECREF(found);
+        if (text != NULL && PyUnicode_GET_LENGTH(text) == 0)
+            Py_CLEAR(text);
+        if (failed || put_told(told, str_key, text))
+            Py_CLEAR(told);
+        return told;
+    }
+    items = failed ? NULL : items_below(value, keys, &its);
+    for (Py_ssize_t i = 0; items != NULL && i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (PyUnicode_CheckExact(item) && PyUnicode_GET_LENGTH(item) <= KEY_LIMIT && cut == Py_None)
+            continue;
+        PyObject *text = text_of_key(item, cut);
+        if (text == NULL || PyList_SetItem(items, i, text) < 0)
+            Py_CLEAR(items);
+    }
+    if (items != NULL && weights.steps != NULL) {
+        Py_XSETREF(its, items_below(value, weights, NULL));
+        failed = its == NULL;
+    }
+    failed |= items == NULL || put_told(told, str_batch_keys, PyList_AsTuple(items));
+    found = failed || its == NULL ? NULL : told_weights(its, PyList_GET_SIZE(items));
+    if (found != NULL)
+        failed |= put_told(told, str_batch_weights, found);
+    if (failed || PyErr_Occurred())
+        Py_CLEAR(told);
+    Py_XDECREF(items);
+    Py_XDECREF(its);
+    return told;
+}
+
+/* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the
+ * host's: a signal handler's. */
+static PyObject *
+told_below(Keys *self, PyObject *value)
+{
+    PyObject *told = told_of_keys(value, self->is_batch, self->keys, self->weights, self->cut);
+    if (told == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return told;
+}
+
+/* As a function of Python's: of (args, kwargs), or of a result. */
+static PyObject *
+Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *told = NULL, *value = NULL;
+    if (self->parameter == Py_None && count == 1)
+        value = args[0];
+    else if (count == 2 && PyTuple_CheckExact(args[0]) && 0 <= self->position &&
+             self->position < PyTuple_GET_SIZE(args[0]))
+        value = PyTuple_GET_ITEM(args[0], self->position);
+    else if (count == 2 && PyDict_CheckExact(args[1]))
+        value = PyDict_GetItemWithError(args[1], self->parameter);
+    if (value != NULL)
+        told = told_below(self, value);
+    return told != NULL || PyErr_Occurred() ? told : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
+}
+
+static PyObject *
+Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *parameter, *cut, *otherwise, *weights, *of_weights;
+    key_path_t keys;
+    Py_ssize_t position;
+    int is_batch;
+    if (kwargs != NULL || !PyArg_ParseTuple(args, "OnpO!OOOOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type,
+                                            &keys.steps, &keys.of_each, &weights, &of_weights, &cut, &otherwise))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Keys takes no words");
+    Keys *self = (Keys *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->vectorcall = (vectorcallfunc)Keys_call;
+    self->made_of = Py_NewRef(args);
+    self->parameter = parameter;
+    self->position = position;
+    self->is_batch = is_batch;
+    self->keys = keys;
+    self->weights = (key_path_t){weights == Py_None ? NULL : weights, of_weights};
+    self->cut = cut;
+    self->otherwise = otherwise;
+    return (PyObject *)self;
+}
+
+static void
+Keys_dealloc(Keys *self)
+{
+    Py_XDECREF(self->made_of);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* A copy goes with a function that is pickled by value. */
+static PyObject *
+Keys_reduce(Keys *self, PyObject *Py_UNUSED(none))
+{
+    return PyTuple_Pack(2, Py_TYPE(self), self->made_of);
+}
+
+static PyMethodDef Keys_methods[] = {
+    {"__reduce__", (PyCFunction)Keys_reduce, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyTypeObject KeysType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Keys",
+    .tp_basicsize = sizeof(Keys),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_doc = "Reads the keys of calls or results: Keys(parameter, position, is_batch, steps, steps of each, steps to "
+              "weights, steps of each, cut, otherwise).",
+    .tp_new = Keys_new,
+    .tp_dealloc = (destructor)Keys_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Keys, vectorcall),
+    .tp_methods = Keys_methods,
+};
