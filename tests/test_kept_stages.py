@@ -15,19 +15,21 @@ import pytest
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
-from instrument.agent import kept_stages, keyed_requests, keyed_trees, served_batches
+from instrument.agent import kept_stages, keyed_requests, keyed_trees, own_work, queue_times, served_batches
 from instrument.agent.key_facts import Batch, KeyFactsReader
 from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
+from instrument.agent.queue_times import QueueTimes
 from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids, identify, links_of
 from instrument.recording import export_place
-from instrument.recording.export_place import UNTOLD
+from instrument.recording.export_place import UNQUEUED, UNTOLD
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import Site, Span
+from instrument.recording.spans import LINK, Site, Span
+from instrument.trace import stages as trace_stages
 from instrument.trace.by_process import spans_by_process
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import join
@@ -53,7 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (keyed_trees, keyed_requests, kept_stages):
+    for module in (keyed_trees, keyed_requests, kept_stages, queue_times):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -149,9 +151,10 @@ def run_of(seed: int) -> Run:
 
 
 class Told:
-    """One process, as the agent reads its rows, sends its trees, and derives its stages."""
+    """One process, as the agent reads its rows, sends its trees, derives its stages, and counts its queue times."""
 
-    def __init__(self, requests: KeyedRequests, spans: Sequence[Span], number: int) -> None:
+    def __init__(self, requests: KeyedRequests, spans: Sequence[Span], number: int, sample: float = 1.0) -> None:
+        self.sample = sample
         self.is_over = self.is_behind = False
         self.lag_ns = 0
         self.ids = Ids([number, number, number], str(number))
@@ -163,6 +166,11 @@ class Told:
         self.trees = KeyedTrees(requests, self.ids)
         self.sent: list[Span] = []
         self.derived: list[Span] = []
+        self.queued: dict[int, int] = {}
+        self.queues = QueueTimes(requests, self.ids, lambda row, queue_ns, _: self.queued.update({row[1]: queue_ns}))
+
+    def note_work(self, *, at_once: bool) -> None:
+        self.trees.note_work(at_once=at_once)
 
     @property
     def undecided(self) -> int:
@@ -187,21 +195,30 @@ class Told:
         }
         ring = RingRows(1, self.spans[0].thread_id if self.spans else 0, rows, 0, 0, 0)
         self.reader.read(opened, [ring], details, has_more=False)
-        self.requests.learn(self.ids, self.reader.taken(), 1.0)
+        facts = self.reader.taken()
+        self.requests.learn(self.ids, facts, self.sample)
+        self.queues.note_ended([
+            (0, one.span_id, one.parent_id, one.root_id, 0, one.start_ns, one.end_ns, 0, -1, None, None)
+            for one in ended
+            if one.span_id == one.root_id and one.root_id & REQUEST_BIT
+        ])  # fmt: skip
+        self.queues.learn(facts, at_once=is_last)
         over = [one.span_id for one in ended if one.span_id == one.root_id and one.root_id & REQUEST_BIT]
+        over = over if self.sample else []
         trees = [[replace(one) for one in self.spans if one.root_id == root_id] for root_id in over]
         trees = [sorted(its, key=lambda one: one.span_id != one.root_id) for its in trees]
         trees += [[replace(one)] for one in ended if not one.root_id & REQUEST_BIT]
-        for kept in self.trees.take(trees, opened, 1.0, is_last=is_last):
+        for kept in self.trees.take(trees, opened, self.sample, is_last=is_last):
             self.sent += kept
         for spans in self.trees.stages.due(at_once=is_last):
             self.derived += spans
+        self.queues.due(at_once=is_last)
 
 
-def by_agent(run: Run, clock: Clock, every_ns: int = S // 2) -> tuple[Told, Told]:
-    """What the agent sends that looks every so often."""
+def by_agent(run: Run, clock: Clock, every_ns: int = S // 2, sample: float = 1.0) -> tuple[Told, Told]:
+    """What the agent sends that looks every so often, and keeps such a share."""
     requests = KeyedRequests()
-    front, engine = Told(requests, run.front, FRONT), Told(requests, run.engine, ENGINE)
+    front, engine = Told(requests, run.front, FRONT, sample), Told(requests, run.engine, ENGINE, sample)
     for at_ns in range(0, 80 * S, every_ns):
         clock.at_ns = at_ns + every_ns
         front.look(at_ns, at_ns + every_ns)
@@ -279,6 +296,57 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(seed: 
     assert {
         number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent and one in number_of
     } == parents  # fmt: skip
+
+
+def queued(run: Run) -> dict[int, int]:
+    """How long each request was in the queue, as the recordings tell."""
+    merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
+    columns = merged.saved.columns
+    joined = join(columns)
+    found = trace_stages.queue_times(columns, joined)
+    numbers = columns.attributes.values("number", joined.rows)
+    return {int(str(numbers[place])): queue_ns for place, queue_ns in found.items()}
+
+
+@pytest.mark.parametrize("sample", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(12))
+def test_queue_times_of_random_engines_are_those_of_their_recordings(seed: int, sample: float, clock: Clock) -> None:
+    run = run_of(seed)
+    front, engine = by_agent(run, clock, sample=sample)
+    assert {**front.queued, **engine.queued} == queued(run)
+    assert [one.queues.left_out + len(one.queues) for one in (front, engine)] == [0, 0]
+
+
+def test_what_an_engine_did_for_a_request_long_before_its_first_batch_counts(clock: Clock) -> None:
+    run = Run()
+    run.add(run.front, WAIT, 5, 50 * S - 5, run.add(run.front, CHAT, 0, 50 * S), key="a")
+    part = run.add(run.engine, WORKER, 10, 2 * S, key="a")
+    run.add(run.engine, TOKENISE, 20, S, part)
+    run.add(run.engine, EXECUTE, 30 * S, 31 * S, batch=["a"])
+    front, engine = by_agent(run, clock, sample=0.0)
+    assert front.queued == queued(run) == {run.front[0].span_id: 29 * S}
+    assert engine.queued == {}
+
+
+def test_requests_with_more_phases_than_there_is_room_for_are_told_by_the_first_ones_or_counted(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_work, "MOST_PHASES", 200)
+    run = Run()
+    for key, queue_begins in (("long", 5), ("late", 250)):
+        top = run.add(run.front, CHAT, 0, 40 * S, key=key)
+        for at in range(300):
+            run.add(run.front, DETOKENISE, at * S // 10, at * S // 10 + 1000, top)
+        at_ns = queue_begins * S // 10
+        run.add(run.engine, EXECUTE, at_ns - 1, at_ns + S, batch=[key])
+    front, _ = by_agent(run, clock, sample=0.0)
+    expected = queued(run)
+    first, late = run.front[0].span_id, run.front[301].span_id
+    assert front.queued == {first: expected[first]}
+    assert late in expected
+    assert export_place.told({UNQUEUED: front.queues.left_out}) == {
+        "requests that batches served without their time in the queue among the metrics": 1
+    }
 
 
 def pairs(batches: ServedBatches, keys: Iterable[str]) -> int:

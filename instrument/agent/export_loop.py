@@ -80,7 +80,7 @@ class ExportLoop:
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
                 time.sleep(BEHIND_S)
-        for _ in range(2):  # what one process keeps others may have been asked about before
+        for _ in range(3):  # what one process keeps, or did for a request, others may have been asked about before
             self._look(is_last=True)
         for exporter in self._exporters.values():
             exporter.hurry()  # at the same time, whatever one of the collectors does
@@ -198,7 +198,8 @@ class ExportLoop:
 
     def _send_now(self, found: Exported) -> None:
         """Send what a process has recorded until now."""
-        self._look(at_once=True)
+        for _ in range(2):
+            self._look(at_once=True)
         self._look(at_once=True, metered=found)  # once what all have recorded is read nothing waits for that
         found.is_settled()
 

@@ -20,6 +20,7 @@ from instrument.agent.drain import Drain
 from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
 from instrument.agent.metering import Metering
+from instrument.agent.queue_times import LOOKS, QueueTimes
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
@@ -27,12 +28,20 @@ from instrument.otlp.span_queue import Source
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place
-from instrument.recording.export_place import DERIVED_LOST, SENT, UNLINKED, UNTOLD, ExportPlace, Progress
+from instrument.recording.export_place import (
+    DERIVED_LOST,
+    SENT,
+    UNLINKED,
+    UNQUEUED,
+    UNTOLD,
+    ExportPlace,
+    Progress,
+)
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
 from instrument.recording.mapped_intervals import MappedIntervals
-from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.ring import REQUEST_BIT, Row
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.of_memory import origin_of
@@ -162,6 +171,7 @@ class Exported:
             self._exporter.offer(spans, reading.source)
         for spans in reading.keyed.stages.due(at_once=is_last or at_once):
             self._exporter.offer(spans, reading.derived)
+        reading.queues.due(at_once=is_last or at_once or self._requests.are_over)
         return drain.has_more
 
     def _is_superseded(self) -> bool:
@@ -278,6 +288,14 @@ class Exported:
             for _ in range(2):  # the first time for those that have just come
                 for spans in reading.keyed.stages.due(at_once=True):
                     self._exporter.offer(spans, reading.derived)
+            reading.learn(at_once=True)
+            for _ in range(LOOKS + 1):
+                reading.queues.due(at_once=True)
+
+    def note_work(self, *, at_once: bool) -> None:
+        """Note what it did for requests of other processes."""
+        if self._reading is not None:
+            self._reading.keyed.note_work(at_once=at_once)
 
     @property
     def lag_ns(self) -> int:
@@ -301,7 +319,7 @@ class Exported:
         """
         if self._reading is None:
             return True
-        if self.is_over:
+        if self.is_over and not len(self._reading.queues):
             self._reading.metering.take_last()
         if self._reading.source.counts["pending"] or self._reading.derived.counts["pending"]:
             self._exporter.hurry()
@@ -326,6 +344,7 @@ class Exported:
             found.subtract(self._told)
             if reading is not None:
                 found[UNTOLD] += reading.keyed.stages.untold + len(reading.keyed.stages)
+                found[UNQUEUED] += reading.queues.left_out + len(reading.queues)
                 found[UNLINKED] += self._requests.forgotten()
                 found[DERIVED_LOST] += sum(reading.derived.counts[fate] for fate in SENT if fate != "exported")
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
@@ -366,15 +385,20 @@ class _Reading:
         self.derived = replace(self.source, counts=Counter())
         """The same process, for spans that it has not recorded."""
         self.metering = metering(self.drain, self.source)
+        self.queues = QueueTimes(requests, facts.ids, self.metering.count_queue)
         self._trees = Trees(
             self.drain,
             facts.capture,
             facts.spans_per_request,
             self._kept.append,
-            self.metering.count,
+            self._note_ended,
             decisions,
             facts.ids.trace_id,
         )
+
+    def _note_ended(self, rows: Sequence[Row]) -> None:
+        self.metering.count(rows)
+        self.queues.note_ended(rows)
 
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""
@@ -386,11 +410,13 @@ class _Reading:
     @property
     def lingers(self) -> bool:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
-        return self._trees.lingers or self.keyed.waiting > 0 or len(self.keyed.stages) > 0
+        return self._trees.lingers or self.keyed.waiting > 0 or len(self.keyed.stages) > 0 or len(self.queues) > 0
 
-    def learn(self) -> None:
+    def learn(self, *, at_once: bool = False) -> None:
         """Note what the rows that were read tell of keys."""
-        self._requests.learn(self._facts.ids, self.drain.keys.taken(), self._facts.capture.sample)
+        facts = self.drain.keys.taken()
+        self._requests.learn(self._facts.ids, facts, self._facts.capture.sample)
+        self.queues.learn(facts, at_once=at_once)
 
     @property
     def is_behind(self) -> bool:
@@ -412,7 +438,7 @@ class _Reading:
         if not is_sound():
             self.is_spoilt = True
             return None
-        self.learn()
+        self.learn(at_once=is_last or at_once or self._requests.are_over)
         self.times.join([span for spans in self._kept for span in spans], settled_ns or NOTHING_TO_COME)
         self._threads = self._mapped.threads()
         opened = self.drain.opened

@@ -6,7 +6,7 @@ to, is told by all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.agent.own_work import PHASES
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site
 from instrument.trace.joined import batch_keys, batch_weights
+from instrument.trace.ledger import phase_of
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
+_PHASE, _REQUEST = 1, 2
 
 Details = Mapping[int, tuple[int, bytes]]
 """What few spans have beside their numbers, by their ids, as it was written."""
@@ -57,13 +60,17 @@ class KeyFacts:
     """What has been told since the last time.
 
     `keys` are borne by spans of requests, each with the id of its root; `gone` are those that are open no more, and
-    whose rows nobody will read.
+    whose rows nobody will read. `work` are the phases of requests' own trees, `around_others` the roots of those with
+    requests of their own in it, and `opened` of those that are open now.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
     keys: list[tuple[int, str]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
+    work: list[NDArray[Any]] = field(default_factory=list)
+    around_others: set[int] = field(default_factory=set)
+    opened: Set[int] = frozenset()
 
 
 class KeyFactsReader:
@@ -80,10 +87,13 @@ class KeyFactsReader:
         self._ended: list[Records] = []
         """The requests that ended the last time: a row with a key may come after its root's, of another ring."""
         self._facts = KeyFacts()
+        self._parts: dict[int, int] = {}
+        """By a call path's number what spans of it are of a request: `_PHASE`, `_REQUEST` or nothing."""
 
     def taken(self) -> KeyFacts:
         """What has been told since the last time."""
         found, self._facts = self._facts, KeyFacts()
+        found.opened = self._open.keys()
         return found
 
     def read(
@@ -107,6 +117,7 @@ class KeyFactsReader:
             if isinstance(key := span.attributes.get(KEY), str) and key:
                 facts.keys.append((span.root_id, key))
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
+        self._read_work([ring.rows for ring in rings], details)
         ended = [
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
@@ -145,6 +156,30 @@ class KeyFactsReader:
                 weights = batch_weights(told.get(BATCH_WEIGHTS), len(keys))
                 name, says_weight = self._site_of(node).name, BATCH_WEIGHTS in told
                 self._facts.batches.append(Batch(name, thread_id, start_ns, end_ns, keys, weights, says_weight))
+
+    def _read_work(self, of_rings: Iterable[Records], details: Details) -> None:
+        serving = [span_id for span_id, (_, text) in details.items() if _BATCH_KEYS in text]
+        for rows in of_rings:
+            below = rows[_are_in_requests(rows) & (rows["root_id"] != rows["span_id"])]
+            if not len(below):
+                continue
+            nodes, of = np.unique(below["node"], return_inverse=True)
+            parts = np.array([self._part_of(node) for node in nodes.tolist()])[of]
+            self._facts.around_others.update(below["root_id"][parts == _REQUEST].tolist())
+            its = below[(parts == _PHASE) & ~_are_among(below["span_id"], serving)]
+            if len(its):
+                work = np.empty(len(its), PHASES)
+                for name in PHASES.names or ():
+                    work[name] = its[name]
+                self._facts.work.append(work)
+
+    def _part_of(self, node: int) -> int:
+        found = self._parts.get(node)
+        if found is None:
+            site = self._site_of(node)
+            found = _REQUEST if site.kind == "request" else _PHASE if phase_of(site) is not None else 0
+            self._parts[node] = found
+        return found
 
     def _tell_ended(
         self,

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from instrument.agent.key_facts import KeyedRoot, KeyFacts
+from instrument.agent.own_work import NEVER_NS, NO_PHASES, OwnPhases
 from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids
 from instrument.recorder.shelf import is_sampled
@@ -34,6 +35,9 @@ GIVERS = 64
 
 ENDED_NS = 10**10
 """How long a request is remembered that has ended, and that nobody has kept yet."""
+
+MOST_EDGES = 256
+"""Phases of other processes that are remembered of a request: the first ones that were read."""
 
 OPEN_NS = 1 << 62
 """When a request ends that is open."""
@@ -59,6 +63,9 @@ class ReadProcess(Protocol):
     def lag_ns(self) -> int:
         """How far it is behind."""
 
+    def note_work(self, *, at_once: bool) -> None:
+        """Note what it did for requests of others, as far as it is known whose these are."""
+
 
 class _Giver(NamedTuple):
     """A span with a key that may have handed a request over, and whether it is of that one's own tree."""
@@ -76,7 +83,8 @@ class KeyedRequest:
 
     `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its
     spans with keys. `work` are its own phases until its stages are known. It began in the tree of the one that it is
-    `within`.
+    `within`, and `is_around_others` in its own one. Also of one that is not kept there are its `own` phases, once it
+    has ended, and those `elsewhere`, of which there are others that began after `missing_ns`.
     """
 
     instance: str
@@ -89,6 +97,11 @@ class KeyedRequest:
     givers: list[_Giver] = field(default_factory=list)
     work: Edges | None = None
     within: KeyedRequest | None = None
+    has_caller: bool = False
+    is_around_others: bool = False
+    own: OwnPhases = NO_PHASES
+    elsewhere: Edges = field(default_factory=list)
+    missing_ns: int = NEVER_NS
 
     @property
     def is_open(self) -> bool:
@@ -100,6 +113,13 @@ class KeyedRequest:
         if other is self or other.is_open or other.start_ns < self.start_ns:
             return False
         return other.end_ns <= self.end_ns and (self.start_ns, self.end_ns) != (other.start_ns, other.end_ns)
+
+    def note_elsewhere(self, phases: OwnPhases) -> None:
+        """Other processes did this for it."""
+        room = max(MOST_EDGES - len(self.elsewhere), 0)
+        self.elsewhere += phases.edges[:room]
+        missing = [phases.missing_ns, *(start_ns for start_ns, _ in phases.edges[room:])]
+        self.missing_ns = min(self.missing_ns, *missing)
 
     def below(self, start_ns: int, instance: str, key: str = "") -> RemoteParent:
         """What a span that began then lies below, by its key if it has one."""
@@ -121,7 +141,7 @@ class KeyedRequest:
                 yield key
                 if not is_own or span.span_id != span.root_id:
                     self.givers.append(_Giver(span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own, key))
-            if self.work is not None and _is_phase(span.site) and BATCH_KEYS not in span.attributes:
+            if self.work is not None and is_phase(span):
                 self.work.append((span.start_ns, span.end_ns))
         del self.givers[:-GIVERS]
 
@@ -157,6 +177,9 @@ class KeyedRequests:
             _, root_of, request = self._ended.popleft()
             if self._by_root.get(root_of) is request:
                 del self._by_root[root_of]
+            if (whole := self.whole_of(request)) is not None:
+                whole.note_elsewhere(self.work_of(request))
+                request.own, request.elsewhere = NO_PHASES, []
             if not request.is_kept:
                 self._unbind(request)
 
@@ -174,6 +197,7 @@ class KeyedRequests:
             caller = _caller_of(root.root_id, remote, ids)
             is_sure = is_sampled(root.root_id, sample) if remote is None else bool(remote.flags & 1)
             request = KeyedRequest(ids.instance, root.start_ns, OPEN_NS, caller, is_sure)
+            request.has_caller = remote is not None
             self._by_root[root_of] = request
             if root.within:
                 unknown = KeyedRequest(ids.instance, 0, OPEN_NS, _caller_of(root.within, root.remote_around, ids))
@@ -307,8 +331,31 @@ class KeyedRequests:
     def around(self, root: Span, ids: Ids, keys: Iterable[str]) -> KeyedRequest | None:
         """The request within which one lies that has ended, by one of its keys: of several the outermost."""
         own = self._by_root.get((ids.seeds, root.root_id)) or _ended_as(root, ids)
-        found = [one for key in keys for one in self._by_key.get(key, ()) if one is not own and one.is_around(own)]
+        return self._around(own, keys)
+
+    def _around(self, request: KeyedRequest, keys: Iterable[str]) -> KeyedRequest | None:
+        found = [one for key in keys for one in self._by_key.get(key, ()) if one.is_around(request)]
         return min(found, key=lambda one: (one.start_ns, -one.end_ns), default=None)
+
+    def whole_of(self, request: KeyedRequest) -> KeyedRequest | None:
+        """The request that another one is a part of, which has ended: of one that its caller names there is none."""
+        return None if request.has_caller else self._around(request, request.keys)
+
+    def known(self, ids: Ids, root_id: int) -> KeyedRequest | None:
+        """The request with a key that this is the root of."""
+        return self._by_root.get((ids.seeds, root_id))
+
+    def note_work(self, *, at_once: bool) -> None:
+        """Have all processes note what they did for requests of others."""
+        for one in self.members.values():
+            one.note_work(at_once=at_once)
+
+    def work_of(self, request: KeyedRequest) -> OwnPhases:
+        """What was done for a request that has ended, in whatever process, but for what its batches did."""
+        near = {one: None for key in request.keys for one in self._by_key.get(key, ())}
+        its = [request, *(one for one in near if request.is_around(one) and self.whole_of(one) is request)]
+        edges = [edge for one in its for edge in (*one.own.edges, *one.elsewhere)]
+        return OwnPhases(edges, min(at_ns for one in its for at_ns in (one.own.missing_ns, one.missing_ns)))
 
     def began_within(self, root: Span, ids: Ids) -> KeyedRequest | None:
         """The request in whose own tree another one began."""
@@ -350,6 +397,11 @@ def _caller_of(root_id: int, remote: RemoteParent | None, ids: Ids) -> RemotePar
 
 def _ended_as(root: Span, ids: Ids) -> KeyedRequest:
     return KeyedRequest(ids.instance, root.start_ns, root.end_ns, RemoteParent(*ids.of(root)))
+
+
+def is_phase(span: Span) -> bool:
+    """Whether a span is a phase of the request's own work that it is of, and no batch."""
+    return _is_phase(span.site) and BATCH_KEYS not in span.attributes
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from instrument.agent.kept_stages import KeptStages
-from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of
+from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of, is_phase
+from instrument.agent.own_work import OwnPhases
 from instrument.otlp.packing import Ids
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
@@ -67,8 +68,10 @@ class _Waiting:
     top: _Top | None = None
     is_request: bool = False
     is_kept: bool = True
+    is_noted: bool = False
     since_ns: int = field(default_factory=lambda: time.monotonic_ns())
     was_open: bool = False
+    came_ns: int = field(default_factory=lambda: time.monotonic_ns())
     around: KeyedRequest | None = None
     """The request that one is a part of, as was known when it was last looked at."""
 
@@ -264,6 +267,21 @@ class KeyedTrees:
             return True
         return age_ns < PATIENCE_NS
 
+    def note_work(self, *, at_once: bool) -> None:
+        """Note what was done for requests of other processes: of what came `at_once`, or a while ago."""
+        until_ns = time.monotonic_ns() - self._requests.lag_ns - (0 if at_once else LOOKED_NS)
+        for one in self._waiting:
+            if one.came_ns <= until_ns:
+                self._note_work(one)
+
+    def _note_work(self, one: _Waiting) -> None:
+        if one.top is None or one.is_request or one.is_noted:
+            return
+        request = self._requests.of(one.top[1], one.top[2])
+        if request is not None:
+            one.is_noted = True
+            request.note_elsewhere(OwnPhases([(span.start_ns, span.end_ns) for span in one.spans if is_phase(span)]))
+
     def _around(self, one: _Waiting) -> KeyedRequest | None:
         """The request that this one is a part of."""
         first = one.spans[0]
@@ -273,6 +291,7 @@ class KeyedTrees:
 
     def _sent(self, one: _Waiting, *, is_over: bool) -> list[list[Span]]:
         """The spans as they go to the exporter, none where their request was let go."""
+        self._note_work(one)
         requests, spans = self._requests, one.spans
         if one.top is None:
             self._link(spans)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from instrument.agent.drain import Drain, WatchedRows
+from instrument.agent.keyed_requests import KeyedRequest
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics import DELAY_NS
@@ -149,6 +150,11 @@ class Metering:
     def count(self, ended: Sequence[Row]) -> None:
         """Count requests that have ended."""
         self._meter.count(ended)
+
+    def count_queue(self, row: Row, queue_ns: int, request: KeyedRequest) -> None:
+        """Count how long a request was in the queue, as all processes of the run together tell."""
+        kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
+        self._meter.count_queue(row, queue_ns, kept)
 
     def note_kept(self, spans: Sequence[Span]) -> None:
         """A tree is about to be sent: the request that comes first in it is an exemplar."""

@@ -43,9 +43,11 @@ from instrument.recording.generations import (
     FIRST_TOKEN,
     ONE,
     OUTPUT_TOKEN,
+    QUEUE_TIME,
     REQUEST_DURATION,
     GenerationTimes,
     generation_labels,
+    said_of_generation,
     token_times,
 )
 from instrument.recording.histogram import bucket, bucket_start
@@ -142,6 +144,19 @@ class Meter:
                 told = request.attributes
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
+
+    def count_queue(self, request: Row, queue_ns: int, kept: tuple[int, int] | None) -> None:
+        """Count how long a request was in the queue; it is an exemplar where it is `kept`, under these ids."""
+        site, told, error = self._recorder.site_of(request), request[10] or {}, request[9]
+        endpoint = endpoint_of(site)
+        labels = _of_route(endpoint) if endpoint else _call_labels(site)
+        is_generation = self._is_generation(endpoint)
+        labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
+        if error is not None:
+            labels = (*labels, ("error.type", error))
+        self._generated.add(QUEUE_TIME, labels, queue_ns)
+        if kept is not None:
+            self._generated.note(QUEUE_TIME, labels, Exemplar(queue_ns, request[6], time.monotonic_ns(), *kept))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))
@@ -325,8 +340,10 @@ class Meter:
                 metrics.append(queued)
         if self.generations or self._watched is not None:
             metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
+        joined = [one for one in self._generated.metrics(QUEUE_TIME) if one.series]
         if self._watched is not None:
-            metrics += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
+            joined += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
+        metrics += joined
         self._count_calls(marks)
         if self._calls:
             told = "Time of a call, of the device's work, too, where it is timed."

@@ -33,9 +33,9 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
-UNTOLD, UNLINKED, DERIVED_LOST = "untold", "unlinked", "derived lost"
+UNTOLD, UNLINKED, DERIVED_LOST, UNQUEUED = "untold", "unlinked", "derived lost", "unqueued"
 """Beside the spans of recordings: requests whose stages were not told, keys that were forgotten while their requests
-were open, and spans of stages that were lost."""
+were open, spans of stages that were lost, and requests whose time in the queue was not counted."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -195,5 +195,6 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
         "keys of open requests beyond those that the OTLP export knows": UNLINKED,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
+        "requests that batches served without their time in the queue among the metrics": UNQUEUED,
     }
     return {name: fates[fate] for name, fate in names.items() if fates.get(fate)}

@@ -1,4 +1,8 @@
-"""Metrics of what models generate, by OpenTelemetry's names: whole requests, first tokens, and each one after them."""
+"""Metrics of what models generate, by OpenTelemetry's names: whole requests, first tokens, and each one after them.
+
+Beside those, of what serves requests in batches: how long these were in the queue, which has no name there yet, and is
+called here as vLLM and SGLang call it on spans; and how many there are in a batch.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.m
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
+QUEUE_TIME = "gen_ai.server.time_in_queue"
 BATCH_SIZE = "instrument.batch.size"
 
 ONE = 10**9
@@ -34,6 +39,7 @@ TOLD = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
     FIRST_TOKEN: "Time to generate first token for successful responses.",
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
+    QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
     BATCH_SIZE: "Requests of a batch.",
 }
 """The metrics, and what each is."""
@@ -88,8 +94,12 @@ def generation_labels(known: Labels, told: Mapping[Any, Any]) -> Labels:
     """What tells generations from others: what is known beforehand, and what a span says of it."""
     of_route = str(dict(known).get("http.route", ""))
     usual = "chat" if of_route.endswith("/chat/completions") else "text_completion"
-    its = {name: value for name in GENERATION if isinstance(value := told.get(name), str)}
-    return tuple({"gen_ai.operation.name": usual, **dict(known), **its}.items())
+    return tuple({"gen_ai.operation.name": usual, **dict(known), **dict(said_of_generation(told))}.items())
+
+
+def said_of_generation(told: Mapping[Any, Any]) -> Labels:
+    """What a span says of a generation."""
+    return tuple((name, value) for name in GENERATION if isinstance(value := told.get(name), str))
 
 
 def token_times(told: Mapping[Any, Any]) -> tuple[int, int | None] | None:

@@ -1,0 +1,139 @@
+"""How long each request with a key was in the queue, kept or not, as a metric tells: of all that a batch has served.
+
+It is what `instrument.trace.stages` finds, by the first batch of each request and by what was done for it before,
+in whatever process. It is told once all processes have been read to the request's end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.agent.key_facts import KeyFacts
+from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests
+from instrument.agent.own_work import NO_PHASES, OwnWork
+from instrument.agent.served_requests import ServedRequest, pairs_of, trace_of_served
+from instrument.otlp.packing import Ids
+from instrument.recording.ring import Row
+from instrument.trace.stages import queue_times
+
+WAIT_NS = 3 * 10**9
+"""So long after a request ended all recordings have been read to its end, and it is known whether it is kept."""
+
+LATEST_NS = 8 * 10**9
+"""So long it waits for recordings that are not read at the moment: less than requests that have ended are known."""
+
+LOOKS = 2
+"""So often all recordings have been looked at, at least, after a request that ended was met."""
+
+
+class _Ended(NamedTuple):
+    """A request that has ended, and its own row."""
+
+    request: KeyedRequest
+    row: Row
+    since_ns: int
+    look: int
+
+
+class QueueTimes:
+    """Those of one process's requests. Used by one thread.
+
+    `count(row, queue_ns, request)` is called for each request, with its own row. `left_out` counts those of which it is
+    not known, though a batch has served them.
+    """
+
+    def __init__(self, requests: KeyedRequests, ids: Ids, count: Callable[[Row, int, KeyedRequest], object]) -> None:
+        self._requests = requests
+        self._ids = ids
+        self._count = count
+        self._work = OwnWork()
+        self._new: list[Row] = []
+        self._met: list[Row] = []
+        """Requests that ended the last time: a row with a key may come after its root's, of another ring."""
+        self._waiting: deque[_Ended] = deque()
+        self._around_others: set[int] = set()
+        self._look = 0
+        self.left_out = 0
+
+    def __len__(self) -> int:
+        """How many requests wait for what is to be known of them."""
+        return len(self._new) + len(self._met) + len(self._waiting)
+
+    def note_ended(self, rows: Sequence[Row]) -> None:
+        """Requests have ended, by their own rows."""
+        self._new += rows
+
+    def learn(self, facts: KeyFacts, *, at_once: bool = False) -> None:
+        """Take in what rows tell of requests, once that was learnt of keys."""
+        met, self._met, self._new = self._met, self._new, []
+        if at_once:
+            met, self._met = [*met, *self._met], []
+        self._around_others |= facts.around_others
+        self._work.add(facts.work, (facts.opened, {row[1] for row in met}, {row[1] for row in self._met}))
+        phases = self._work.take([row[1] for row in met]) if met else {}
+        now_ns = time.monotonic_ns()
+        for row in met:
+            request = self._requests.known(self._ids, row[1])
+            if request is not None and request.keys:
+                request.own = phases.get(row[1], NO_PHASES)
+                request.is_around_others = row[1] in self._around_others
+                self._waiting.append(_Ended(request, row, now_ns, self._look))
+            self._around_others.discard(row[1])
+        if len(self._around_others) > KEYS_KNOWN:
+            self._around_others &= facts.opened
+        while len(self._waiting) > KEYS_KNOWN:
+            self._waiting.popleft()
+            self.left_out += 1
+
+    def due(self, *, at_once: bool = False) -> None:
+        """Count those that have waited long enough, or `at_once` all that all recordings were read for."""
+        now_ns, found = time.monotonic_ns(), list[_Ended]()
+        waits_ns = LATEST_NS if self._requests.are_behind else WAIT_NS + self._requests.lag_ns
+        while self._waiting and self._waiting[0].look + LOOKS <= self._look:
+            if not (at_once or now_ns - self._waiting[0].since_ns >= waits_ns):
+                break
+            found.append(self._waiting.popleft())
+        self._look += 1
+        if found:
+            self._requests.note_work(at_once=at_once)
+            self._tell([one for one in found if self._requests.whole_of(one.request) is None])
+
+    def _tell(self, ended: Sequence[_Ended]) -> None:
+        batches, served = self._requests.batches, list[tuple[_Ended, ServedRequest]]()
+        of_keys = batches.of(dict.fromkeys(key for one in ended for key in one.request.keys))
+        for one in ended:
+            its = self._served(one.request, of_keys)
+            if its is not None:
+                served.append((one, its))
+            one.request.own, one.request.elsewhere = NO_PHASES, []
+        if served:
+            times_ns = queue_times(*trace_of_served([its for _, its in served], batches, with_others=False))
+            for place, queue_ns in times_ns.items():
+                one = served[place][0]
+                self._count(one.row, queue_ns, one.request)
+
+    def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> ServedRequest | None:
+        """A request, if a batch served it, and it is known when it was in the queue."""
+        batches = self._requests.batches
+        if not (request.keys and batches.lost.isdisjoint(request.keys)):
+            self.left_out += 1
+            return None
+        pairs = pairs_of(request, of_keys, self._requests)
+        if not len(pairs):
+            return None
+        starts, ends = (batches.batches[name][pairs["batch"]] for name in ("start_ns", "end_ns"))
+        has_time = starts < np.minimum(ends, request.end_ns)
+        if not has_time.any():
+            return None
+        first_ns, phases = int(starts[has_time].min()), self._requests.work_of(request)
+        if phases.missing_ns <= first_ns or request.is_around_others:
+            self.left_out += 1
+            return None
+        pairs = pairs[has_time & (starts == first_ns)]
+        return ServedRequest(request.start_ns, request.end_ns, phases.edges, pairs, {})

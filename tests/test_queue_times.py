@@ -1,0 +1,175 @@
+"""How long requests were in the queue, as the agent's exporter tells it of all of them, whatever is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from otlp_collectors import Collector, collecting, take
+from test_agent import folder, run, until
+
+from instrument.otlp.snapshots import PREFERENCE
+from instrument.runtime import run_folder
+
+__all__ = ["folder"]
+
+PROFILE = """
+service: shop
+functions:
+  - {match: "front:serve", kind: request}
+  - {match: "front:tokenise", kind: phase}
+  - {match: "front:submit", key: request_id}
+  - {match: "core:accept", key: request_id, kind: phase}
+  - {match: "core:step", batch: ids}
+capture: {sample: 0, slow: 300ms}
+export: {otlp: {endpoint: "http://127.0.0.1:%d"}}
+"""
+
+CORE = """
+import json, time
+
+accepted, returned, asked_for, begun = {}, {}, {}, {}
+
+def accept(request_id):
+    time.sleep(0.001)
+    accepted[request_id] = time.monotonic_ns()
+
+def step(ids):
+    now_ns = time.monotonic_ns()
+    for x in ids:
+        begun.setdefault(x, now_ns)
+    time.sleep(0.002)
+
+def loop(asked, done):
+    done.put("ready")
+    left = {}
+    while True:
+        while not left or not asked.empty():
+            x = asked.get()
+            if x is None:
+                with open("times.json", "w") as file:
+                    json.dump([accepted, returned, asked_for, begun], file)
+                return
+            accept(x)
+            returned[x] = time.monotonic_ns()
+            left[x] = 3
+        time.sleep(0.002)
+        now_ns = time.monotonic_ns()
+        for x in left:
+            asked_for.setdefault(x, now_ns)
+        step(list(left))
+        left = {x: steps - 1 for x, steps in left.items()}
+        for x in [x for x in left if not left[x]]:
+            del left[x]
+            done.put(x)
+"""
+
+FRONT = """
+import threading, time
+import instrument
+
+waiting = {}
+
+def tokenise(text):
+    time.sleep(0.001)
+    return text
+
+def submit(request_id, asked):
+    waiting[request_id] = threading.Event()
+    if request_id.startswith("r"):
+        asked.put(request_id)
+        waiting[request_id].wait()
+    if request_id in ("r7", "r23"):
+        time.sleep(0.3)
+
+def serve(request_id, asked):
+    instrument.annotate_request({"gen_ai.request.model": "tiny"})
+    submit(tokenise(request_id), asked)
+
+def answer(done):
+    while (request_id := done.get()) is not None:
+        waiting[request_id].set()
+"""
+
+SERVICE = """
+import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import core
+import front
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    asked, done = context.SimpleQueue(), context.SimpleQueue()
+    engine = context.Process(target=core.loop, args=(asked, done))
+    engine.start()
+    done.get()
+    answering = threading.Thread(target=front.answer, args=(done,))
+    answering.start()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda x: front.serve(f"r{x}", asked), range(40)))
+    front.serve("nobody serves it", asked)
+    asked.put(None)
+    engine.join()
+    done.put(None)
+"""
+
+TIME_IN_QUEUE = "gen_ai.server.time_in_queue"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting(take) as server:
+        Path("core.py").write_text(CORE)
+        Path("front.py").write_text(FRONT)
+        Path("profile.yaml").write_text(PROFILE % server.server_port)
+        yield server
+
+
+def points(collector: Collector) -> list[Any]:
+    found = [metric for metric in collector.metrics if metric.name == TIME_IN_QUEUE]
+    assert {metric.unit for metric in found} == {"s"}
+    return [point for metric in found for point in metric.exponential_histogram.data_points]
+
+
+def bounds_s() -> tuple[float, float]:
+    """What the requests of the service were at least and at most in the queue together, as it says itself."""
+    accepted, returned, asked_for, begun = json.loads(Path("times.json").read_text())
+    assert len(begun) == 40
+    least = sum(asked_for[x] - returned[x] for x in begun)
+    return least / 1e9, sum(begun[x] - accepted[x] for x in begun) / 1e9
+
+
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
+    collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREFERENCE, preference)
+    done = run(SERVICE)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    every = points(collector)
+    found = every[-1:] if preference == "cumulative" else every
+    assert sum(point.count for point in found) == 40
+    least_s, most_s = bounds_s()
+    assert least_s <= sum(point.sum for point in found) <= most_s
+    labels = {one.key: one.value.string_value for one in found[-1].attributes}
+    assert labels == {
+        "instrument.span.name": "serve", "code.function.name": "front.serve", "gen_ai.request.model": "tiny",
+    }  # fmt: skip
+    queues = {
+        (span.trace_id, span.parent_span_id): span.end_time_unix_nano - span.start_time_unix_nano
+        for spans in collector.spans.values()
+        for span in spans
+        if span.name == "queue"
+    }
+    kept = [one for point in every for one in point.exemplars]
+    assert kept
+    assert len(queues) >= 2
+    for one in kept:
+        assert one.as_double == queues[one.trace_id, one.span_id] / 1e9
+    assert "without their time in the queue" not in done.stderr
