@@ -15,6 +15,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,14 @@ from instrument.device import gauges as room
 from instrument.device import host as host_room
 from instrument.device import nvml
 from instrument.device.gauges import Gauges
-from instrument.device.host import Host
+from instrument.device.host import Gone, Host
 from instrument.device.nvml import Found, shown
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
-from instrument.recording.spans import GAUGES, HOST, Gpu
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.gauge_ring import GaugePlace, Readings
+from instrument.recording.mapped import Mapped
+from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
 from instrument.runtime import control_groups
@@ -313,19 +318,19 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
     done = run(
         FULL,
         """
-        from instrument.device import gauges as room
-        room.KEPT_ROWS = 4
+        from instrument.recording import gauge_ring as room
+        room.SAMPLES = 40
         gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=None))
         gauges.start()
         until(lambda: gauges.losses())
         gauges.stop()
-        times = {s.at_ns for s in gauges.samples(0, 1 << 62)}
+        times = [s.at_ns for s in gauges.samples(0, 1 << 62)]
         lost = gauges.losses()["samples of gauges overwritten by newer ones"]
         last = max(times)
-        print(len(times), lost > 4, {s.at_ns for s in gauges.samples(last, last + 1)} == {last}, gauges.samples(0, 1))
+        print(len(times), lost >= 1, {s.at_ns for s in gauges.samples(last, last + 1)} == {last}, gauges.samples(0, 1))
         """,
     )
-    assert done.output == "4 True True []\n"
+    assert done.output == "40 True True []\n"
 
 
 # -------------------------------------------------------------------- which devices
@@ -620,7 +625,7 @@ def test_the_host_agrees_with_psutil() -> None:
 def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:
     program = """if True:
         import time
-        from instrument.device.host import Host
+        from instrument.device.host import Gone, Host
         host = Host()
         block = bytearray(b"x") * (96 << 20)
         del block
@@ -701,6 +706,52 @@ def test_cores_are_what_affinity_and_control_groups_leave(
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
     assert control_groups.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
+
+
+# -------------------------------------------------------------------- from outside
+
+
+def test_the_host_tells_the_same_of_a_process_from_outside_as_that_process_of_itself() -> None:
+    inside, outside = Host(), Host(os.getpid())
+    sum(range(200_000))
+    now_ns = time.monotonic_ns()
+    own, told = inside.read(now_ns, rarely=True), outside.read(now_ns, rarely=True)
+    assert list(told) == list(own)
+    assert (told["cores"], told["process_memory_peak"]) == (own["cores"], own["process_memory_peak"])
+    assert told["process_cpu"] == pytest.approx(own["process_cpu"], rel=0.2)
+    assert told["process_memory"] == pytest.approx(own["process_memory"], rel=0.01)
+
+
+def test_of_a_process_that_has_ended_nothing_is_told_though_nobody_has_reaped_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    host = Host(child.pid)
+    assert host.read(time.monotonic_ns(), rarely=False)["process_memory"]
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(Gone):
+        host.read(time.monotonic_ns(), rarely=False)
+    child.communicate()
+    with pytest.raises(Gone):
+        Host(child.pid)
+
+
+def test_readings_that_another_process_writes_are_those_of_the_process() -> None:
+    RECORDER.begin(1 << 20, {})
+    readings = Readings(partial(RECORDER.room_for, "samples"))
+    readings.add([Sample("process_memory", HOST, 1, 5)])
+    with closing(GaugePlace(RECORDER.memory_fd)) as place:
+        assert place.take()
+        assert place.add([Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)])
+        with closing(GaugePlace(RECORDER.memory_fd)) as other:
+            assert not other.take()
+            assert other.is_taken()
+        readings.add([Sample("process_cpu", HOST, 2, 50.5)])
+        assert readings.samples(1, 3) == [Sample("process_memory", HOST, 1, 5), Sample("process_cpu", HOST, 2, 50.5)]
+        assert readings.samples(3, 4) == [Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)]
+        with closing(Mapped(RECORDER.memory_fd)) as mapped:
+            assert [one.at_ns for one in mapped.samples(2)] == [3, 3, 2]
+        RECORDER.begin(1 << 20, {})
+        assert not place.add([Sample("memory_used", 0, 4, 7)]), "another session records there"
 
 
 # -------------------------------------------------------------------- the thread

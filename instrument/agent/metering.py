@@ -205,7 +205,7 @@ class Metering:
         snapshot = None
         if facts.asks and self._has_recorded():
             snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls)
-        samples = [] if metrics.off else [one for one in self._mapped.samples() if one.at_ns > metrics.taken_ns]
+        samples = [] if metrics.off else self._mapped.samples(metrics.taken_ns + 1)
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
             return  # what was just read is another session's

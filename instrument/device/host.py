@@ -18,30 +18,42 @@ PROC = Path("/proc")
 
 Values = dict[str, float | None]
 
+_PROCESS_CLOCK = 2
+"""In the number of a clock that is of a process: Linux's `CPUCLOCK_SCHED`, what `process_time` reads of the own one."""
+
+
+class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
+    """The process has ended."""
+
 
 class Host:
-    """Reads the host's gauges for one process. Shares are of the time since the reading before.
+    """Reads the host's gauges for one process: this one, or that of a number, as long as it lives.
 
+    Shares are of the time since the reading before. Raises `Gone` as it is made and as it reads.
     Imports `psutil` where there is no `/proc`: to be made on a thread that nobody forks beside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._folder = PROC / ("self" if pid is None else str(pid))
         self._psutil: Any = None
         if not (PROC / "stat").exists():
             try:
                 self._psutil = import_module("psutil")
             except ImportError:
                 pass  # what it would tell is not known then
-        self._process_ns, self._at_ns = time.process_time_ns(), time.monotonic_ns()
+        self._process_ns, self._at_ns = self._processor_ns(), time.monotonic_ns()
         self._busy, self._idle = self._system_times()
 
     def read(self, now_ns: int, rarely: bool) -> Values:
         """What the host tells now; `rarely` asks also for what changes seldom."""
-        values: Values = {"cores": cores()} if rarely else {}
-        process_ns = time.process_time_ns()
+        values: Values = {"cores": cores(self._pid)} if rarely else {}
+        process_ns = self._processor_ns()
         elapsed_ns = now_ns - self._at_ns
         values["process_cpu"] = 100 * (process_ns - self._process_ns) / elapsed_ns if elapsed_ns > 0 else None
-        values["process_memory"] = self._resident_bytes()
+        values["process_memory"] = resident_bytes = self._resident_bytes()
+        if self._pid is not None and not resident_bytes:
+            raise Gone  # what is left of it has no memory any more
         values["process_memory_peak"] = self._peak_bytes()
         busy, idle = self._system_times()
         passed = busy - self._busy + idle - self._idle
@@ -51,18 +63,27 @@ class Host:
         self._process_ns, self._at_ns, self._busy, self._idle = process_ns, now_ns, busy, idle
         return values
 
+    def _processor_ns(self) -> int:
+        """By the clock of the process, which others may read, too (man clock_getcpuclockid)."""
+        if self._pid is None:
+            return time.process_time_ns()
+        try:
+            return time.clock_gettime_ns(~self._pid << 3 | _PROCESS_CLOCK)
+        except OSError as error:
+            raise Gone from error
+
     def _resident_bytes(self) -> float | None:
         if self._psutil is not None:
             return int(self._psutil.Process().memory_info().rss)
         try:
-            return int((PROC / "self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return int((self._folder / "statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, IndexError):
             return None
 
     def _peak_bytes(self) -> float | None:
         """The system's own high water mark, which no two readings miss; None where it keeps none of a process."""
         try:
-            status = (PROC / "self/status").read_bytes()
+            status = (self._folder / "status").read_bytes()
         except OSError:
             return None
         _, found, rest = status.partition(b"\nVmHWM:")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 NO_DRIVER = f"no NVIDIA driver is to be seen here ({LIBRARY} is not found)"
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
 """How far apart two samples of GPM must be at least (NVML reference, `nvmlGpmSampleGet`)."""
@@ -111,14 +111,16 @@ class Found:
 class Nvml:
     """NVML between `open` and `close`. `gpus` are those that are read, `notes` what is to be known of them.
 
-    `failures` counts calls that failed for no reason that lies in the device.
+    `failures` counts calls that failed for no reason that lies in the device. `pid` is the process whose GPUs and
+    memory are meant, and `environ` its variables that say which GPUs it is shown.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
+    def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.gpus: list[Gpu] = []
         self.notes: list[str] = []
         self.failures = 0
         self._pid = os.getpid() if pid is None else pid
+        self._environ = environ
         self._open = False
         self._found: list[Found] = []
         self._shown: list[Found] = []
@@ -159,7 +161,7 @@ class Nvml:
         """
         import pynvml
 
-        if os.environ.get(VARIABLE) != self._variable:
+        if self._environ.get(VARIABLE) != self._variable:
             self._show(pynvml)
         asked = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
@@ -191,14 +193,14 @@ class Nvml:
 
     def _show(self, nvml: Any) -> None:
         """Take those GPUs that the variable shows, by what it is now: the service may set it late."""
-        self._variable = os.environ.get(VARIABLE)
+        self._variable = self._environ.get(VARIABLE)
         for found in self._shown:
             found.energy_mj = found.first_energy_mj = None
         self._shown = shown(self._variable, self._found)
         self.gpus = [Gpu(number, found.model, found.uuid) for number, found in enumerate(self._shown)]
         if self._found and not self._shown:
             self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._found)} GPUs; none is read")
-        ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        ordered = self._environ.get(ORDER) == "PCI_BUS_ID"
         if not ordered and len({found.model for found in self._found}) > 1 and self._shown:
             self._note(
                 "GPUs of several models: they are numbered by PCI bus here, and fastest first by CUDA; "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
+from instrument.recording.gauge_ring import FEW_SAMPLES, value_of
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.interval_ring import LABELS
 from instrument.recording.mapped_facts import (
@@ -468,13 +469,17 @@ class Mapped:
         """All device intervals are there of what had ended by then; 0 where no device has been timed."""
         return int(self._read_head()["settled_ns"])
 
-    def samples(self) -> list[Sample]:
-        """The newest readings of gauges, the oldest first."""
-        found = self._newest("samples", _SAMPLE, layout.SAMPLES)
-        sound = (found["at_ns"] > 0) & (found["at_ns"] < FARTHEST_NS) & (found["device"] >= HOST)
+    def samples(self, since_ns: int = 0) -> list[Sample]:
+        """The newest readings of gauges, from a time on, the oldest first."""
+        self._read_head()
+        slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
+        found = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
+        if len(found) and found["at_ns"].min() >= since_ns:
+            found = self._newest("samples", _SAMPLE, slots)
+        sound = (found["at_ns"] >= max(since_ns, 1)) & (found["at_ns"] < FARTHEST_NS) & (found["device"] >= HOST)
         sound &= (found["device"] < MOST_DEVICES) & np.isfinite(found["value"])
         return [
-            Sample(name, int(one["device"]), int(one["at_ns"]), float(one["value"]) if one["is_told"] else None)
+            Sample(name, int(one["device"]), int(one["at_ns"]), value_of(name, one["value"], told=one["is_told"]))
             for one in found[sound]
             if (name := one["name"].decode("ascii", "replace")) in GAUGES
         ]

@@ -139,8 +139,8 @@ class Part(NamedTuple):
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
 """What part of the memory of rings is there once more for device intervals."""
-SAMPLES = 4096
-"""Readings of gauges that are kept: three minutes with one GPU."""
+SAMPLES = 131_072
+"""Readings of gauges that are kept: an hour with one GPU, all of them once they take 8 MiB."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """At the end of a recording: what became of its rows, which who exports them writes, and nobody else; see
 `instrument.recording.export_place`."""
@@ -170,7 +170,7 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "facts": (16 << 20) // share,
         "details": (8 << 20) // share,
         "intervals": interval_slots(ring_bytes),
-        "samples": SAMPLES,
+        "samples": SAMPLES // share,
         # Rings have sizes of powers of two, which leave holes.
         "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * SMALL_RINGS // share,
     }

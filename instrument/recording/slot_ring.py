@@ -24,6 +24,11 @@ class SlotRoom(NamedTuple):
         at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
         _U64.pack_into(self.head, at + layout.PART.fields["used"][0], used)
 
+    def used(self) -> int:
+        """How many slots were ever written, whoever did so."""
+        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
+        return int(_U64.unpack_from(self.head, at + layout.PART.fields["used"][0])[0])
+
     def put(self, field: str, value: int) -> None:
         """Set a number of the header."""
         _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
@@ -79,6 +84,14 @@ class SlotRing:
             self._room.put(self._told_by, self.capacity)
         self._memory = part = self._room.part
         return part
+
+    def follow(self) -> None:
+        """Go on behind what another process has written meanwhile."""
+        with self._lock:
+            if self._memory is None and self._find_room is not None and self._find_room() is not None:
+                self._found()
+            if self._room is not None:
+                self.count = self._room.used()
 
     @property
     def overwritten(self) -> int:

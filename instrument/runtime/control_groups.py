@@ -10,13 +10,16 @@ PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-def cores() -> float:
-    """How many cores the process may use: what its affinity and the limits of its control groups leave it."""
+def cores(pid: int | None = None) -> float:
+    """How many cores a process may use, this one or that of a number: what its affinity and its control groups leave.
+
+    The groups of another one are seen as those of this one are, in whose container it is taken to be.
+    """
     try:
-        allowed = float(len(os.sched_getaffinity(os.getpid())))
+        allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
         allowed = float(os.cpu_count() or 1)
-    return min([allowed, *_limits()])
+    return min([allowed, *_limits(pid)])
 
 
 def memory_bytes() -> int | None:
@@ -41,10 +44,10 @@ def _memory_of(file: Path) -> list[int]:
         return []
 
 
-def _groups() -> Iterator[tuple[str, Path]]:
+def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
     """The control groups that the process is in, those above them included: the controller, "" in version 2."""
     try:
-        lines = (PROC / "self/cgroup").read_text("utf-8").splitlines()
+        lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
         return
     for line in lines:
@@ -55,10 +58,10 @@ def _groups() -> Iterator[tuple[str, Path]]:
             yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
 
 
-def _limits() -> list[float]:
+def _limits(pid: int | None) -> list[float]:
     """Cores that control groups allow: of version 2 every group above the process limits it, too."""
     limits = []
-    for controller, group in _groups():
+    for controller, group in _groups(pid):
         if controller == "":
             limits += _quota(group / "cpu.max")
         elif controller == "cpu":

@@ -34,7 +34,6 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
 from instrument.recording.distributions import SERIES_LIMIT, Snapshot
-from instrument.recording.gauge_ring import Readings
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.meter_place import MeterState
 from instrument.recording.remote_parents import remote_of
@@ -84,8 +83,8 @@ class Recorded:
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
         self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self._ranges = Ranges(RECORDER)
-        self._gauges = Gauges(profile.device, self._keep_samples)
-        self._begin_readings()
+        self._gauges = Gauges(profile.device, self._keep_samples, partial(RECORDER.room_for, "samples"))
+        self._gpus_told: Sequence[Gpu] = ()
         self._timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
             self._timing = Timing(
@@ -165,13 +164,7 @@ class Recorded:
             for spans in kept:
                 self._outbox.put(spans)
 
-    def _begin_readings(self) -> None:
-        """Keep the newest readings of gauges where who reads this process's recording finds them."""
-        self._readings = Readings(partial(RECORDER.room_for, "samples"))
-        self._gpus_told: Sequence[Gpu] = ()
-
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        self._readings.add(samples)
         if self._gpus_told != gpus:
             self._gpus_told = gpus
             RECORDER.tell(self._facts())

@@ -384,7 +384,7 @@ class Session(Exporting):
         self._leave_export_to_agent()
         RECORDER.tell(self._facts())
         self._gauges.after_fork_in_child(begins=False)
-        self._begin_readings()
+        self._gpus_told = ()
         self._threads.start_when_needed()
         self._generations.listen_in_child()
         self._join_run()

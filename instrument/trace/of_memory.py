@@ -40,7 +40,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     """
     header, tree = mapped.header, mapped.tree()
     rings, open_spans = mapped.rows(), mapped.open_spans()
-    intervals, samples = mapped.intervals(), mapped.samples()
+    intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in rings)])
     threads = np.repeat([ring.thread_id for ring in rings], [len(ring.rows) for ring in rings]).astype(np.int64)
     _, first = np.unique(rows["span_id"], return_index=True)

@@ -1,0 +1,224 @@
+"""What there is to read of a process and its devices, and reading it as often as its profile asks for.
+
+The process does so on a thread of its own (`instrument.device.gauges`), or the agent of its run from outside.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from instrument.device import nvml
+from instrument.device.host import Gone, Host
+from instrument.device.nvml import Closed, Nvml, NvmlError
+from instrument.device.torch_memory import TorchMemory
+from instrument.profile.model import AUTO_NS, Device
+from instrument.recording.spans import HOST, Gpu, Sample
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.unpatched import Lock
+
+EVERY_NS = 10**9
+"""How often is read what the profile leaves to us."""
+
+RARELY_NS = 10 * 10**9
+"""How often at most is asked what is dear or changes slowly: the list of a GPU's processes took 4.5 ms where it was
+measured, and a loop that read it every 25 ms held up the threads that launched work (MangoHud 2104)."""
+
+SHORTEST_NS = 100 * 10**6
+"""How old the newest reading of a share or a rate must be for one more at the end."""
+
+SPOILT = "a fork came while it was in use; this child does not read GPUs"
+
+REOPENED_AT_MOST = 5
+
+Keep = Callable[[Sequence[Sample]], object]
+
+_Read = Callable[[int, bool], bool]
+
+
+class GaugeSources:
+    """Reads the gauges of a process as its profile's `device` asks for it: this one, or that of a number.
+
+    `keep` is given each reading. All but `prepare`, `gpus` and `notes` is for one thread; `inside` is held in NVML and
+    in torch's allocator. `environ` are the variables of the process that say which GPUs it is shown.
+    """
+
+    def __init__(
+        self, settings: Device, keep: Keep, pid: int | None = None, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self._settings = settings
+        self._keep = keep
+        self._pid = pid
+        self._environ = environ
+        self._reasons: list[str] = []
+        self._nvml: Nvml | None = None
+        self._host: Host | None = None
+        self._torch = TorchMemory()
+        self._nvml_ns = self._host_ns = EVERY_NS
+        self._reopened = 0
+        self._sources: dict[str, tuple[_Read, int, int]] = {}
+        self._due_ns: dict[str, int] = {}
+        self._rarely_ns: dict[str, int] = {}
+        self._newest_ns: dict[str, int] = {}
+        self.inside = Lock()
+
+    def prepare(self, *, is_spoilt: bool = False) -> None:
+        """Find what there is to read. Raises `Gone` for a process that has ended."""
+        nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
+        if nvml_ns is not None:
+            problem = SPOILT if is_spoilt else nvml.missing()
+            if not problem:
+                self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
+            elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
+                self._reasons.append(problem)
+        if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
+            self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything was found to read."""
+        return self._nvml is not None or self._host is not None
+
+    def wanted(self) -> Device:
+        """The settings, less what was not found."""
+        nvml_ns = None if self._nvml is None else self._settings.nvml_ns
+        return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
+
+    def open(self) -> bool:
+        """Begin to read. Returns whether GPUs are among what is read."""
+        gpus, host, is_open = self._nvml, self._host, False
+        if gpus is not None:
+            self._guarded(partial(self._close, gpus))  # of a run that died
+            is_open = self._guarded(partial(self._open, gpus))
+            if is_open:
+                self._sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
+        if host is not None and (is_open or self._settings.host_ns != AUTO_NS):
+            self._sources["host"] = partial(self._read_host, host), self._host_ns, SHORTEST_NS
+            if self._pid is None:
+                self._sources["torch"] = self._read_torch, self._host_ns, 0
+        now_ns = time.monotonic_ns()
+        self._due_ns = {
+            name: now_ns + (interval_ns if name != "nvml" else 0) for name, (_, interval_ns, _) in self._sources.items()
+        }
+        self._rarely_ns = dict.fromkeys(self._sources, now_ns)
+        self._newest_ns = dict.fromkeys(self._sources, 0)
+        return is_open
+
+    def wait_ns(self) -> int | None:
+        """How long there is nothing to read; None where there is nothing any more."""
+        return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
+
+    def read(self, *, is_last: bool = False) -> None:
+        """Read what it is time to, or for the last time."""
+        now_ns = time.monotonic_ns()
+        for name in list(self._due_ns):
+            read, interval_ns, shortest_ns = self._sources[name]
+            if now_ns < (self._newest_ns[name] + shortest_ns if is_last else self._due_ns[name]):
+                continue
+            rarely = is_last or self._rarely_ns[name] <= now_ns
+            if rarely:
+                self._rarely_ns[name] = now_ns + RARELY_NS
+            # Right after one that came late, another would have no time to tell shares and rates of.
+            self._newest_ns[name] = now_ns
+            self._due_ns[name] = max(self._due_ns[name] + interval_ns, now_ns + interval_ns // 2)
+            if not self._guarded(partial(read, now_ns, rarely)):
+                del self._due_ns[name]
+        if "nvml" not in self._due_ns and self._settings.host_ns == AUTO_NS:
+            self._due_ns.clear()  # the host was read with the GPUs
+
+    def close(self) -> None:
+        """Give back what `open` took."""
+        self._due_ns.clear()
+        if self._nvml is not None:
+            self._guarded(partial(self._close, self._nvml))
+
+    def _guarded(self, action: Callable[[], bool]) -> bool:
+        """Whether to go on, as an action says; a fault of ours is counted, and it goes on."""
+        try:
+            return action()
+        except Gone:
+            self._due_ns.clear()
+            return True
+        except Exception as fault:
+            FAULTS.note("reading of gauges", fault)
+            return True
+
+    # ------------------------------------------------------------ reading
+
+    def _open(self, gpus: Nvml) -> bool:
+        try:
+            with self.inside:
+                gpus.open()
+        except NvmlError as error:
+            self._reasons.append(str(error))
+            return False
+        if not gpus.count and not gpus.notes:
+            self._reasons.append("NVML: there is a driver, and no GPU")
+        return gpus.count > 0
+
+    def _close(self, gpus: Nvml) -> bool:
+        with self.inside:
+            gpus.close()
+        return True
+
+    def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> bool:
+        try:
+            with self.inside:
+                told = gpus.read(now_ns, rarely)
+        except Closed:
+            return self._reopen(gpus)
+        except NvmlError as error:
+            self._reasons.append(f"{error}; the GPUs are not read any more")
+            return False
+        self._keep_of(now_ns, told)
+        return True
+
+    def _reopen(self, gpus: Nvml) -> bool:
+        """Other code of the process has shut NVML down more often than it opened it."""
+        self._reopened += 1
+        if self._reopened > REOPENED_AT_MOST:
+            self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
+            return False
+        return self._open(gpus)
+
+    def _read_host(self, host: Host, now_ns: int, rarely: bool) -> bool:
+        self._keep_of(now_ns, [(HOST, host.read(now_ns, rarely))])
+        return True
+
+    def _read_torch(self, now_ns: int, rarely: bool) -> bool:
+        self._keep_of(now_ns, self.torch_memory(rarely=rarely))
+        return not self._torch.problem
+
+    def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
+        """What torch's allocator tells of each device, which it tells nobody outside."""
+        with self.inside:
+            return self._torch.read(rarely)
+
+    def _keep_of(self, now_ns: int, told: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        samples = [
+            Sample(name, device, now_ns, values[name]) for device, values in sorted(told) for name in sorted(values)
+        ]
+        if samples:
+            self._keep(samples)
+
+    # ------------------------------------------------------------ what is known
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that are read."""
+        return tuple(self._nvml.gpus) if self._nvml is not None else ()
+
+    def add_reason(self, reason: str) -> None:
+        """Note why something cannot be read."""
+        self._reasons.append(reason)
+
+    def notes(self) -> list[str]:
+        """What could not be read, and why."""
+        more = self._nvml.notes if self._nvml is not None else []
+        notes = [f"device.nvml: {reason}" for reason in (*self._reasons, *more)]
+        if self._nvml is not None and self._nvml.failures:
+            notes.append(f"device.nvml: {self._nvml.failures} calls failed for a reason that may pass")
+        if self._torch.problem:
+            notes.append(f"device.host: {self._torch.problem}")
+        return notes
