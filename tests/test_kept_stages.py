@@ -28,7 +28,7 @@ from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import LINK, Site, Span
+from instrument.recording.spans import Site, Span
 from instrument.trace import stages as trace_stages
 from instrument.trace.by_process import spans_by_process
 from instrument.trace.grafted import grafted
