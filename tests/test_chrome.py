@@ -535,20 +535,6 @@ def test_an_event_names_its_parent_and_tree_only_where_it_does_not_lie_in_the_pa
     }  # fmt: skip
 
 
-@given(spans_of_a_tree())
-def test_a_file_of_format_3_named_every_parent(tmp_path: Path, spans: list[Span]) -> None:
-    path = chrome.dump(tmp_path / "trace.json", trace(*spans))
-    found, by_id = document(path), {one.span_id: one for one in spans}
-    found["instrument"]["format"] = 3
-    for event in slices_in(found):
-        if "owner" not in event["args"]:
-            one = by_id[event["args"]["id"]]
-            event["args"].pop("parent", None)
-            event["args"] |= {"root": one.root_id} | ({"parent": one.parent_id} if one.parent_id else {})
-    path.write_text(json.dumps(found))
-    assert_same(chrome.load(path)[0], trace(*spans))
-
-
 def test_arrows_lead_to_other_threads_and_devices_but_never_into_the_past(tmp_path: Path) -> None:
     found = dumped(
         tmp_path,
@@ -765,11 +751,11 @@ def slice_text(**changes: Any) -> str:
 
 
 def own(**changes: Any) -> str:
-    """The text of a file of ours, of format 2, with some of its one span's facts, or its metadata's, replaced."""
+    """The text of a file of ours, with some of its one span's facts, or its metadata's, replaced."""
     args = {"id": 1, "parent": 0, "root": 1, "self_ns": 5, "site": 0}
     event = {"ph": "X", "name": "a", "cat": "op", "ts": 1.5, "dur": 2, "pid": 1, "tid": 1, "args": args}
     origin = {"pid": 1, "service": "s", "monotonic_ns": 0, "realtime_ns": 0}
-    facts = {"format": 2, "origin": origin, "base_ns": 7, "window": 0, "start_ns": 0, "end_ns": 9, "threads": []}
+    facts = {"format": 4, "origin": origin, "base_ns": 7, "window": 0, "start_ns": 0, "end_ns": 9, "threads": []}
     facts |= {"losses": {}, "notes": [], "cost": None, "sites": [{"name": "a"}], "tally": None}
     for key, value in changes.items():
         of_args = key in args or key in ("task", "error", "active_ns", "clipped", "attributes", "remote", "owner")
@@ -829,7 +815,7 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "gzip header only": (b"\x1f\x8b", "gzip data is cut off"),
     "gzip of noise": (b"\x1f\x8b" + bytes(range(256)), "gzip data is cut off or damaged"),
     "a newer format": (own(format=6), "read it with the version of instrument that wrote it"),
-    "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 2}}', "comes after its events"),
+    "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 4}}', "comes after its events"),
     **{
         f"own, {key} is {value!r:.30}": (own(**{key: value}), "cannot read the trace")
         for key, wrong in {

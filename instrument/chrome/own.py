@@ -43,7 +43,6 @@ class _Arguments(msgspec.Struct, gc=False):
     root: Int64 | UnsetType = UNSET
     thread: Int64 | UnsetType = UNSET
     task: Int64 | UnsetType = UNSET
-    total_ns: Int64 | UnsetType = UNSET
     active_ns: Int64 | UnsetType = UNSET
     self_ns: Int64 | UnsetType = UNSET
     error: str | None = None
@@ -81,13 +80,12 @@ NEAREST_NS = 1 << 62
 
 
 class Own:
-    """Reads the events of what `dump` wrote. From format 4 on a slice that names no parent has the one around it."""
+    """Reads the events of what `dump` wrote. A slice that names no parent has the one around it."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
         if not -NEAREST_NS < metadata.base_ns < NEAREST_NS:
             raise ValueError("it has a time that no clock reads; it is damaged")
-        self._nests = metadata.format >= 4
         self._numbers = {name: array("q") for name in _NUMBERS}
         self._errors: dict[str | None, int] = {None: NONE}
         self._clipped: list[int] = []
@@ -128,10 +126,9 @@ class Own:
                 raise ValueError(f"it has more than {LIMIT_SPANS} {what}; record less into one file")
 
     def _add_intervals(self, slices: list[_Slice]) -> None:
-        """Device intervals: an async one, which format 2 has, tells how long it is."""
         told = [args for _, args, _, _ in slices]
         start_ns = [start for _, _, start, _ in slices]
-        total_ns = [total if args.total_ns is UNSET else args.total_ns for _, args, _, total in slices]
+        total_ns = [total for _, _, _, total in slices]
         if min(total_ns, default=0) < 0:
             raise ValueError("a slice in it ends before it starts; it is damaged")
         labels = self._labels
@@ -150,7 +147,7 @@ class Own:
             self._intervals[name].extend(numbers)
 
     def _add_spans(self, slices: list[_Slice]) -> None:
-        """Spans, and the ends of those that are async. An async slice ends with an event of its own, but for format 2.
+        """Spans, and the ends of those that are async, which have an event of their own.
 
         What follows from the slices around one is found here, one by one; all else is taken as columns.
         """
@@ -158,7 +155,7 @@ class Own:
         spans: list[_Slice] = []
         parents, roots, tasks, totals = list[int](), list[Any](), list[Any](), list[int]()
         ends: list[tuple[int, int, bool, bool]] = []
-        around, nests = self._around, self._nests
+        around = self._around
         for one in slices:
             event, args, start_ns, total_ns = one
             phase = event.ph
@@ -171,19 +168,17 @@ class Own:
             span_id: Any = args.id
             parent_id = 0 if args.parent is UNSET else args.parent
             root_id, task_id, lane = parent_id or span_id, 0, None
-            is_open = False
-            if phase == "b":
-                is_open = args.total_ns is UNSET
-                total_ns = 0 if args.total_ns is UNSET else args.total_ns
+            is_open = phase == "b"
             if is_open:
+                total_ns = 0
                 lane = self._async.get(_local(event))
                 if lane is not None and lane.opener != span_id:
                     root_id, task_id = lane.root_id, lane.task_id
-                    if nests and args.parent is UNSET and lane.open:
+                    if args.parent is UNSET and lane.open:
                         above = lane.open[-1][0] - first
                         its = spans[above][1].id if above >= 0 else self._numbers["span_id"][above + first]
                         parent_id = checked(its, int)
-            elif nests:
+            else:
                 tid: Any = event.tid
                 stack = around.get(tid) or around.setdefault(checked(tid, int), [])
                 while stack and stack[-1][0] <= start_ns:
@@ -197,7 +192,7 @@ class Own:
                 if lane is None or lane.opener == span_id:
                     lane = self._async[_local(event)] = _Async(span_id, root_id, task_id)
                 lane.open.append((first + len(spans), args.active_ns is UNSET, args.self_ns is UNSET))
-            elif nests:
+            else:
                 stack.append((start_ns + total_ns, span_id, root_id))
             spans.append(one)
             parents.append(parent_id)

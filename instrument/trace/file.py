@@ -35,10 +35,7 @@ from instrument.trace.text import LIMIT_SPANS, checked, encode, safe
 from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
 LAYOUT = 2
-"""Version of what the arrays are. In 1, kernels and allocations stood in the metadata."""
-
-READ = (1, 2)
-"""The versions that are read."""
+"""Version of what the arrays are."""
 
 LIMIT_BYTES = 2 << 30
 """Most bytes that `load` unpacks."""
@@ -158,16 +155,15 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
     with _refusals(path):
         arrays = _arrays(Path(path), limit_bytes)
         known = json.loads(arrays.pop("metadata").tobytes())
-        if known["layout"] not in READ:
+        if known["layout"] != LAYOUT:
             raise ValueError(f"its layout is {known['layout']!r:.20}; read it with the version that wrote it")
         about = Metadata(checked(known["trace"], dict))
         more = checked(known["spans"], dict)
         columns = unpacked(arrays, more, about.sites)
         facts = about.trace([], [_sample(about.base_ns, *each) for each in more["samples"]])
-        if known["layout"] == LAYOUT:
-            names = [checked(name, str) for name in more["kernel_names"]]
-            facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
-            facts.allocations = unpacked_allocations(arrays, about.base_ns)
+        names = [checked(name, str) for name in more["kernel_names"]]
+        facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
+        facts.allocations = unpacked_allocations(arrays, about.base_ns)
         saved = Saved(columns, facts, about.tally())
         if saved.tally is None and int(columns.level.sum(dtype=np.int64)) > LIMIT_LINKS:
             saved = replace(saved, tally=saved.counted())

@@ -36,10 +36,9 @@ from instrument.trace import allocation_lists
 from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
 
 FORMAT = 5
-"""Version of what stands in the key. In 2, events had every id and time, also those that follow from others; in 3, what
-an event's parent is was said also where it lies in it; up to 4 a tally did not tell running from waiting."""
+"""Version of what stands in the key. In 4, a tally did not tell running from waiting."""
 
-READ = (2, 3, 4, 5)
+READ = (4, 5)
 """The versions that are read."""
 
 LIMIT_LINKS = 20_000_000
