@@ -432,7 +432,7 @@ def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(rec
     recorder.begin(1 << 22, {"origin": {"service": "chat", "digest": "abc"}})
     header = read(recorder).header
     assert (header.pid, header.started, header.state) == (os.getpid(), memory.start_ticks(), "running")
-    assert (header.service, header.profile_digest) == ("chat", "abc")
+    assert (header.service, header.origin["digest"]) == ("chat", "abc")
     recorder.say_goodbye()
     assert read(recorder).header.state == "goodbye"
 

@@ -24,7 +24,7 @@ from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
 from instrument.trace.owners import owners
-from instrument.trace.self_times import self_times
+from instrument.trace.self_times import self_times_of
 from instrument.trace.turns import turns
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
@@ -217,7 +217,8 @@ def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:
 @given(SOME)
 def test_self_times_are_those_of_the_spans(trace: Trace) -> None:
     assign_self_times(trace.spans)
-    assert self_times(trace_of(trace.spans)).tolist() == [span.self_ns for span in trace.spans]
+    rows = np.arange(len(trace.spans))
+    assert self_times_of(trace_of(trace.spans), rows).tolist() == [span.self_ns for span in trace.spans]
 
 
 @given(SOME, st.sampled_from(["request", "step", "comm"]))

@@ -33,8 +33,6 @@ PACKAGES: tuple[Package, ...] = (
     Package("transformers", "library", "transformers.yaml"),
 )
 
-BY_NAME = {package.name: package for package in PACKAGES}
-
 
 def imported_packages() -> list[str]:
     """Those that this process has imported."""

@@ -47,10 +47,6 @@ class Muting(CoreMethods):
         """The sites that are muted now."""
         return set(self.passes)
 
-    def can_mute(self, site: Site) -> bool:
-        """Whether `mute` would do anything, or has."""
-        return site in self._mutable
-
     def mute(self, site: Site) -> bool:
         """Let the calls of a site that begin from now on pass without a span, counted. False where it cannot be muted.
 

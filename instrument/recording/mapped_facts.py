@@ -44,11 +44,6 @@ class Header(NamedTuple):
         return str(self.origin.get("service", ""))
 
     @property
-    def profile_digest(self) -> str:
-        """The digest of its profile, "" where it is not known."""
-        return str(self.origin.get("digest", ""))
-
-    @property
     def resource(self) -> Mapping[str, Any]:
         """Attributes of the resource that it said it is, none where it said nothing."""
         found = self.facts.get("resource")

@@ -23,8 +23,6 @@ from instrument.runtime.faults import FAULTS
 MAINS = ("__main__", "__mp_main__")
 """What a module that runs as the main one says that its name is."""
 
-Undo = Callable[[], None]
-
 _TELLING = ("<module>", "_bootstrap")
 """Names of code whose start tells something: a module's body, and the work of a child of multiprocessing."""
 

@@ -14,13 +14,8 @@ from instrument.trace.forest import by_level
 from instrument.trace.intervals import lengths_by_group
 
 
-def self_times(trace: Trace) -> Int64s:
-    """Of each span its total less the union of the children on its line, clipped to it."""
-    return trace.total_ns - _within_children(trace, trace.on_line_of_parent)
-
-
 def self_times_of(trace: Trace, rows: Int64s) -> Int64s:
-    """The same of some rows."""
+    """Of some rows the total of each less the union of the children on its line, clipped to it."""
     wanted = np.zeros(len(trace), dtype=np.bool_)
     wanted[rows] = True
     return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & wanted[trace.parent])[rows]

@@ -44,6 +44,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 import instrument
 from instrument import chrome
 from instrument.profile.model import VIEWS
@@ -63,7 +65,7 @@ from instrument.recording.spans import (
 from instrument.report.summary import prepare
 from instrument.trace import file
 from instrument.trace.of_spans import trace_of as trace_of_spans
-from instrument.trace.self_times import self_times
+from instrument.trace.self_times import self_times_of
 
 TARGET_S, TARGET_MB, TARGET_RECORDING_S, TARGET_RECORDING_MB, TARGET_LIVE_MS = 8.0, 600, 1.5, 400, 60
 LIVE_VIEWS = ("events", "classes", "ops", "instances", "cost")
@@ -113,7 +115,7 @@ def trace_of(count: int) -> Trace:
                 span.attributes = {"bytes": 65_536}
             spans.append(span)
     del spans[count:]
-    for span, self_ns in zip(spans, self_times(trace_of_spans(spans)).tolist(), strict=True):
+    for span, self_ns in zip(spans, self_times_of(trace_of_spans(spans), np.arange(len(spans))).tolist(), strict=True):
         span.self_ns = self_ns
     end_ns = max(span.end_ns for span in spans)
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})
