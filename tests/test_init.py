@@ -365,6 +365,22 @@ def test_what_repeats_the_request_is_left_out_and_what_holds_its_time_is_named()
     assert rules["app:encode"].reasons[0] == "ran 100 times, 2 ms each, 20 % of the requests"
 
 
+@pytest.mark.parametrize(
+    ("label", "below"),
+    [("app:RequestIds.__call__", True), ("app:RequestIds.__call__", False), ("app:add_ids", True)],
+)
+def test_a_middleware_around_every_request_says_what_the_request_says_however_long_it_waits_itself(
+    label: str, below: bool
+) -> None:
+    handler = [node("app:generate", 100, 550, shape="coroutine")] if below else []
+    rules = chosen(request(100, 1000, node(label, 100, 995, *handler, shape="coroutine")))
+    assert list(rules) == (["app:generate"] if below else [])
+
+
+def test_a_handler_below_which_nothing_of_the_service_runs_is_named() -> None:
+    assert list(chosen(request(100, 1000, node("app:handler", 100, 995)))) == ["app:handler"]
+
+
 def test_time_of_what_is_too_short_counts_as_that_of_the_function_around_it() -> None:
     loop = node("app:tokenize", 100, 300, node("app:_one", 90_000, 290))
     choice = choose_functions(observation(request(100, 1000, loop)))

@@ -63,6 +63,7 @@ _PHASES = {
     ),
 }
 _PROBE = re.compile(r"/(\w*health\w*|live\w*|ready\w*|alive|ping|status|metrics|favicon\.ico)$", re.IGNORECASE)
+_MIDDLEWARE = re.compile(r"\.(__call__|dispatch)$")
 _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[")
 
 
@@ -290,6 +291,7 @@ class _Chooser:
             if its.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
             and not (self._repeats(its, tops, base_ns) and its.own_ns < REPEATS_OWN * base_ns)
         }
+        holding -= {label for label in holding if self._is_middleware(label, found[label], holding, tops, base_ns)}
         splitting = {
             label
             for label, its in found.items()
@@ -331,6 +333,15 @@ class _Chooser:
     def _repeats(self, its: _Of, tops: list[ObservedNode], base_ns: int) -> bool:
         is_of_request = tops is self._requests
         return is_of_request and its.total_ns >= REPEATS_REQUEST * base_ns and its.calls == sum(t.calls for t in tops)
+
+    def _is_middleware(self, label: str, its: _Of, holding: set[str], tops: list[ObservedNode], base_ns: int) -> bool:
+        """Whether it is about every request from begin to end, and what holds the time is called by it.
+
+        Its own time is that of the framework between the two, which is told of the request without it.
+        """
+        if not self._repeats(its, tops, base_ns):
+            return False
+        return bool(_MIDDLEWARE.search(label) or self._parts_of(its, holding))
 
     def _proposal(self, label: str, its: _Of, tops: list[ObservedNode], of: str, *, is_split: bool) -> FunctionProposal:
         name, share = function_name(label), its.total_ns / sum(top.total_ns for top in tops)
