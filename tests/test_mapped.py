@@ -34,7 +34,7 @@ from instrument.recording.gauge_ring import Readings
 from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalRing
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.remote_parents import REMOTE
-from instrument.recording.spans import Sample, Site
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.file import load, write
 from instrument.trace.of_memory import OPEN, saved_of
@@ -291,6 +291,24 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
     assert after["request"] == {**before["request"], "user": "ü", "ratio": 0.5}
     assert after["plain"] == {"step": 3}
     assert len(told.span_id[told.clipped]) == 4
+
+
+def test_batches_of_many_keys_are_told_whole_and_what_is_too_long_is_counted(recorder: Any) -> None:
+    batches = [{f"{number:036x}": number for number in range(count)} for count in (1, 127, 200, 1024) * 20]
+    for batch in batches:
+        with recorder.scope("step", batch=batch):
+            pass
+    with recorder.scope("long", batch=["x" * 128] * 1024):
+        pass
+    with pytest.raises(KeyError), recorder.scope("failing", attributes={"of a batch": "y" * 70_000}):
+        raise KeyError
+    mapped = read(recorder)
+    told = sorted(mapped.details().items())
+    assert [one.attributes for _, one in told[:-2]] == [
+        {BATCH_KEYS: [*batch], BATCH_WEIGHTS: [*batch.values()]} for batch in batches
+    ]
+    assert [(dict(one.attributes), one.error) for _, one in told[-2:]] == [({}, None), ({}, "KeyError")]
+    assert mapped.losses()["details that only the process itself could read"] == 2
 
 
 def test_tasks_that_wait_are_open(recorder: Any) -> None:

@@ -1,10 +1,10 @@
 /* Cold: what outside readers cannot follow an object for, as JSON: what sites are, and what few rows have. A part of
  * `_recorder.c`. Nothing here runs code of the host's: of values those are told whose types are Python's own. */
 
-#define DETAIL_TEXT_BYTES 4096
+#define DETAIL_LEAST_BYTES 128 /* of a block, for a record to begin there */
 #define FACT_TEXT_BYTES 8192
 #define NAME_TEXT_BYTES 48 /* of a name that is kept as it is written */
-#define VALUES_TOLD 128 /* of a list */
+#define BATCH_LIMIT 1024 /* of a list's values, and so of a batch's keys: as in spans.py */
 
 /* Text with an end. What does not fit makes it `full`, and nothing more is written. */
 typedef struct {
@@ -68,8 +68,10 @@ put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
     Py_ssize_t i = 0;
     if (kind == PyUnicode_1BYTE_KIND && text->end - text->at > length) { /* what most are: up to the first that is not plain */
         const unsigned char *from = data;
-        for (; i + 8 <= length; i += 8) {
+        for (; length >= 8 && i < length; i += 8) {
             uint64_t eight;
+            if (i > length - 8)
+                i = length - 8; /* the last eight */
             memcpy(&eight, from + i, sizeof eight);
             if (!are_plain(eight))
                 break;
@@ -149,7 +151,7 @@ put_value(text_t *text, PyObject *value, int depth)
         put_float(text, PyFloat_AS_DOUBLE(value));
     } else if (depth == 0 && (PyTuple_CheckExact(value) || PyList_CheckExact(value))) {
         put_character(text, '[');
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value) && i < VALUES_TOLD; i++) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value) && i < BATCH_LIMIT; i++) {
             if (i > 0)
                 put_character(text, ',');
             put_value(text, PySequence_Fast_GET_ITEM(value, i), 1);
@@ -229,38 +231,49 @@ padded(size_t bytes)
     return (bytes + 7) & ~(size_t)7;
 }
 
-/* Write what a row has beside its numbers to the ring of details: before the row, so that who finds the row finds it. */
+/* What a row has beside its numbers, all but the brace at the end. Returns where the attributes begin. */
+static char *
+put_detail(text_t *text, PyObject *error, PyObject *attributes)
+{
+    put_character(text, '{');
+    if (error != NULL && PyUnicode_CheckExact(error))
+        put_pair(text, str_error_key, error);
+    char *before = text->at;
+    if (attributes != NULL && PyDict_Check(attributes)) {
+        put_word(text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
+        put_attributes(text, attributes);
+    }
+    return before;
+}
+
+/* Write it to the ring of details: before the row, so that who finds the row finds it. */
 static SELDOM void
 write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
 {
     part_t *part = &core->memory->at->parts[PART_DETAILS];
     if (part->slots == 0)
         return;
-    uint64_t used = part->used, room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
-    char *area = part_at(core->memory, PART_DETAILS);
-    const size_t most = sizeof(detail_t) + DETAIL_TEXT_BYTES;
-    if (room < most) {
-        if (room >= sizeof(detail_t))
-            memset(area + used % part->slots, 0, sizeof(detail_t)); /* nothing more in this block */
-        used += room;
-    }
-    detail_t *detail = (detail_t *)(area + used % part->slots);
-    text_t text = {.at = (char *)(detail + 1), .end = (char *)detail + most};
-    if (error != NULL || (attributes != NULL && PyDict_Check(attributes))) {
-        put_word(&text, "{");
-        if (error != NULL && PyUnicode_CheckExact(error))
-            put_pair(&text, str_error_key, error);
-        char *before = text.at;
-        if (attributes != NULL && PyDict_Check(attributes)) {
-            put_word(&text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
-            put_attributes(&text, attributes);
+    detail_t *detail;
+    text_t text;
+    uint64_t used = part->used, room;
+    for (;; used += room) { /* in what there is left of a block, or in the next one */
+        room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
+        detail = (detail_t *)(part_at(core->memory, PART_DETAILS) + used % part->slots);
+        text = (text_t){.at = (char *)(detail + 1), .end = (char *)detail + room};
+        if (room >= DETAIL_LEAST_BYTES) {
+            char *before = put_detail(&text, error, attributes);
+            int is_whole = !text.full && text.at < text.end;
+            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* without the attributes, whose place is not bounded */
+                part->unseen++;
+                text.full = 0;
+                text.at = before;
+            }
+            put_character(&text, '}');
+            if (is_whole || room == DETAIL_BLOCK_BYTES)
+                break;
         }
-        if (text.full || text.at == text.end) { /* without the attributes, whose place is not bounded */
-            part->unseen++;
-            text.full = 0;
-            text.at = before;
-        }
-        put_word(&text, "}");
+        if (room >= sizeof *detail)
+            memset(detail, 0, sizeof *detail); /* nothing more in this block */
     }
     detail->span_id = span_id;
     detail->active_ns = active_ns;

@@ -3,8 +3,7 @@
  * The usual paths alone: attributes and keys of plain dicts, down to texts or numbers, or to lists, tuples and dicts of
  * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see request_keys.py. */
 
-#define KEY_LIMIT 128 /* characters: as in spans.py, and the next */
-#define BATCH_LIMIT 1024
+#define KEY_LIMIT 128 /* characters: as in spans.py */
 
 /* Where keys lie below a value: the names of the steps to them, and of those from each item, NULL without items. */
 typedef struct {

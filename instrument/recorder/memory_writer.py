@@ -21,7 +21,7 @@ from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
 from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, packed_row, self_ns
-from instrument.recording.spans import Site
+from instrument.recording.spans import BATCH_LIMIT, Site
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
 
@@ -39,7 +39,8 @@ _ATTRIBUTES = struct.Struct("<QQ")
 _LABEL = struct.Struct(f"{layout.LABEL_BYTES}s")
 _FACT = struct.Struct("<QII")
 _FARTHEST = (1 << 63) - 1
-_TEXT_BYTES = 4096
+_LEAST_BYTES = 128
+"""Of a block, for a record to begin there."""
 _getpid = os.getpid
 
 
@@ -370,13 +371,15 @@ class MemoryWriter:
             return
         facts: dict[str, Any] = {} if error is None else {"error": error}
         text = _text({**facts, "attributes": _told(attributes.items())}) if attributes is not None else _text(facts)
-        if len(text) > _TEXT_BYTES:
-            text = _text(facts)
         part = self._parts["details"]
         with self._lock:
+            if len(text) > DETAIL_BLOCK_BYTES - _DETAIL.size:
+                text = _text(facts)
+                self._unseen["details"] += 1
+                self._count("details", "unseen", self._unseen["details"])
             used, size = self._used["details"], _padded(_DETAIL.size + len(text))
             room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES
-            if room < _DETAIL.size + _TEXT_BYTES:
+            if room < max(size, _LEAST_BYTES):
                 if room >= _DETAIL.size:
                     _DETAIL.pack_into(self.map, part.offset + used % part.slots, 0, 0, 0, 0)
                 used += room
@@ -524,7 +527,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if kind is bytes:
         return value.decode("latin-1")
     if kind in (tuple, list) and not depth:
-        return [_plain(one, 1) for one in value[:128]]
+        return [_plain(one, 1) for one in value[:BATCH_LIMIT]]
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else None
     return value if kind in (str, bool, float) else None
