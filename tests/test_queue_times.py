@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from otlp_collectors import Collector, collecting, take
-from test_agent import folder, run, until
+from test_agent import agents, begin, folder, until
 
 from instrument.otlp.snapshots import PREFERENCE
 from instrument.runtime import run_folder
@@ -24,8 +28,8 @@ functions:
   - {match: "front:submit", key: request_id}
   - {match: "core:accept", key: request_id, kind: phase}
   - {match: "core:step", batch: ids}
-capture: {sample: 0, slow: 300ms}
-export: {otlp: {endpoint: "http://127.0.0.1:%d"}}
+capture: {sample: 0, where: {tenant: x}}
+export: {otlp: {endpoint: "http://127.0.0.1:%d"}, summary: {to: stderr}}
 """
 
 CORE = """
@@ -82,11 +86,10 @@ def submit(request_id, asked):
     if request_id.startswith("r"):
         asked.put(request_id)
         waiting[request_id].wait()
-    if request_id in ("r7", "r23"):
-        time.sleep(0.3)
 
 def serve(request_id, asked):
-    instrument.annotate_request({"gen_ai.request.model": "tiny"})
+    tenant = "x" if request_id in ("r7", "r23", "r35") else "y"
+    instrument.annotate_request({"gen_ai.request.model": "tiny", "tenant": tenant})
     submit(tokenise(request_id), asked)
 
 def answer(done):
@@ -96,11 +99,13 @@ def answer(done):
 
 SERVICE = """
 import multiprocessing
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import core
 import front
+import instrument
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
@@ -110,8 +115,14 @@ if __name__ == "__main__":
     done.get()
     answering = threading.Thread(target=front.answer, args=(done,))
     answering.start()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda x: front.serve(f"r{x}", asked), range(40)))
+    numbers = iter(range(1000))
+    for line in sys.stdin:
+        if line == "flush\\n":
+            assert instrument.flush(20).settled
+            line = "0"
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda x: front.serve(f"r{x}", asked), [next(numbers) for _ in range(int(line))]))
+        print("served", flush=True)
     front.serve("nobody serves it", asked)
     asked.put(None)
     engine.join()
@@ -144,13 +155,14 @@ def bounds_s() -> tuple[float, float]:
     return least / 1e9, sum(begun[x] - accepted[x] for x in begun) / 1e9
 
 
-@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+@pytest.mark.parametrize("preference", ["cumulative", pytest.param("delta", marks=pytest.mark.slow)])
 def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PREFERENCE, preference)
-    done = run(SERVICE)
-    assert done.returncode == 0, done.stderr
+    service = begin(SERVICE)
+    _, errors = service.communicate("40\n", timeout=60)
+    assert service.returncode == 0, errors
     until(lambda: not run_folder.found())
     every = points(collector)
     found = every[-1:] if preference == "cumulative" else every
@@ -169,7 +181,35 @@ def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     }
     kept = [one for point in every for one in point.exemplars]
     assert kept
-    assert len(queues) >= 2
+    assert len(queues) == 3
     for one in kept:
         assert one.as_double == queues[one.trace_id, one.span_id] / 1e9
-    assert "without their time in the queue" not in done.stderr
+    assert "without their time in the queue" not in errors
+
+
+@pytest.mark.slow
+def test_requests_that_an_exporter_had_counted_that_was_killed_are_told_by_the_next_one_or_counted(
+    collector: Collector,
+) -> None:
+    service = begin(SERVICE)
+    assert service.stdin is not None
+    assert service.stdout is not None
+    for line in ("30", "flush", "12"):
+        service.stdin.write(f"{line}\n")
+        service.stdin.flush()
+        assert service.stdout.readline() == "served\n"
+    time.sleep(0.5)  # what was served last has been read
+    (agent,) = agents()
+    (exporter,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    os.kill(exporter, signal.SIGKILL)
+    assert points(collector)[-1].count == 30
+    time.sleep(2)  # there is another one
+    _, errors = service.communicate("8\n", timeout=60)
+    assert service.returncode == 0, errors
+    until(lambda: not run_folder.found())
+    (left_out,) = map(int, re.findall(r"(\d+) \(requests that batches served without their time in the queue", errors))
+    assert points(collector)[-1].count + left_out == 50
+    assert points(collector)[-1].count == 38
+    untold = map(int, re.findall(r"(\d+) \(requests without queue, prefill, decode and stalls", errors))
+    stages = [span for spans in collector.spans.values() for span in spans if span.name == "queue"]
+    assert len(stages) + sum(untold) == 3

@@ -160,7 +160,7 @@ class ExportLoop:
     def _note_settled(self, source: Source) -> None:
         """Called by the thread that sends."""
         for found in list(self._recordings.values()):
-            if found.source is source:
+            if found.is_of(source):
                 found.note_sent()
 
     # ---------------------------------------------------------------- recordings

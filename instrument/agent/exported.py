@@ -36,6 +36,7 @@ from instrument.recording.export_place import (
     UNTOLD,
     ExportPlace,
     Progress,
+    give_up,
 )
 from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
@@ -172,6 +173,7 @@ class Exported:
         for spans in reading.keyed.stages.due(at_once=is_last or at_once):
             self._exporter.offer(spans, reading.derived)
         reading.queues.due(at_once=is_last or at_once or self._requests.are_over)
+        self.note_settled()
         return drain.has_more
 
     def _is_superseded(self) -> bool:
@@ -231,6 +233,9 @@ class Exported:
         reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, self._requests, start)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
+        if found.places:
+            self._requests.known_since_ns = time.monotonic_ns()
+        give_up(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
             reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
             reading.base["unanswered"] += unanswered
@@ -268,6 +273,7 @@ class Exported:
             for fate in SENT:
                 self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
             self._progress.fates["sending"] = reading.source.counts["sending"]
+            self._progress.fates.update(reading.undecided_fates())
             self._place.write(self._progress)
 
     def note_sent(self) -> None:
@@ -312,6 +318,10 @@ class Exported:
         """What the exporter knows it as."""
         return None if self._reading is None else self._reading.source
 
+    def is_of(self, source: Source) -> bool:
+        """Whether the exporter knows it as this, or what is derived from it."""
+        return self._reading is not None and source in (self._reading.source, self._reading.derived)
+
     def is_settled(self) -> bool:
         """Whether nothing of it is on its way, or may still be kept; what is on its way is sent now.
 
@@ -340,13 +350,11 @@ class Exported:
                 reading.base["abandoned"] += reading.held + reading.keyed.waiting
                 progress.fates["abandoned"] = reading.base["abandoned"]
                 self.note_settled()
+                give_up(progress.fates)
             found = Counter(progress.untold())
             found.subtract(self._told)
             if reading is not None:
-                found[UNTOLD] += reading.keyed.stages.untold + len(reading.keyed.stages)
-                found[UNQUEUED] += reading.queues.left_out + len(reading.queues)
                 found[UNLINKED] += self._requests.forgotten()
-                found[DERIVED_LOST] += sum(reading.derived.counts[fate] for fate in SENT if fate != "exported")
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 found["unread"] += export_place.unread(self._place)  # nobody counts it once this is told
             progress.is_told, progress.before = True, Progress().before
@@ -411,6 +419,18 @@ class _Reading:
     def lingers(self) -> bool:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
         return self._trees.lingers or self.keyed.waiting > 0 or len(self.keyed.stages) > 0 or len(self.queues) > 0
+
+    def undecided_fates(self) -> Mapping[str, int]:
+        """What has become of stages and of times in the queue, and of how many that is still to come."""
+        base, stages, counts = self.base, self.keyed.stages, self.derived.counts
+        return {
+            UNTOLD: base[UNTOLD] + stages.untold,
+            "to tell": len(stages) + self.keyed.undecided,
+            DERIVED_LOST: base[DERIVED_LOST] + sum(counts[fate] for fate in SENT if fate != "exported"),
+            "deriving": counts["pending"],
+            UNQUEUED: base[UNQUEUED] + self.queues.left_out,
+            "queueing": self.queues.waiting + self.metering.unsaved,
+        }
 
     def learn(self, *, at_once: bool = False) -> None:
         """Note what the rows that were read tell of keys."""

@@ -158,6 +158,8 @@ class KeyedRequests:
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
         self._forgotten = 0
+        self.known_since_ns = 0
+        """What was done for requests before was read by another one."""
 
     # ---------------------------------------------------------------- what rows tell
 

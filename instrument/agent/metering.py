@@ -107,6 +107,8 @@ class Metering:
         self._state: MeterState | None = None
         self._settled_ns = self._taken_ns = 0
         self._has_last = self._is_said = False
+        self.unsaved = 0
+        """Requests whose time in the queue was counted since that was written."""
         self.change(facts)
         self._catch_up(self._go_on(read_meter(place)))
         exporter.add_metrics(source)
@@ -153,6 +155,7 @@ class Metering:
 
     def count_queue(self, row: Row, queue_ns: int, request: KeyedRequest) -> None:
         """Count how long a request was in the queue, as all processes of the run together tell."""
+        self.unsaved += 1
         kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
         self._meter.count_queue(row, queue_ns, kept)
 
@@ -213,6 +216,7 @@ class Metering:
         with self._lock:
             self._state = state
         self._write()  # before anybody is told of it
+        self.unsaved = 0
         with self._lock:
             self._taken_ns = max(self._taken_ns, until_ns)
             if samples:

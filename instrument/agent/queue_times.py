@@ -65,6 +65,11 @@ class QueueTimes:
         """How many requests wait for what is to be known of them."""
         return len(self._new) + len(self._met) + len(self._waiting)
 
+    @property
+    def waiting(self) -> int:
+        """Those of them that are known to have keys."""
+        return len(self._waiting)
+
     def note_ended(self, rows: Sequence[Row]) -> None:
         """Requests have ended, by their own rows."""
         self._new += rows
@@ -121,7 +126,9 @@ class QueueTimes:
     def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> ServedRequest | None:
         """A request, if a batch served it, and it is known when it was in the queue."""
         batches = self._requests.batches
-        if not (request.keys and batches.lost.isdisjoint(request.keys)):
+        if request.start_ns < self._requests.known_since_ns or not (
+            request.keys and batches.lost.isdisjoint(request.keys)
+        ):
             self.left_out += 1
             return None
         pairs = pairs_of(request, of_keys, self._requests)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,13 +19,17 @@ from instrument.recording.claim import EXPORT, Claim
 FATES = (
     "seen", "intervals", "missed", "untimed",
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
+    "untold", "to tell", "derived lost", "deriving", "unqueued", "queueing",
 )  # fmt: skip
 """Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
 were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, each with its
 device `intervals`, which are spans to a collector. Of these each was `exported`, `rejected`, `failed` or `dropped`, or
 waits, or the collector is just being sent it, with so many `sending`; some are `untimed`: their device times had not
 come. As who exported them was killed those that were just being sent were `unanswered`: the collector may have them.
-`abandoned` are those that had not been sent then, and those of requests that had not ended as their process did."""
+`abandoned` are those that had not been sent then, and those of requests that had not ended as their process did.
+
+The rest are no spans of the recording: requests whose stages are `untold`, spans of stages that were lost, and requests
+whose time in the queue is not counted; and each time those of which that is not decided yet, as in `OPEN_FATES`."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """What becomes of those that were kept."""
@@ -33,9 +37,12 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
-UNTOLD, UNLINKED, DERIVED_LOST, UNQUEUED = "untold", "unlinked", "derived lost", "unqueued"
-"""Beside the spans of recordings: requests whose stages were not told, keys that were forgotten while their requests
-were open, spans of stages that were lost, and requests whose time in the queue was not counted."""
+UNTOLD, DERIVED_LOST, UNQUEUED = "untold", "derived lost", "unqueued"
+OPEN_FATES = {"to tell": UNTOLD, "deriving": DERIVED_LOST, "queueing": UNQUEUED}
+"""What becomes of these where who exports them is killed."""
+
+UNLINKED = "unlinked"
+"""Beside the fates: keys that were forgotten while their requests were open."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -78,7 +85,15 @@ class Progress:
         found["abandoned"] += self.unsettled - self.unanswered
         found["sending"] = 0
         found["kept"] = sum(found[fate] for fate in SENT)
+        give_up(found)
         return found
+
+
+def give_up(fates: MutableMapping[str, int]) -> None:
+    """What is not decided yet never will be."""
+    for fate, lost in OPEN_FATES.items():
+        fates[lost] += fates[fate]
+        fates[fate] = 0
 
 
 class ExportPlace(Claim):
