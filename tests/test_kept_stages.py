@@ -167,7 +167,7 @@ class Told:
         self.sent: list[Span] = []
         self.derived: list[Span] = []
         self.queued: dict[int, int] = {}
-        self.queues = QueueTimes(requests, self.ids, lambda row, queue_ns, _: self.queued.update({row[1]: queue_ns}))
+        self.queues = QueueTimes(requests, self.ids, lambda row, queue_ns, *_: self.queued.update({row[1]: queue_ns}))
 
     def note_work(self, *, at_once: bool) -> None:
         self.trees.note_work(at_once=at_once)

@@ -16,6 +16,10 @@ from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, folder, until
 
 from instrument.otlp.snapshots import PREFERENCE
+from instrument.recorder.meter import Books, Meter
+from instrument.recording.distributions import Distribution
+from instrument.recording.ring import Row
+from instrument.recording.spans import Site
 from instrument.runtime import run_folder
 
 __all__ = ["folder"]
@@ -35,7 +39,7 @@ export: {otlp: {endpoint: "http://127.0.0.1:%d"}, summary: {to: stderr}}
 CORE = """
 import json, time
 
-accepted, returned, asked_for, begun = {}, {}, {}, {}
+accepted, returned, asked_for, begun, sizes = {}, {}, {}, {}, {}
 
 def accept(request_id):
     time.sleep(0.001)
@@ -45,6 +49,7 @@ def step(ids):
     now_ns = time.monotonic_ns()
     for x in ids:
         begun.setdefault(x, now_ns)
+        sizes.setdefault(x, []).append(len(ids))
     time.sleep(0.002)
 
 def loop(asked, done):
@@ -55,7 +60,7 @@ def loop(asked, done):
             x = asked.get()
             if x is None:
                 with open("times.json", "w") as file:
-                    json.dump([accepted, returned, asked_for, begun], file)
+                    json.dump([accepted, returned, asked_for, begun, sizes], file)
                 return
             accept(x)
             returned[x] = time.monotonic_ns()
@@ -141,15 +146,15 @@ def collector() -> Iterator[Collector]:
         yield server
 
 
-def points(collector: Collector) -> list[Any]:
-    found = [metric for metric in collector.metrics if metric.name == TIME_IN_QUEUE]
-    assert {metric.unit for metric in found} == {"s"}
+def points(collector: Collector, name: str = TIME_IN_QUEUE, unit: str = "s") -> list[Any]:
+    found = [metric for metric in collector.metrics if metric.name == name]
+    assert {metric.unit for metric in found} == {unit}
     return [point for metric in found for point in metric.exponential_histogram.data_points]
 
 
 def bounds_s() -> tuple[float, float]:
     """What the requests of the service were at least and at most in the queue together, as it says itself."""
-    accepted, returned, asked_for, begun = json.loads(Path("times.json").read_text())
+    accepted, returned, asked_for, begun, _ = json.loads(Path("times.json").read_text())
     assert len(begun) == 40
     least = sum(asked_for[x] - returned[x] for x in begun)
     return least / 1e9, sum(begun[x] - accepted[x] for x in begun) / 1e9
@@ -184,6 +189,13 @@ def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     assert len(queues) == 3
     for one in kept:
         assert one.as_double == queues[one.trace_id, one.span_id] / 1e9
+    sizes = points(collector, "instrument.request.batch.size", "{request}")
+    last = sizes[-1:] if preference == "cumulative" else sizes
+    *_, of_requests = json.loads(Path("times.json").read_text())
+    assert sum(point.count for point in last) == 40
+    expected = sum(sum(its) / len(its) for its in of_requests.values())
+    assert sum(point.sum for point in last) == pytest.approx(expected)
+    assert {one.trace_id for point in sizes for one in point.exemplars} <= {trace_id for trace_id, _ in queues}
     assert "without their time in the queue" not in errors
 
 
@@ -213,3 +225,54 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_told_by_the_n
     untold = map(int, re.findall(r"(\d+) \(requests without queue, prefill, decode and stalls", errors))
     stages = [span for spans in collector.spans.values() for span in spans if span.name == "queue"]
     assert len(stages) + sum(untold) == 3
+
+
+ROUTED = Site(
+    "POST /v1/chat/completions",
+    "request",
+    attributes=(("http.request.method", "POST"), ("http.route", "/v1/chat/completions")),
+)
+
+
+class _Rows:
+    """Rows of one site, of which none is open."""
+
+    def site_of(self, row: Row) -> Site:
+        return ROUTED
+
+    def cursor(self) -> Any:
+        raise AssertionError("nothing is watched")
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        return []
+
+    def lines(self, *, merged: bool = False) -> Any:
+        raise AssertionError("no calls are counted")
+
+
+def meter_of(*generations: str) -> Meter:
+    found = Meter(_Rows(), Books(dict, dict, dict))
+    found.generations = generations
+    return found
+
+
+def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() -> None:
+    row: Row = (0, 1, 0, 1, 0, 100, 900, 0, -1, "ValueError", {"gen_ai.request.model": "tiny", "other": "x"})
+    common = (("gen_ai.request.model", "tiny"), ("error.type", "ValueError"))
+    route = ("http.route", "/v1/chat/completions")
+    for routes, labels in (((), (route, *common)), (("/v1/*",), (("gen_ai.operation.name", "chat"), route, *common))):
+        counted = meter_of(*routes)
+        counted.count_served(row, 40, 2.5, (7, 8))
+        taken = meter_of(*routes)
+        taken.go_on(counted.state())
+        taken.count_served(row, 2, 4.0, None)
+        found = {one.name: one for one in taken.snapshot(requests=False, marks=(), joins=True).metrics}
+        for name, total in ((TIME_IN_QUEUE, 42), ("instrument.request.batch.size", 6_500_000_000)):
+            ((told, times),) = found[name].series.items()
+            assert told == labels
+            assert isinstance(times, Distribution)
+            assert (times.count, times.sum_ns) == (2, total)
+        assert TIME_IN_QUEUE not in {one.name for one in taken.snapshot(requests=False, marks=()).metrics}
+        kept = {one.name: one.exemplars for one in counted.snapshot(requests=False, marks=(), joins=True).metrics}
+        ((one,),) = kept[TIME_IN_QUEUE].values()
+        assert (one.value_ns, one.at_ns, one.trace_id, one.span_id) == (40, 900, 7, 8)

@@ -393,7 +393,7 @@ class _Reading:
         self.derived = replace(self.source, counts=Counter())
         """The same process, for spans that it has not recorded."""
         self.metering = metering(self.drain, self.source)
-        self.queues = QueueTimes(requests, facts.ids, self.metering.count_queue)
+        self.queues = QueueTimes(requests, facts.ids, self.metering.count_served)
         self._trees = Trees(
             self.drain,
             facts.capture,
@@ -406,7 +406,8 @@ class _Reading:
 
     def _note_ended(self, rows: Sequence[Row]) -> None:
         self.metering.count(rows)
-        self.queues.note_ended(rows)
+        if self._facts.metered.asks and not self.metering.metrics.off:
+            self.queues.note_ended(rows)
 
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""

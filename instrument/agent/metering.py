@@ -153,11 +153,11 @@ class Metering:
         """Count requests that have ended."""
         self._meter.count(ended)
 
-    def count_queue(self, row: Row, queue_ns: int, request: KeyedRequest) -> None:
-        """Count how long a request was in the queue, as all processes of the run together tell."""
+    def count_served(self, row: Row, queue_ns: int, batch_size: float, request: KeyedRequest) -> None:
+        """Count a request that batches served: how, all processes of the run tell together."""
         self.unsaved += 1
         kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
-        self._meter.count_queue(row, queue_ns, kept)
+        self._meter.count_served(row, queue_ns, batch_size, kept)
 
     def note_kept(self, spans: Sequence[Span]) -> None:
         """A tree is about to be sent: the request that comes first in it is an exemplar."""
@@ -207,7 +207,7 @@ class Metering:
         self._rows.marks = self._meter.marks.union(facts.calls)
         snapshot = None
         if facts.asks and self._has_recorded():
-            snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls)
+            snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls, joins=True)
         samples = [] if metrics.off else self._mapped.samples(metrics.taken_ns + 1)
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:

@@ -1,4 +1,4 @@
-"""How long each request with a key was in the queue, kept or not, as a metric tells: of all that a batch has served.
+"""How long each request with a key was in the queue, and in what company it was served, kept or not, for metrics.
 
 It is what `instrument.trace.stages` finds, by the first batch of each request and by what was done for it before,
 in whatever process. It is told once all processes have been read to the request's end.
@@ -44,11 +44,13 @@ class _Ended(NamedTuple):
 class QueueTimes:
     """Those of one process's requests. Used by one thread.
 
-    `count(row, queue_ns, request)` is called for each request, with its own row. `left_out` counts those of which it is
-    not known, though a batch has served them.
+    `count(row, queue_ns, batch_size, request)` is called for each request, with its own row, and with how many were in
+    its batches on average. `left_out` counts those of which it is not known, though a batch has served them.
     """
 
-    def __init__(self, requests: KeyedRequests, ids: Ids, count: Callable[[Row, int, KeyedRequest], object]) -> None:
+    def __init__(
+        self, requests: KeyedRequests, ids: Ids, count: Callable[[Row, int, float, KeyedRequest], object]
+    ) -> None:
         self._requests = requests
         self._ids = ids
         self._count = count
@@ -110,21 +112,24 @@ class QueueTimes:
             self._tell([one for one in found if self._requests.whole_of(one.request) is None])
 
     def _tell(self, ended: Sequence[_Ended]) -> None:
-        batches, served = self._requests.batches, list[tuple[_Ended, ServedRequest]]()
+        batches, served = self._requests.batches, list[tuple[_Ended, ServedRequest, float]]()
         of_keys = batches.of(dict.fromkeys(key for one in ended for key in one.request.keys))
         for one in ended:
             its = self._served(one.request, of_keys)
             if its is not None:
-                served.append((one, its))
+                served.append((one, *its))
             one.request.own, one.request.elsewhere = NO_PHASES, []
         if served:
-            times_ns = queue_times(*trace_of_served([its for _, its in served], batches, with_others=False))
+            times_ns = queue_times(*trace_of_served([its for _, its, _ in served], batches, with_others=False))
             for place, queue_ns in times_ns.items():
-                one = served[place][0]
-                self._count(one.row, queue_ns, one.request)
+                one, _, batch_size = served[place]
+                self._count(one.row, queue_ns, batch_size, one.request)
 
-    def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> ServedRequest | None:
-        """A request, if a batch served it, and it is known when it was in the queue."""
+    def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> tuple[ServedRequest, float] | None:
+        """A request with its first batch, and how many were in its batches on average.
+
+        None where none served it, or it is not known when it was in the queue.
+        """
         batches = self._requests.batches
         if request.start_ns < self._requests.known_since_ns or not (
             request.keys and batches.lost.isdisjoint(request.keys)
@@ -134,7 +139,8 @@ class QueueTimes:
         pairs = pairs_of(request, of_keys, self._requests)
         if not len(pairs):
             return None
-        starts, ends = (batches.batches[name][pairs["batch"]] for name in ("start_ns", "end_ns"))
+        its = batches.batches[pairs["batch"]]
+        starts, ends = its["start_ns"], its["end_ns"]
         has_time = starts < np.minimum(ends, request.end_ns)
         if not has_time.any():
             return None
@@ -143,4 +149,5 @@ class QueueTimes:
             self.left_out += 1
             return None
         pairs = pairs[has_time & (starts == first_ns)]
-        return ServedRequest(request.start_ns, request.end_ns, phases.edges, pairs, {})
+        first = ServedRequest(request.start_ns, request.end_ns, phases.edges, pairs, {})
+        return first, float(its["size"][has_time].mean())

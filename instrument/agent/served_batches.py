@@ -16,7 +16,7 @@ from instrument.agent.key_facts import Batch
 from instrument.trace.groups import firsts_of
 
 MOST_PAIRS = 500_000
-"""Pairs of a batch and a key in it that are remembered, and as many batches at most: 21 MB, and half as much again as
+"""Pairs of a batch and a key in it that are remembered, and as many batches at most: 23 MB, and half as much again as
 they are copied."""
 
 FEW = 4_096
@@ -24,6 +24,7 @@ FEW = 4_096
 
 _BATCH = np.dtype([
     ("start_ns", np.int64), ("end_ns", np.int64), ("thread", np.int32), ("name", np.int32), ("says_weight", np.bool_),
+    ("size", np.int32),
 ])  # fmt: skip
 _PAIR = np.dtype([("batch", np.int32), ("key", np.int32), ("weight", np.int64)])
 
@@ -93,7 +94,7 @@ class ServedBatches:
             name = self._names.setdefault(one.name, len(self._names))
             for key, weight in zip(one.keys, one.weights, strict=True):
                 pairs.append((first + len(rows), self._keys.setdefault(key, len(self._keys)), weight))
-            rows.append((one.start_ns, one.end_ns, thread, name, one.says_weight))
+            rows.append((one.start_ns, one.end_ns, thread, name, one.says_weight, len(one.keys)))
         if not rows:
             return
         self._batches.extend(rows)

@@ -45,6 +45,7 @@ from instrument.recording.generations import (
     OUTPUT_TOKEN,
     QUEUE_TIME,
     REQUEST_DURATION,
+    SERVING_BATCH_SIZE,
     GenerationTimes,
     generation_labels,
     said_of_generation,
@@ -145,8 +146,11 @@ class Meter:
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
 
-    def count_queue(self, request: Row, queue_ns: int, kept: tuple[int, int] | None) -> None:
-        """Count how long a request was in the queue; it is an exemplar where it is `kept`, under these ids."""
+    def count_served(self, request: Row, queue_ns: int, batch_size: float, kept: tuple[int, int] | None) -> None:
+        """Count how long a request that batches served was in the queue, and how many were in these on average.
+
+        It is an exemplar where it is `kept`, under these ids.
+        """
         site, told, error = self._recorder.site_of(request), request[10] or {}, request[9]
         endpoint = endpoint_of(site)
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
@@ -154,9 +158,10 @@ class Meter:
         labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
         if error is not None:
             labels = (*labels, ("error.type", error))
-        self._generated.add(QUEUE_TIME, labels, queue_ns)
-        if kept is not None:
-            self._generated.note(QUEUE_TIME, labels, Exemplar(queue_ns, request[6], time.monotonic_ns(), *kept))
+        for name, value in ((QUEUE_TIME, queue_ns), (SERVING_BATCH_SIZE, round(batch_size * ONE))):
+            self._generated.add(name, labels, value)
+            if kept is not None:
+                self._generated.note(name, labels, Exemplar(value, request[6], time.monotonic_ns(), *kept))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))
@@ -328,8 +333,12 @@ class Meter:
 
     # ---------------------------------------------------------------- all together
 
-    def snapshot(self, *, requests: bool, marks: Collection[str]) -> Snapshot:
-        """All metrics as they are now: of `requests` where they are recorded, and of the calls of sites by marks."""
+    def snapshot(self, *, requests: bool, marks: Collection[str], joins: bool = False) -> Snapshot:
+        """All metrics as they are now: of `requests` where they are recorded, and of the calls of sites by marks.
+
+        What only all processes of a run together tell is among them where the teller `joins` these: of others it would
+        stand still.
+        """
         metrics = []
         if requests or self._requests:
             told = "Duration of HTTP server requests."
@@ -340,10 +349,9 @@ class Meter:
                 metrics.append(queued)
         if self.generations or self._watched is not None:
             metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
-        joined = [one for one in self._generated.metrics(QUEUE_TIME) if one.series]
-        if self._watched is not None:
-            joined += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
-        metrics += joined
+        of_batches = [QUEUE_TIME, SERVING_BATCH_SIZE] if joins else []
+        of_batches += [BATCH_SIZE] if self._watched is not None else []
+        metrics += [one for one in self._generated.metrics(*of_batches) if one.series]
         self._count_calls(marks)
         if self._calls:
             told = "Time of a call, of the device's work, too, where it is timed."

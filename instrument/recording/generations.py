@@ -1,7 +1,7 @@
 """Metrics of what models generate, by OpenTelemetry's names: whole requests, first tokens, and each one after them.
 
 Beside those, of what serves requests in batches: how long these were in the queue, which has no name there yet, and is
-called here as vLLM and SGLang call it on spans; and how many there are in a batch.
+called here as vLLM and SGLang call it on spans; how many there are in a batch; and in those that served a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
 QUEUE_TIME = "gen_ai.server.time_in_queue"
-BATCH_SIZE = "instrument.batch.size"
+BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
 ONE = 10**9
 """What stands for one in a distribution of what is no time: these count in parts of 1e9."""
@@ -41,6 +41,7 @@ TOLD = {
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
     QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
     BATCH_SIZE: "Requests of a batch.",
+    SERVING_BATCH_SIZE: "Requests of a batch, on average over those that served the request.",
 }
 """The metrics, and what each is."""
 
@@ -80,7 +81,7 @@ class GenerationTimes:
         return [
             Metric(
                 name,
-                "{request}" if name == BATCH_SIZE else "s",
+                "{request}" if name in (BATCH_SIZE, SERVING_BATCH_SIZE) else "s",
                 HISTOGRAM,
                 TOLD[name],
                 {labels: one.copy() for labels, one in self._series.get(name, {}).items()},
