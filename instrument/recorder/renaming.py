@@ -41,10 +41,6 @@ class Renaming(Muting):
             self.note_shape(found, self.shapes.get(place, "scope"))
         return found
 
-    def place_of(self, site: Site) -> Site:
-        """The site that a place has of itself, of one that stands for it under another name."""
-        return self._place_of.get(site, site)
-
     def rename_open(self, frame: Any, name: object) -> None:
         """Give the span of a frame another name, or with None the innermost open one of this context. Never raises."""
         site = self.site_of_open(frame)

@@ -57,15 +57,8 @@ class Claim:
 
     def take(self) -> bool:
         """Be the one who does it from now on; False while another one is."""
-        return self._lock(fcntl.F_WRLCK)
-
-    def give_up(self) -> None:
-        """Let another one do it."""
-        self._lock(fcntl.F_UNLCK)
-
-    def _lock(self, kind: int) -> bool:
         try:
-            fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, self._lock_at, 1, 0))
+            fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         except OSError:
             return False
         return True
