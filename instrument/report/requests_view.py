@@ -250,7 +250,7 @@ def request_device_ledger(recording: Recording) -> DeviceLedger:
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> list[EndpointShare]:
     trace = recording.columns
-    if not len(trace.device):
+    if not (len(trace.device) and len(recording.once(joined_requests).served.batch)):
         return []
     names, of_site = trace.numbered_sites(attrgetter("name"))
     places, of_name = recording.once(joined_requests).of[whole], of_site[trace.site[whole]]

@@ -18,8 +18,9 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level
-from instrument.trace.groups import Groups, distinct, numbered, places_of
-from instrument.trace.intervals import lengths_by_group
+from instrument.trace.groups import Groups, numbered, places_of
+from instrument.trace.intervals import union_by_group
+from instrument.trace.layout import in_order
 from instrument.trace.self_times import waiting_times
 
 _STARTS = np.array([bucket_start(index) for index in range(LAST_BUCKET + 1)], dtype=np.int64)
@@ -179,14 +180,13 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
 def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
     """Of each row the length of the union of its device intervals, and of these and its host interval."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
-    rows, its = distinct(trace.device.row), trace.device
-    if len(rows):
-        places = np.searchsorted(rows, its.row)
-        device_ns[rows] = lengths_by_group(places, its.start_ns, its.end_ns, len(rows))
-        places = np.concatenate([places, np.arange(len(rows))])
-        starts = np.concatenate([its.start_ns, trace.start_ns[rows]])
-        ends = np.concatenate([its.end_ns, trace.end_ns[rows]])
-        elapsed_ns[rows] = lengths_by_group(places, starts, ends, len(rows))
+    if len(trace.device):
+        rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)
+        before = np.maximum(np.minimum(ends, trace.start_ns[rows]) - starts, 0)
+        after = np.maximum(ends - np.maximum(starts, trace.end_ns[rows]), 0)
+        groups = Groups(rows, len(trace))
+        device_ns[:] = groups.sums(ends - starts)
+        elapsed_ns += groups.sums(before + after).astype(np.int64)
     return device_ns, elapsed_ns
 
 
@@ -195,7 +195,7 @@ def _in_order(trace: Trace, cells: Int64s, count: int) -> list[int]:
 
     Of some that begin together the longer ones come first, then by id.
     """
-    rank = places_of(np.lexsort((trace.span_id, -trace.end_ns, trace.start_ns)), len(trace))
+    rank = places_of(in_order(trace), len(trace))
     by_depth, parent = by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # of a row and all below it
     for rows in reversed(by_depth[1:]):
