@@ -1,17 +1,20 @@
 """What requests of the demonstration were spent on, by its own log alone (`chat.debug_log`), instant by instant.
 
+The log has each call twice: as who calls sees it, and as seen inside. Its begin and its end lie between these.
+
 Nothing of `instrument` is used here, so that what it says of the same requests can be held against this.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 PHASES = {
-    "read": "prepare",
+    "read_body": "prepare",
+    "read_ask": "prepare",
     "accept": "accept",
     "stream_tokens": "generate",
     "wait_for_turn": "queue",
@@ -26,13 +29,27 @@ Thread = tuple[str, str]
 
 @dataclass(frozen=True)
 class Done:
-    """Something that was done for requests, from when to when and where."""
+    """Something that was done for requests, from when to when and where.
+
+    `begun` and `ended` are the times between which it began, and ended.
+    """
 
     what: str
     ids: tuple[str, ...]
     begin: int
     end: int
     thread: Thread
+    begun: tuple[int, int]
+    ended: tuple[int, int]
+
+    def at(self, begin: int, end: int) -> Done:
+        """The same, from when to when it is known to have been done."""
+        return replace(self, begin=begin, end=end)
+
+    def can_be(self, begin: int, end: int, slack: int) -> bool:
+        """Whether it can have been done from when to when, for who reads a clock that differs by so much."""
+        times = ((begin, self.begun), (end, self.ended))
+        return all(first - slack <= at <= last + slack for at, (first, last) in times)
 
 
 @dataclass
@@ -53,15 +70,20 @@ def read_log(path: Path) -> dict[str, LoggedRequest]:
     """The requests to `/generate` of a log, by their ids."""
     done: list[Done] = []
     begun: dict[tuple[str, ...], list[int]] = {}
+    last: dict[tuple[str, ...], tuple[str, ...]] = {}
     for line in path.read_text().splitlines():
         at, process, thread, edge, what, *ids = line.split()
-        key = (process, thread, what, *ids)
-        if edge == "begin":
-            begun.setdefault(key, []).append(int(at))
-        else:
-            begin = begun[key].pop()
-            done.append(Done(what, tuple(ids), begin, int(at), (process, thread)))
-    assert not any(begun.values()), "the log has no end of something that began"
+        # Inside of what awaits nothing there are no ids: it is what its thread has begun last.
+        key = last[process, thread, what] = (process, thread, what, *ids) if ids else last[process, thread, what]
+        times = begun.setdefault(key, [])
+        assert edge == ("begin" if len(times) < 2 else "end"), f"{what} is not logged around a call and inside of it"
+        times.append(int(at))
+        if len(times) == 4:
+            around, inside, inside_end, around_end = begun.pop(key)
+            its_ids, of_thread = key[3:], (process, thread)
+            begin, end = (around + inside) // 2, (inside_end + around_end) // 2
+            done.append(Done(what, its_ids, begin, end, of_thread, (around, inside), (inside_end, around_end)))
+    assert not begun, "the log has no end of something that began"
     requests = {one.ids[0]: LoggedRequest(one) for one in done if one.what == "/generate"}
     for one in sorted(done, key=lambda one: one.begin):
         for request in (requests[name] for name in one.ids if name in requests):

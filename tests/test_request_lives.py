@@ -20,9 +20,10 @@ import yaml
 from otlp_collectors import Collector, collecting, take
 from real_servers import CONFIGS, Served, with_report
 from server_programs import serving
-from service_log import LoggedRequest, parts_of, read_log
+from service_log import BATCHES, LoggedRequest, parts_of, read_log
 
-from instrument.trace.columns import Int64s
+from instrument.trace.columns import Trace
+from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -30,8 +31,19 @@ sys.path.insert(0, str(EXAMPLES))
 
 REQUESTS, AT_ONCE, LIMIT_S = 200, 8, 200
 TOLERANCE = 0.01
-SPANS = {"accept": "Engine.accept", "stream_tokens": "generate", "wait_for_turn": "queue", "first_token": "prefill"}
-"""By its name in the log each phase that a request has once, and its span."""
+CLOCK_NS = 20_000
+"""How far the recording's clock may be from that of the log."""
+
+SPANS = {
+    "read_body": ("read_body",),
+    "read_ask": ("read_ask",),
+    "accept": ("Engine.accept",),
+    "stream_tokens": ("generate",),
+    "wait_for_turn": ("queue",),
+    "first_token": ("prefill",),
+    "decode_text": ("decode", "decode_next"),
+}
+"""By its name in the log the spans of each phase."""
 
 COMMAND = ["-m", "chat.server", "--port", "{port}"]
 ENVIRON = {"PYTHONPATH": str(EXAMPLES)}
@@ -114,52 +126,76 @@ def assert_one_tree_each(spans: Sequence[Sent], log: dict[str, LoggedRequest]) -
         assert sorted(of_batches) == sorted(len(batch.ids) for batch in batches if batch.what == what)
 
 
-def differing(served: Served, log: dict[str, LoggedRequest]) -> dict[str, str]:
-    """Requests of which parts are not, within `TOLERANCE` of its wall, what the log says; with what they are.
+def differing(trace: Trace, log: Mapping[str, LoggedRequest]) -> dict[str, str]:
+    """Requests that were not what the log says, with what is wrong.
 
-    The log and the recording read the clock some microseconds apart, before a call and after it. Just there the machine
-    may take the processor away, or something else may begin. So where the log's own times say something else,
-    the parts must be those that the recording's times of the same calls give.
+    The log has for each begin and each end a time before and one after it, mostly some microseconds apart, but
+    milliseconds where the machine takes the processor away just there. Between these every time of the recording must
+    lie; and with such times, all within what the log knows, the parts must be those that the log gives.
     """
-    found = ledger(served.trace, served.joined)
-    differ, retimed = {}, []
-    for place, (name,) in served.joined.keys.items():
-        row = served.joined.rows[place]
-        whole = replace(log[name].whole, begin=int(served.trace.start_ns[row]), end=int(served.trace.end_ns[row]))
-        ours, wall = found.parts_of(place), whole.end - whole.begin
-        if is_near(ours, log[name], wall):
+    joined = join(trace)
+    found, differ = ledger(trace, joined), {}
+    for place, (name,) in joined.keys.items():
+        logged, ours = log[name], found.parts_of(place)
+        its = [logged.whole, *logged.work, *logged.batches]
+        spans = spans_of(trace, joined, place)
+        if {what: len(rows) for what, rows in spans.items() if rows} != Counter(one.what for one in its):
+            differ[name] = f"{ {what: len(rows) for what, rows in spans.items()} } spans"
             continue
-        retimed.append(name)
-        if not is_near(ours, with_times_of(served, place, replace(log[name], whole=whole)), wall):
-            differ[name] = f"{wall} ns: {ours}, by the log {parts_of(log[name])}"
-    print(f"{len(retimed)} of {len(log)} requests by the recording's times")
-    assert len(retimed) < REQUESTS / 4
+        taken = {what: iter(rows) for what, rows in spans.items()}
+        rows = [next(taken[one.what]) for one in its]
+        times = [(int(trace.start_ns[row]), int(trace.end_ns[row])) for row in rows]
+        apart = [one for one, its_time in zip(its, times, strict=True) if not one.can_be(*its_time, CLOCK_NS)]
+        whole, *done = (one.at(*its_time) for one, its_time in zip(its, times, strict=True))
+        timed = LoggedRequest(whole, done[: len(logged.work)], done[len(logged.work) :])
+        if apart:
+            differ[name] = f"not within the times of the log: {apart}"
+        elif not is_near(ours, timed):
+            differ[name] = f"{timed.wall} ns: {ours}, by the log {parts_of(timed)}"
     return differ
 
 
-def is_near(ours: Mapping[str, int], logged: LoggedRequest, wall_ns: int) -> bool:
-    """Whether all parts are those of a logged request, and its wall is."""
+def near_the_middle(trace: Trace, log: Mapping[str, LoggedRequest]) -> int:
+    """Of how many requests the parts are those of the log also where it is known of no time but that of the middle
+    between the one before and the one after.
+    """
+    joined = join(trace)
+    found = ledger(trace, joined)
+    return sum(is_near(found.parts_of(place), log[name]) for place, (name,) in joined.keys.items())
+
+
+def is_near(ours: Mapping[str, int], logged: LoggedRequest) -> bool:
+    """Whether all parts are those of a logged request, within `TOLERANCE` of its wall."""
     theirs = parts_of(logged)
-    apart = [abs(ours.get(part, 0) - theirs[part]) for part in ours.keys() | theirs.keys()]
-    return max(*apart, abs(wall_ns - logged.wall)) <= TOLERANCE * wall_ns
+    return max(abs(ours.get(part, 0) - theirs[part]) for part in ours.keys() | theirs.keys()) <= TOLERANCE * logged.wall
 
 
-def with_times_of(served: Served, place: int, logged: LoggedRequest) -> LoggedRequest:
-    """A logged request, with the times that its batches and its longer phases have in the recording."""
-    trace, served_by = served.trace, served.joined.served
+def spans_of(trace: Trace, joined: Joined, place: int) -> dict[str, list[int]]:
+    """The spans of a request that the log knows, by their names there and in the order of their begin."""
+    rows = np.flatnonzero(joined.of == place)
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    by_name: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        by_name.setdefault(trace.sites[trace.site[row]].name, []).append(row)
+    served = np.unique(joined.served.batch[joined.served.request == place])
+    for row in served[np.argsort(trace.start_ns[served], kind="stable")].tolist():
+        by_name.setdefault(trace.sites[trace.site[row]].name, []).append(row)
+    found = {what: [row for name in names for row in by_name.get(name, ())] for what, names in SPANS.items()}
+    return found | {
+        "/generate": [int(joined.rows[place])],
+        **{what: by_name.get(f"Engine.{what}", []) for what in BATCHES},
+    }
 
-    def times(rows: Int64s) -> list[tuple[int, int]]:
-        return sorted(zip(trace.start_ns[rows].tolist(), trace.end_ns[rows].tolist(), strict=True))
 
-    its = np.flatnonzero(served.joined.of == place)
-    by_name = {trace.sites[trace.site[row]].name: times(its[its == row])[0] for row in its.tolist()}
-    batches = zip(logged.batches, times(served_by.batch[served_by.request == place]), strict=True)
-    work = [(one, by_name[SPANS[one.what]] if one.what in SPANS else (one.begin, one.end)) for one in logged.work]
-    return replace(
-        logged,
-        batches=[replace(batch, begin=begin, end=end) for batch, (begin, end) in batches],
-        work=[replace(one, begin=begin, end=end) for one, (begin, end) in work],
-    )
+def with_fault(served: Served, what: str) -> tuple[set[str], Trace]:
+    """The trace with a fault: of what was done one ended later than it did. And the requests that it was done for."""
+    trace, joined = served.trace, served.joined
+    ends = trace.end_ns.copy()
+    place = 0
+    row = spans_of(trace, joined, place)[what][0]
+    ends[row] += 2 * TOLERANCE * trace.total_ns[joined.rows[place]]
+    its = {place, *joined.served.request[joined.served.batch == row].tolist()}
+    return {name for one in its for name in joined.keys[one]}, replace(trace, end_ns=ends)
 
 
 @pytest.mark.parametrize("engine", [[], ["--engine-process"]], ids=["thread", "process"])
@@ -176,4 +212,8 @@ def test_each_request_is_one_tree_whose_parts_are_those_of_the_services_own_log(
         assert (len(log), len(served.joined.rows), served.joined.unbound) == (REQUESTS, REQUESTS, 0)
         assert_one_tree_each(sent_to(collector), log)
     assert_one_tree_each(converted(served), log)
-    assert not differing(served, log)
+    assert not differing(served.trace, log)
+    assert near_the_middle(served.trace, log) > REQUESTS / 2  # or the log's times would be too far apart to tell much
+    for what in ("/generate", *SPANS, *BATCHES):
+        names, fault = with_fault(served, what)
+        assert set(differing(fault, log)) == names, what

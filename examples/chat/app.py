@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat import debug_log
-from chat.debug_log import logged
+from chat.debug_log import logged, task_logged
 from chat.engine import Engine, EngineBusyError, Generation
 from chat.engine_process import EngineProcess
 from chat.text import END, decode, decode_next, encode
@@ -54,13 +54,17 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         request_id = scope.setdefault("state", {})["request_id"] = f"chat-{next(self._numbers)}"
-        with ExitStack() as log:
-            log.enter_context(logged(scope["path"], request_id))
+        with ExitStack() as around, ExitStack() as inside:
+            around.enter_context(task_logged(scope["path"], request_id))
+            inside.enter_context(logged(scope["path"], request_id))
 
             async def send_on(message: Message) -> None:
+                is_last = message["type"] == "http.response.body" and not message.get("more_body")
+                if is_last:
+                    inside.close()
                 await send(message)
-                if message["type"] == "http.response.body" and not message.get("more_body"):
-                    log.close()
+                if is_last:
+                    around.close()
 
             await self.app(scope, receive, send_on)
 
@@ -70,6 +74,7 @@ def build_app(engine: Engine | EngineProcess) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        debug_log.watch_tasks()
         engine.start()
         try:
             yield
@@ -88,8 +93,10 @@ async def generate(request: Request) -> Response:
     engine: Engine | EngineProcess = request.app.state.engine
     request_id: str = request.state.request_id
     try:
-        with logged("read", request_id):
-            ask = read_ask(await read_body(request), engine.length)
+        with logged("read_body", request_id):
+            body = await read_body(request)
+        with logged("read_ask", request_id):
+            ask = read_ask(body, engine.length)
         generation = engine.submit(request_id, ask.prompt, ask.max_tokens, ask.seed)
     except BadRequestError as error:
         return JSONResponse({"error": str(error)}, 400)
@@ -97,7 +104,8 @@ async def generate(request: Request) -> Response:
         return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
     if ask.stream:
         return StreamingResponse(stream_events(engine, generation), media_type="text/event-stream")
-    tokens = [token async for token in stream_tokens(engine, generation)]
+    with logged("stream_tokens", request_id):
+        tokens = [token async for token in stream_tokens(engine, generation)]
     status = 200 if generation.finish in ("end", "length") else 500
     with logged("decode_text", request_id):
         text = decode(tokens)
@@ -114,8 +122,10 @@ async def stream_tokens(engine: Engine | EngineProcess, generation: Generation) 
     """Tokens as the engine makes them. A reader that leaves early cancels the request."""
     with logged("stream_tokens", generation.id):
         try:
-            await generation.wait_for_turn()
-            token = await generation.first_token()
+            with logged("wait_for_turn", generation.id):
+                await generation.wait_for_turn()
+            with logged("first_token", generation.id):
+                token = await generation.first_token()
             while token is not None:
                 yield token
                 token = await generation.tokens.get()
@@ -126,11 +136,12 @@ async def stream_tokens(engine: Engine | EngineProcess, generation: Generation) 
 async def stream_events(engine: Engine | EngineProcess, generation: Generation) -> AsyncIterator[str]:
     """Server-sent events: one for every token, one that says how it ended."""
     pending, made = b"", 0
-    async for token in stream_tokens(engine, generation):
-        with logged("decode_text", generation.id):
-            text, pending = decode_next(pending, token)
-        made += 1
-        yield _event({"text": text})
+    with logged("stream_tokens", generation.id):
+        async for token in stream_tokens(engine, generation):
+            with logged("decode_text", generation.id):
+                text, pending = decode_next(pending, token)
+            made += 1
+            yield _event({"text": text})
     with logged("decode_text", generation.id):
         text, _ = decode_next(pending, END)
     yield _event({"text": text, "tokens": made, "finish": generation.finish})
@@ -139,13 +150,15 @@ async def stream_events(engine: Engine | EngineProcess, generation: Generation) 
 async def read_body(request: Request) -> bytes:
     """Body of a request, at most MAX_BODY_BYTES of it."""
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BadRequestError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+    with logged("read_body", request.state.request_id):
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise BadRequestError(f"the body is longer than {MAX_BODY_BYTES} bytes")
     return body
 
 
+@logged("read_ask")
 def read_ask(body: bytes, length: int) -> Ask:
     """Check a request; prompt and answer must fit into `length` tokens."""
     try:

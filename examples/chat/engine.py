@@ -120,12 +120,14 @@ class Engine:
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, seed: int | None = None) -> Generation:
         """Queue a request of the running event loop. Prompt and answer must fit the length of the model."""
         generation = Generation(request_id, prompt, max_tokens, random_of(seed), asyncio.get_running_loop())
-        self.accept(generation)
+        with logged("accept", request_id):
+            self.accept(generation)
         return generation
 
+    @logged("accept")
     def accept(self, generation: Generation) -> None:
         """Queue a request; EngineBusyError if there is no room for it."""
-        with logged("accept", generation.id), self._work:
+        with self._work:
             if not self._running or len(self._waiting) >= self._limit:
                 raise EngineBusyError(f"{len(self._waiting)} requests are waiting")
             self._waiting.append(generation)
@@ -157,6 +159,7 @@ class Engine:
         self._active += admitted
         return admitted
 
+    @logged("prefill")
     def prefill(self, generation: Generation) -> None:
         """Compute the prompt of one request, which gives its first token."""
         generation.begin()
@@ -164,6 +167,7 @@ class Engine:
         scores = self.forward(tokens, positions, [layer.slot(generation.slot) for layer in self._cache])
         self._deliver([generation], self.sample([generation], [0], scores))
 
+    @logged("decode")
     def decode(self) -> None:
         """Compute the next token of every active request; free slots compute one that nobody reads."""
         rows, starts = [[END]] * self.slots, [0] * self.slots

@@ -118,7 +118,9 @@ class RemoteEngine(Engine):
             else:
                 request_id, prompt, max_tokens, seed = told
                 random = random_of(seed)
-                self.accept(RemoteGeneration(request_id, prompt, max_tokens, random, connection=self._connection))
+                generation = RemoteGeneration(request_id, prompt, max_tokens, random, connection=self._connection)
+                with debug_log.logged("accept", request_id):
+                    self.accept(generation)
         return True
 
     def _cancel_of(self, request_id: str) -> None:

@@ -5,6 +5,8 @@ The vocabulary is fixed in this file, so the same text always gives the same tok
 
 import codecs
 
+from chat.debug_log import logged
+
 _WORDS = """
 the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which
 one you were her all she there would their we him been has when who will more no if out so said what up its about
@@ -39,11 +41,13 @@ def encode(text: str) -> list[int]:
     return tokens
 
 
+@logged("decode_text")
 def decode(tokens: list[int]) -> str:
     """Text of a list of tokens; bytes that are not UTF-8 come out as U+FFFD, the end token as nothing."""
     return b"".join(_PIECES[token] for token in tokens if token != END).decode(errors="replace")
 
 
+@logged("decode_text")
 def decode_next(pending: bytes, token: int) -> tuple[str, bytes]:
     """Text that is complete once `token` has arrived, and the bytes of a character that is still open."""
     data = pending if token == END else pending + _PIECES[token]
