@@ -23,6 +23,7 @@ import instrument
 from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
+from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Span
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session
@@ -449,3 +450,24 @@ def test_what_is_read_natively_is_what_is_read_in_python(rule: str, monkeypatch:
     natively = read_by(rule, values)
     monkeypatch.setattr(request_keys, "_native", None)
     assert natively == read_by(rule, values)
+
+
+def test_keys_that_code_gives_are_those_of_the_recorder_in_python() -> None:
+    draw = random.Random("given")
+    values = [*HELD, *(something(draw) for _ in range(300))]
+
+    def told(recorder: Any) -> list[Any]:
+        recorder.on = True
+        with recorder.scope("given"):
+            pass
+        for value in values:
+            for given in ({"key": value}, {"batch": value}, {"key": value, "kind": "step"}):
+                with recorder.scope("given", **given):
+                    getattr(recorder, "bind", recorder.bind_innermost)(value if "batch" in given else "bound")
+        recorder.on = False
+        (ring,) = recorder.rings()
+        rows = sorted(ring.newest(0)[0], key=lambda row: row[1])
+        return [[(name, value, type(value)) for name, value in (row[10] or {}).items()] for row in rows]
+
+    assert told(Recorder()) == told(PureRecorder())
+    FAULTS.clear()

@@ -141,6 +141,9 @@ execute(PyObject *made)
         {&str_suspends, "suspends"},
         {&str_attributes, "attributes"},
         {&str_key, "instrument.key"},
+        {&str_key_word, "key"},
+        {&str_batch_word, "batch"},
+        {&str_bind_innermost, "bind_innermost"},
         {&str_batch_keys, "instrument.batch.keys"},
         {&str_batch_weights, "instrument.batch.weights"},
     };

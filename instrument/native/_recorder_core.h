@@ -238,6 +238,7 @@ static PyMethodDef Core_methods[] = {
     {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
     {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
      annotate_doc},
+    {"bind", (PyCFunction)Core_bind, METH_O, "Name the request that the innermost open span serves; see instrument.bind."},
     {"annotate_request", (PyCFunction)(void (*)(void))Core_annotate_request, METH_FASTCALL | METH_KEYWORDS,
      annotate_request_doc},
     {"rename_innermost", (PyCFunction)Core_rename_innermost, METH_O, "Rename the innermost open span of this context."},

@@ -289,27 +289,24 @@ tell_items(Stretch *self)
                  {str_first_item, self->first_item_ns - frame->start_ns},
                  {str_last_item, self->last_item_ns - frame->start_ns},
                  {str_longest_gap, self->longest_gap_ns}};
-    PyObject *known = frame->attributes != NULL && PyDict_Check(frame->attributes) ? frame->attributes : NULL;
-    PyObject *made = PyDict_New();
+    PyObject *before = Py_XNewRef(frame->attributes);
+    PyObject *made = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
     for (int i = 0; made != NULL && i < (self->items > 1 ? 4 : 3); i++) {
-        if (known != NULL && PyDict_Contains(known, facts[i].name) != 0)
+        if (PyDict_Contains(made, facts[i].name) != 0)
             continue;
         PyObject *value = PyLong_FromLongLong(facts[i].value);
-        if (value == NULL || PyDict_SetItem(made, facts[i].name, value) < 0)
+        if (value == NULL || put_attribute(self->core, made, facts[i].name, value) < 0)
             Py_CLEAR(made);
         Py_XDECREF(value);
     }
-    if (made == NULL) {
+    if (made != NULL && frame->state != CLOSED && frame->attributes == before) {
+        Py_XSETREF(frame->attributes, made);
+    } else { /* without memory, or a finaliser of the host's has come in between */
         count(self->core, NO_DETAILS);
-        return forgive();
+        Py_XDECREF(made);
     }
-    if (frame->attributes == NULL && frame->state != CLOSED) { /* as most have none */
-        frame->attributes = made;
-        return 0;
-    }
-    int failed = set_attributes(self->core, GIVEN, self->frame, made, NULL, NULL);
-    Py_DECREF(made);
-    return failed;
+    Py_XDECREF(before);
+    return forgive();
 }
 
 static PyObject *

@@ -5,7 +5,8 @@
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 
-/* Where keys lie below a value: the names of the steps to them, and of those from each item, NULL without items. */
+/* Where keys lie below a value: the names of the steps to them, NULL for none, and of those from each item, None without
+ * items. */
 typedef struct {
     PyObject *steps, *of_each;
 } key_path_t;
@@ -27,7 +28,7 @@ static PyObject *
 part_below(PyObject *value, PyObject *steps)
 {
     Py_INCREF(value);
-    for (Py_ssize_t i = 0; value != NULL && i < PyTuple_GET_SIZE(steps); i++) {
+    for (Py_ssize_t i = 0; steps != NULL && value != NULL && i < PyTuple_GET_SIZE(steps); i++) {
         PyObject *step = PyTuple_GET_ITEM(steps, i), *part = NULL;
         const PyMappingMethods *mapping = Py_TYPE(value)->tp_as_mapping;
         if (PyDict_CheckExact(value))
@@ -148,6 +149,15 @@ told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights,
     Py_XDECREF(items);
     Py_XDECREF(its);
     return told;
+}
+
+/* The same of what is given in code: of a batch a list, a tuple or a dict. */
+static PyObject *
+told_of_given(PyObject *value, int is_batch)
+{
+    if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
+        return NULL;
+    return told_of_keys(value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
 }
 
 /* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the

@@ -133,6 +133,22 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
+/* bind(key): name the request that the innermost open span serves. All but texts and numbers go the long way. */
+static PyObject *
+Core_bind(Core *self, PyObject *key)
+{
+    if (!self->on)
+        Py_RETURN_NONE;
+    PyObject *told = told_of_given(key, 0);
+    if (told == NULL)
+        return PyErr_Occurred() ? NULL : PyObject_CallMethodOneArg((PyObject *)self, str_bind_innermost, key);
+    int failed = told == NULL || annotate_open(self, INNERMOST, NULL, told, NULL, NULL) < 0;
+    Py_XDECREF(told);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 /* ------------------------------------------------------------------ scopes */
 
 static PyObject *
@@ -528,6 +544,31 @@ keep_name(Core *core, PyObject *name, PyObject *site)
     Py_XSETREF(place->name, Py_NewRef(name));
 }
 
+/* scope(name, key=) or scope(name, batch=), where the name is known and the keys are plain. NULL with an exception or,
+ * where it is to go the long way, without. */
+static Scope *
+scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
+{
+    PyObject *word = PyTuple_GET_ITEM(names, 0);
+    if ((word != str_key_word && word != str_batch_word) || !PyUnicode_CheckExact(args[0]))
+        return NULL;
+    PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
+    if (site == NULL || Py_TYPE(site) == (PyTypeObject *)self->scope_type)
+        return NULL;
+    Py_INCREF(site);
+    PyObject *told = told_of_given(args[1], word == str_batch_word);
+    if (told == NULL) {
+        Py_DECREF(site);
+        return NULL;
+    }
+    Scope *scope = new_scope(self, site);
+    if (scope != NULL)
+        scope->attributes = told;
+    else
+        Py_DECREF(told);
+    return scope;
+}
+
 /* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
 static PyObject *
 Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
@@ -556,7 +597,12 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
         if (PyErr_Occurred())
             return NULL;
     }
-    PyObject *method = PyObject_GetAttr((PyObject *)self, str_make_scope);
+    if (nargs == 1 && names != NULL && PyTuple_GET_SIZE(names) == 1 && self->scope_type != NULL) {
+        PyObject *found = (PyObject *)scope_of_keys(self, args, names);
+        if (found != NULL)
+            return found;
+    }
+    PyObject *method = PyErr_Occurred() ? NULL : PyObject_GetAttr((PyObject *)self, str_make_scope);
     PyObject *scope = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, names);
     Py_XDECREF(method);
     if (scope == NULL && PyErr_ExceptionMatches(PyExc_MemoryError))

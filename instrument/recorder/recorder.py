@@ -34,7 +34,7 @@ from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, link_of
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
-from instrument.recording.spans import AttributeValue, Site
+from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.unpatched import RLock
 
@@ -166,7 +166,9 @@ class _Recording(Renaming, Readback):
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
-            own = {**(own or {}), **annotation.keys_told(key, batch, self._complain)}
+            is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
+            told = {KEY: key} if is_plain else annotation.keys_told(key, batch, self._complain)
+            own = {**own, **told} if own else told
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:

@@ -129,6 +129,16 @@ def open_bare_scope(_: Any) -> None:
         pass
 
 
+def open_request_of_key(key: Any) -> None:
+    with instrument.scope("request", kind="request", key=key):
+        pass
+
+
+def open_bare_request(_: Any) -> None:
+    with instrument.scope("request", kind="request"):
+        pass
+
+
 def bind_in_scope(key: Any) -> None:
     with instrument.scope("scope"):
         instrument.bind(key)
@@ -178,6 +188,11 @@ def shapes() -> list[Shape]:
     without = lambda repeated: lambda calls: call_each(open_bare_scope, repeated, calls)  # noqa: E731
     found += [
         Shape("scope(key=)", lambda calls: call_each(open_scope_of_key, ids, calls), without(ids)),
+        Shape(
+            "scope(kind=, key=)",
+            lambda calls: call_each(open_request_of_key, ids, calls),
+            lambda calls: call_each(open_bare_request, ids, calls),
+        ),
         Shape("bind", lambda calls: call_each(bind_in_scope, ids, calls), without(ids)),
     ]
     for size in BATCHES:
