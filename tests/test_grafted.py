@@ -16,7 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
-from test_ledger import ACCEPT, API, CHAT, ENGINE, STEP, TOKENISE, WAIT, WORKER, engine, made, schedule
+from test_ledger import (
+    ACCEPT,
+    API,
+    CHAT,
+    ENGINE,
+    STEP,
+    TOKENISE,
+    WAIT,
+    WORKER,
+    engine,
+    made,
+    requests_of_one_loop,
+    schedule,
+)
 
 from instrument.cli import main
 from instrument.otlp.packing import Ids, links_of, pack
@@ -79,6 +92,13 @@ def test_a_part_of_another_tree_that_is_done_for_a_request_leaves_it() -> None:
         made(5, TOKENISE, 40, 50, 2, thread=ENGINE),
     ]
     assert trees(spans) == {1: (0, 1), 2: (0, 2), 3: (1, 1), 4: (3, 1), 5: (2, 2)}
+
+
+@pytest.mark.parametrize("ends_ns", [80, 150])
+def test_what_is_done_for_a_request_in_the_tree_of_another_one_goes_to_its_own(ends_ns: int) -> None:
+    found = trees(requests_of_one_loop(ends_ns))
+    assert [found[number] for number in (1, 2, 3, 6)] == [(0, 1), (0, 2), (2, 2), (1, 1)]
+    assert [found[number] for number in (4, 5, 11)] == [(3, 2), (4, 2), (3, 2)]
 
 
 def test_a_request_within_one_of_its_key_becomes_a_part_of_its_tree_without_a_trace_of_its_own() -> None:

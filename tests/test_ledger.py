@@ -149,6 +149,39 @@ def test_a_request_in_the_tree_of_another_one_without_a_key_is_a_part_of_it() ->
     assert times_of(spans) == {1: {"queue": 25, "share of batches": 10, "unknown": 65}}
 
 
+def requests_of_one_loop(ends_ns: int) -> list[Span]:
+    """The engine's loop began in the context of the request that came first, and serves another one as well."""
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, CHAT, 5, ends_ns, thread=3),
+        made(3, WAIT, 10, 60, 2, thread=3, key="b"),
+        made(4, TOKENISE, 20, 40, 1, key="b"),
+        made(5, ACCEPT, 25, 30, 4),
+        made(6, WAIT, 70, 80, 1, key="second name"),
+        made(10, STEP, 50, 60, thread=ENGINE, batch=["a", "b"]),
+        made(11, ACCEPT, 45, 46, thread=ENGINE, key="b"),
+    ]
+    for span in spans:
+        span.root_id = {2: 2, 3: 2, 4: 1, 5: 1, 6: 1}.get(span.span_id, span.root_id)
+    return spans
+
+
+@pytest.mark.parametrize("ends_ns", [80, 150])
+def test_what_bears_the_key_of_one_request_in_the_tree_of_another_is_of_the_first(ends_ns: int) -> None:
+    found = times_of(requests_of_one_loop(ends_ns))
+    parts = {
+        "queue": 50,
+        "share of batches": 5,
+        "waiting in batches": 5,
+        "transport": 10,
+        "generate": 10,
+        "unknown": 20,
+    }
+    assert found[1] == parts
+    assert {"tokenise": 15, "share of batches": 5, "waiting in batches": 5}.items() <= found[2].items()
+    assert [sum(found[request].values()) for request in (1, 2)] == [100, ends_ns - 5]
+
+
 def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     trace = trace_of(engine())
     joined = join(trace)

@@ -3,8 +3,9 @@
 A request is known by the keys that spans of its tree bear. A span elsewhere that bears a key, and what lies below it,
 is of the request of that key which began last before it: keys may come again. Other keys below it name the request from
 then on, too. A request that bears the key of one that it lies within is a part of that one, as where an engine's
-process has request spans of its own. One in its own tree is a request of its own by its keys, see
-`instrument.trace.sub_requests`. A batch is of several requests, and of none as a whole.
+process has request spans of its own. One in its own tree is a request of its own by its keys, and what bears there the
+key of another request is of that one, see `instrument.trace.sub_requests`. A batch is of several requests, and of none
+as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, K
 from instrument.trace.columns import Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.owners import owners
-from instrument.trace.sub_requests import with_sub_requests
+from instrument.trace.sub_requests import with_sub_requests, without_strays
 
 THOUSANDTHS = 1000
 """What weights are counted in."""
@@ -77,7 +78,7 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
     if owner is None:
         owner = owners(trace, trace.of_kind("request"))
     keyed, key_of, numbers = _keys(trace)
-    owner = with_sub_requests(trace, owner, keyed, key_of)
+    owner = without_strays(trace, with_sub_requests(trace, owner, keyed, key_of), keyed, key_of)
     above = _above(trace)
     bears = owner[keyed] != NONE
     pairs = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64))

@@ -2,6 +2,9 @@
 
 That is one that bears no key which the request around it bears outside of it. Where that one bears none of its own, a
 single key within it is its key; several, of several requests within it, are theirs.
+
+And strays: what is done for one request in the tree of another one, as where an engine's loop began in the context of
+the request that came first.
 """
 
 from __future__ import annotations
@@ -40,3 +43,37 @@ def with_sub_requests(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s
     own = nearest(trace.parent, is_own)
     is_within = (own != NONE) & inner[own]
     return np.where(is_within, own, owner).astype(np.int32)
+
+
+def without_strays(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
+    """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
+
+    They bear the key by which another request was known first, and which the request around them, known by another one,
+    did not bear before that one began. Else it is a further name of the request around them, which handed it over.
+    """
+    borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
+    order = np.lexsort((trace.level[borne], trace.start_ns[borne]))
+    borne, keys = borne[order], keys[order]
+    requests, firsts = np.unique(owner[borne], return_index=True)
+    pairs, began = np.unique(np.stack([owner[borne].astype(np.int64), keys]), axis=1, return_index=True)
+    if len(began) == len(firsts):
+        return owner
+    first = dict(zip(requests.tolist(), keys[firsts].tolist(), strict=True))
+    known: dict[int, list[int]] = {}
+    for request, key in first.items():
+        known.setdefault(key, []).append(request)
+    starts, ends = trace.start_ns, trace.end_ns
+    strays = {
+        (request, key)
+        for request, key, at_ns in zip(*pairs.tolist(), starts[borne[began]].tolist(), strict=True)
+        if key != first[request]
+        and any(
+            starts[one] <= at_ns and (ends[one] > at_ns or starts[one] >= starts[request]) for one in known.get(key, ())
+        )
+    }
+    if not strays:
+        return owner
+    is_stray = np.zeros(len(trace), dtype=np.bool_)
+    is_stray[borne] = [pair in strays for pair in zip(owner[borne].tolist(), keys.tolist(), strict=True)]
+    top = nearest(trace.parent, is_stray | (owner == np.arange(len(trace))))
+    return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)
