@@ -215,9 +215,12 @@ class Told:
         self.queues.due(at_once=is_last)
 
 
-def by_agent(run: Run, clock: Clock, every_ns: int = S // 2, sample: float = 1.0) -> tuple[Told, Told]:
+def by_agent(
+    run: Run, clock: Clock, every_ns: int = S // 2, sample: float = 1.0, known_since_ns: int = 0
+) -> tuple[Told, Told]:
     """What the agent sends that looks every so often, and keeps such a share."""
     requests = KeyedRequests()
+    requests.known_since_ns = known_since_ns
     front, engine = Told(requests, run.front, FRONT, sample), Told(requests, run.engine, ENGINE, sample)
     for at_ns in range(0, 80 * S, every_ns):
         clock.at_ns = at_ns + every_ns
@@ -326,6 +329,21 @@ def test_what_an_engine_did_for_a_request_long_before_its_first_batch_counts(clo
     front, engine = by_agent(run, clock, sample=0.0)
     assert front.queued == queued(run) == {run.front[0].span_id: 29 * S}
     assert engine.queued == {}
+
+
+def test_requests_that_began_before_another_one_took_over_are_counted_and_not_told_by_what_came_later(
+    clock: Clock,
+) -> None:
+    run = Run()
+    for key, start_ns in (("before", 0), ("after", 20 * S)):
+        run.add(run.front, CHAT, start_ns, 50 * S, key=key)
+    for at_ns in range(25 * S, 49 * S, S):
+        run.add(run.engine, EXECUTE, at_ns, at_ns + S // 2, batch=["before", "after"])
+    front, _ = by_agent(run, clock, known_since_ns=10 * S)
+    after = run.front[1].span_id
+    assert {span.parent_id for span in front.derived} == set(front.queued) == {after}
+    assert front.queued[after] == 5 * S
+    assert (front.trees.stages.untold, front.queues.left_out) == (1, 1)
 
 
 def test_requests_with_more_phases_than_there_is_room_for_are_told_by_the_first_ones_or_counted(

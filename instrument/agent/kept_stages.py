@@ -47,7 +47,7 @@ class KeptStages:
         self._requests = requests
         self._kept: dict[int, _Kept] = {}
         self.untold = 0
-        """Kept requests whose stages are not told, for what batches served them had been forgotten."""
+        """Kept requests whose stages are not told: what served them had been forgotten, or was read by another one."""
 
     def __len__(self) -> int:
         """How many requests wait for their stages."""
@@ -81,7 +81,7 @@ class KeptStages:
         served: list[tuple[_Kept, ServedRequest]] = []
         of_keys = batches.of(dict.fromkeys(key for one in kept for key in one.request.keys))
         for one in kept:
-            if not batches.lost.isdisjoint(one.request.keys):
+            if one.request.start_ns < self._requests.known_since_ns or not batches.lost.isdisjoint(one.request.keys):
                 self.untold += 1
             elif len(pairs := pairs_of(one.request, of_keys, self._requests)):
                 its = one.request.start_ns, one.request.end_ns, one.request.work or ()
