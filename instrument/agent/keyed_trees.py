@@ -99,6 +99,8 @@ class KeyedTrees:
         self._callers: OrderedDict[int, RemoteParent] = OrderedDict()
         """Of requests that are parts of others what they lie below: of them there may be more to come."""
         self._waiting: list[_Waiting] = []
+        self._unnoted: list[_Waiting] = []
+        """Those of them whose work is not noted yet."""
         self.waiting = 0
         """Spans that wait."""
 
@@ -140,6 +142,7 @@ class KeyedTrees:
         for root_id, spans in loose.items():
             self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
         ready.extend(self._due(is_last=is_last, at_once=at_once))
+        self.note_work(at_once=False)
         self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
         return ready
 
@@ -178,6 +181,7 @@ class KeyedTrees:
         for top, piece in pieces.items():
             self._requests.note_names(top[1], top[2], _keys_of(piece))
             self._waiting.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept))
+            self._unnoted.append(self._waiting[-1])
         if keys := {key for span in stay for key in batch_of(span.attributes)}:
             self._waiting.append(_Waiting(stay, keys))
         elif stay:
@@ -270,9 +274,10 @@ class KeyedTrees:
     def note_work(self, *, at_once: bool) -> None:
         """Note what was done for requests of other processes: of what came `at_once`, or a while ago."""
         until_ns = time.monotonic_ns() - self._requests.lag_ns - (0 if at_once else LOOKED_NS)
-        for one in self._waiting:
+        for one in self._unnoted:
             if one.came_ns <= until_ns:
                 self._note_work(one)
+        self._unnoted = [one for one in self._unnoted if not one.is_noted]
 
     def _note_work(self, one: _Waiting) -> None:
         if one.top is None or one.is_request or one.is_noted:
@@ -292,6 +297,7 @@ class KeyedTrees:
     def _sent(self, one: _Waiting, *, is_over: bool) -> list[list[Span]]:
         """The spans as they go to the exporter, none where their request was let go."""
         self._note_work(one)
+        one.is_noted = True
         requests, spans = self._requests, one.spans
         if one.top is None:
             self._link(spans)
