@@ -25,6 +25,7 @@ from service_log import BATCHES, LoggedRequest, parts_of, read_log
 from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
+from instrument.trace.stages import queue_times
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -126,6 +127,15 @@ def assert_one_tree_each(spans: Sequence[Sent], log: dict[str, LoggedRequest]) -
         assert sorted(of_batches) == sorted(len(batch.ids) for batch in batches if batch.what == what)
 
 
+def assert_queues_told(collector: Collector, served: Served) -> None:
+    """The metric of times in the queue has every request, with the time that the recordings tell."""
+    told = [metric for metric in collector.metrics if metric.name == "gen_ai.server.time_in_queue"]
+    last = told[-1].exponential_histogram.data_points  # of all series together: of the process that takes requests
+    found = queue_times(served.trace, served.joined)
+    assert (sum(point.count for point in last), len(found)) == (REQUESTS, REQUESTS)
+    assert sum(point.sum for point in last) == pytest.approx(sum(found.values()) / 1e9)
+
+
 def differing(trace: Trace, log: Mapping[str, LoggedRequest]) -> dict[str, str]:
     """Requests that were not what the log says, with what is wrong.
 
@@ -211,6 +221,7 @@ def test_each_request_is_one_tree_whose_parts_are_those_of_the_services_own_log(
         log = read_log(tmp_path / "service.log")
         assert (len(log), len(served.joined.rows), served.joined.unbound) == (REQUESTS, REQUESTS, 0)
         assert_one_tree_each(sent_to(collector), log)
+        assert_queues_told(collector, served)
     assert_one_tree_each(converted(served), log)
     assert not differing(served.trace, log)
     assert near_the_middle(served.trace, log) > REQUESTS / 2  # or the log's times would be too far apart to tell much
