@@ -411,6 +411,22 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
     assert len(front.trees.stages) == 0
 
 
+def test_of_more_open_requests_than_there_is_room_for_phases_it_is_known_that_some_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_work, "MOST_PHASES", 100)
+    work, roots = own_work.OwnWork(), set(range(1, 302, 2))
+    for at in range(3):
+        phases = np.zeros(len(roots), own_work.PHASES)
+        phases["root_id"], phases["start_ns"], phases["end_ns"] = sorted(roots), 10 * at + 5, 10 * at + 9
+        work.add([phases], (roots,))
+        assert len(work) <= 100
+    found = work.take(list(roots))
+    assert {one.missing_ns for one in found.values()} == {5}
+    assert set(found) == roots
+    assert len(work) == 0
+
+
 @pytest.mark.parametrize("is_keyed", [True, False])
 def test_requests_in_the_tree_of_another_one_have_stages_of_their_own(is_keyed: bool, clock: Clock) -> None:
     run = Run()

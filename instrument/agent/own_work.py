@@ -65,11 +65,12 @@ class OwnWork:
         if len(theirs):
             self._replace(whole[~is_theirs])
         theirs = theirs[np.argsort(theirs["root_id"], kind="stable")]
-        found = {}
+        missing = {root_id: self._missing_ns.pop(root_id) for root_id in root_ids if root_id in self._missing_ns}
+        found = {root_id: OwnPhases((), at_ns) for root_id, at_ns in missing.items()}
         for its in np.split(theirs, firsts_of(theirs["root_id"])[1:]) if len(theirs) else ():
             root_id = int(its["root_id"][0])
             edges = list(zip(its["start_ns"].tolist(), its["end_ns"].tolist(), strict=True))
-            found[root_id] = OwnPhases(edges, self._missing_ns.pop(root_id, NEVER_NS))
+            found[root_id] = OwnPhases(edges, missing.get(root_id, NEVER_NS))
         return found
 
     def _whole(self) -> NDArray[Any]:
@@ -97,6 +98,10 @@ class OwnWork:
         order = np.argsort(of, kind="stable")
         ranks = np.empty(len(whole), dtype=np.int64)
         ranks[order] = np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
-        for root_id, start_ns in whole[ranks >= each][["root_id", "start_ns"]].tolist():
-            self._missing_ns[root_id] = min(self._missing_ns.get(root_id, NEVER_NS), start_ns)
+        left_out = whole[ranks >= each]
+        roots, its = np.unique(left_out["root_id"], return_inverse=True)
+        least = np.full(len(roots), NEVER_NS)
+        np.minimum.at(least, its, left_out["start_ns"])
+        for root_id, at_ns in zip(roots.tolist(), least.tolist(), strict=True):
+            self._missing_ns[root_id] = min(self._missing_ns.get(root_id, NEVER_NS), at_ns)
         return whole[ranks < each]
