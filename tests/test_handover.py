@@ -188,6 +188,22 @@ def test_what_a_session_lost_is_told_once_before_and_after_it_gives_the_export_b
         instrument.stop()
 
 
+def test_a_session_that_takes_over_counts_what_the_agent_had_not_told_of_requests(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session = begin(collector)
+    place = taken()
+    write(place, **{"untold": 1, "to tell": 2, "queueing": 40, "deriving": 0})
+    assert list(session.losses().values()) == [1]
+    place.close()
+    assert session.handover.take_over()
+    assert session.losses() == {
+        "requests without queue, prefill, decode and stalls in the OTLP export": 3,
+        "requests that batches served without their time in the queue among the metrics": 40,
+    }
+    instrument.stop()
+
+
 def test_a_session_exports_at_its_end_what_the_agent_has_let_go_of(collector: Collector, agent: socket.socket) -> None:
     begin(collector)
     place = taken()

@@ -228,6 +228,7 @@ class Handover:
         fates["unanswered"] += found.unanswered
         fates["abandoned"] += found.unsettled - found.unanswered
         fates["kept"], fates["sending"] = sum(fates[fate] for fate in SENT), 0
+        export_place.give_up(fates)
         self._noted, self._place = None, place
         if place is not None:
             generation, _ = export_place.counted(place)
