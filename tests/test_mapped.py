@@ -408,6 +408,33 @@ def test_threads_that_have_ended_and_were_given_up_stay_counted(make_recorder: A
     assert sum(len(ring.rows) for ring in mapped.rows()) + recorder.ended_rows == 60
 
 
+def test_totals_that_change_hands_while_they_are_read_are_read_again(
+    make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, site = make_recorder(1 << 16), Site("work", "op")
+
+    def in_threads(count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=recorder.record, args=(site, recorder.now_ns() - 5, None))
+            thread.start()
+            thread.join()
+
+    in_threads(60)
+    copied = Mapped._slots
+
+    def then_threads_end(self: Mapped, name: str, kind: Any) -> Any:
+        found = copied(self, name, kind)
+        if name == "totals":
+            monkeypatch.setattr(Mapped, "_slots", copied)  # once
+            in_threads(60)
+        return found
+
+    monkeypatch.setattr(Mapped, "_slots", then_threads_end)
+    totals = [row.totals for row in read(recorder).tally().rows()]
+    assert [one.calls for one in totals] == [sum(one.histogram.values()) for one in totals]
+    assert sum(one.calls for one in totals) == 120
+
+
 def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> None:
     function = recorder.wrap(lambda: None, Site("f"))
     held = [threading.Event() for _ in range(3)]
@@ -779,7 +806,7 @@ def test_what_a_process_recorded_that_was_killed_is_all_there(
 
 def _is_whole(mapped: Mapped, unfinished: int) -> None:
     header = mapped.header
-    assert (header.state, header.service, header.is_moving) == ("running", "victim", False)
+    assert (header.state, header.service) == ("running", "victim")
     tally, losses = mapped.tally(), mapped.losses()
     calls = sum(row.totals.calls for row in tally.rows())
     rings = [ring for ring in mapped.rows() if ring.thread_id]

@@ -51,6 +51,9 @@ MOST_SLOTS = {
 """So much of a file that lies is read at most."""
 TRIES = 3
 """Times that what changed while it was copied is copied again."""
+READINGS = 10
+"""How often totals are read again that changed hands meanwhile, as a thread's do that has ended."""
+
 STATES = ("new", "running", "goodbye", "forked")
 
 
@@ -204,7 +207,6 @@ class Mapped:
             boot_id=head["boot_id"].decode("ascii", "replace"),
             state=STATES[head["state"]] if head["state"] < len(STATES) else UNKNOWN,
             generation=int(head["generation"]),
-            is_moving=bool(head["moving"] % 2),
             monotonic_ns=int(head["monotonic_ns"]),
             realtime_ns=int(head["realtime_ns"]),
             size_bytes=int(head["size_bytes"]),
@@ -509,25 +511,29 @@ class Mapped:
 
         Or of those whose sites are `wanted`, by the numbers that the tree gives them.
         """
-        tree, rings = self.tree(), self._rings()
+        for _ in range(READINGS):
+            moving = int(self._read_head()["moving"])
+            tree, rings = self.tree(), self._rings()
+            totals, chunks, highs = (
+                self._slots(*its) for its in (("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
+            )
+            if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
+                break
         books: dict[int, list[tuple[int, Totals]]] = {ring.number: [] for ring in rings}
-        totals = self._slots("totals", _TOTALS)
         own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
         if wanted is not None:
             of_node = np.array(wanted, np.bool_)[np.array(tree.site_of, np.int64)]
             own[own] = of_node[totals["node"][own]]
         totals = totals[own]
-        packed = self._histograms(totals)
+        packed = self._histograms(totals, chunks, highs)
         for number, one in enumerate(totals):
             books[int(one["ring_number"])].append((int(one["node"]), _totals(one, packed[number])))
         ordered = sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))
         return tally_of(tree, [(ring.thread_id, ring.name, _by_node(books[ring.number])) for ring in ordered])
 
-    def _histograms(self, totals: Records) -> list[bytes]:
+    def _histograms(self, totals: Records, chunks: Records, highs: Records) -> list[bytes]:
         """The histogram of each, packed; a bucket may be there more than once."""
-        chunks = self._slots("chunks", _CHUNK)
-        highs = self._slots("highs", _HIGH)
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))

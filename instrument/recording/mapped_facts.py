@@ -32,7 +32,6 @@ class Header(NamedTuple):
     boot_id: str
     state: str
     generation: int
-    is_moving: bool
     monotonic_ns: int
     realtime_ns: int
     size_bytes: int
