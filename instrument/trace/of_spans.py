@@ -10,31 +10,8 @@ from typing import Any, overload
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
-from instrument.trace.columns import Attributes, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import Attributes, AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
-
-
-class AttributesOfSpans:
-    """The attributes of spans by their row, which the spans keep."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._spans[row].attributes
-
-    def rows(self) -> Int64s:
-        """The rows that have any."""
-        of_spans = map(attrgetter("attributes"), self._spans)
-        return np.flatnonzero(np.fromiter(map(bool, of_spans), np.bool_, len(self._spans)))
-
-    def having(self, name: str) -> Int64s:
-        """The rows that have one of that name."""
-        return np.flatnonzero([name in span.attributes for span in self._spans])
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name."""
-        return [self._spans[row].attributes.get(name) for row in rows.tolist()]
 
 
 class LaterAttributes(Mapping[str, AttributeValue]):
@@ -87,7 +64,9 @@ def trace_of(spans: Sequence[Span]) -> Trace:
         error=error_numbers,
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
         device=_columns_of(intervals, rows),
-        attributes=AttributesOfSpans(spans),
+        attributes=AttributesOfRows({
+            row: its for row, its in enumerate(map(attrgetter("attributes"), spans)) if its
+        }),
         remote={
             row: remote for row, remote in enumerate(map(attrgetter("remote"), spans)) if remote is not None
         },
