@@ -29,6 +29,7 @@ import pytest
 import server_programs
 from server_programs import answers
 
+from instrument.runtime import run_folder
 from instrument.trace import file
 from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined, join
@@ -152,7 +153,17 @@ def serve_twice(
             start_limit_s=START_LIMIT_S,
         ) as (port, _):
             found.append(ask_all(port))
-    return found[0], found[1], Served(folder, with_report(folder / "log"))
+    output = with_report(folder / "log")
+    await_agent(folder / "traces")
+    return found[0], found[1], Served(folder, output)
+
+
+def await_agent(traces: Path) -> None:
+    """Wait until the agent is gone of the run that has saved these, with the run's folder: it has sent all by then."""
+    until = time.monotonic() + REPORT_LIMIT_S
+    while any(run.name in path.name for run in run_folder.found() for path in traces.iterdir()):
+        assert time.monotonic() < until, "the agent goes on"
+        time.sleep(0.1)
 
 
 def with_report(log: Path) -> str:

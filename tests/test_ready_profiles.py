@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from otlp_collectors import Collector, collecting, take
 from otlp_receiver import free_port
 from real_servers import Answer, ask, environment_of, serve_twice
+from sent_spans import converted, sent_to, trees
 
 pytestmark = pytest.mark.servers
 
 AT_ONCE = 8
+BATCHES_OF_VLLM = ("schedule", "execute_model", "sample", "update")
 
 
 def texts(answer: Answer) -> list[str]:
@@ -44,6 +47,11 @@ def complete(port: int, number: int, more: Mapping[str, object]) -> Answer:
     return ask(port, "/v1/completions", {**body, "prompt": text}, headers)
 
 
+def to(collector: Collector) -> dict[str, str]:
+    """What makes a profile send to a collector."""
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
+
+
 def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp_path: Path) -> None:
     times = 200
 
@@ -56,7 +64,10 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     words = ["bin/vllm", "serve", str(tmp_path / "model"), "--served-model-name", "tiny", "--max-model-len", "256"]
     words += ["--max-num-seqs", str(AT_ONCE), "--enforce-eager", "--dtype", "float32", "--port", "{port}"]
     environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    expected, answers, served = serve_twice("vllm", words, tmp_path, ask_all, ready="/health", environ=environ)
+    with collecting(take) as collector:
+        environ |= to(collector)
+        expected, answers, served = serve_twice("vllm", words, tmp_path, ask_all, ready="/health", environ=environ)
+        sent = sent_to(collector)
     assert {answer.status for answer in answers} == {200}
     assert list(map(texts, answers)) == list(map(texts, expected))
 
@@ -66,19 +77,29 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     assert sorted(lives) == sorted(keys)
     assert (len(served.joined.rows), served.joined.unbound) == (times, 0)
     assert -1 not in served.joined.served.request
+    tokens = [4 + number % 13 for number in range(times)]
     for number, key in enumerate(keys):
-        names, tokens = served.names_of(key), 4 + number % 13
+        names = served.names_of(key)
         assert names["submit"] == names["enqueue"] == 1
-        assert names["detokenise"] == names["schedule"] == names["execute_model"] == names["sample"] == tokens
+        assert {names[name] for name in ("detokenise", *BATCHES_OF_VLLM)} == {tokens[number]}
         assert {"queue", "share of batches", "tokenise", "transport", "detokenise"} <= set(lives[key])
     walls = served.trace.total_ns[served.joined.rows].tolist()
     assert sorted(its.total() for its in lives.values()) == sorted(walls)
 
+    for spans in (sent, converted(tmp_path / "traces")):
+        its_trees = trees(spans, "POST /v1/")
+        assert len(its_trees) == times
+        assert {len({one.process for one in tree}) for tree in its_trees} == {2}  # the server's and the engine core's
+        counts = [Counter(one.name for one in tree) for tree in its_trees]
+        assert {(count["submit"], count["enqueue"]) for count in counts} == {(1, 1)}
+        assert Counter(count["detokenise"] for count in counts) == Counter(tokens)
+        links = Counter({name: sum(one.links for one in spans if one.name == name) for name in BATCHES_OF_VLLM})
+        assert links == dict.fromkeys(BATCHES_OF_VLLM, sum(tokens))
     assert served.document("--view", "requests")["merged"]["processes"] == 3
     assert served.output.count("without a goodbye (SIGKILL)") >= 2
     assert "share of batches" in served.output
     batches = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
-    assert batches["execute_model"]["items"] == sum(4 + number % 13 for number in range(times))
+    assert batches["execute_model"]["items"] == sum(tokens)
     life = served.report("--request", "cmpl-case-8-0")
     assert "execute_model x" in life
     assert "its own of" in life
@@ -102,7 +123,11 @@ def test_litserve_shows_each_request_in_the_batch_that_its_worker_served_it_in(t
         return asked("/predict", bodies)(port) + asked("/stream", bodies[:16])(port)
 
     words = ["litserve_batches.py", "{port}"]
-    expected, answers, served = serve_twice("litserve", words, tmp_path, ask_all, ready="/health", stop=signal.SIGINT)
+    with collecting(take) as collector:
+        expected, answers, served = serve_twice(
+            "litserve", words, tmp_path, ask_all, ready="/health", stop=signal.SIGINT, environ=to(collector)
+        )
+        assert len(trees(sent_to(collector), "POST /")) == 96
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
     lives = served.lives()
@@ -125,7 +150,11 @@ def test_ray_serve_shows_each_request_in_the_batch_of_the_replica_that_took_it(t
             return list(pool.map(lambda item: ask(port, "/shop", {"item": item}, {"x-request-id": item}), items))
 
     words = ["ray_batches.py", "{port}"]
-    expected, answers, served = serve_twice("ray-serve", words, tmp_path, ask_all, ready="/ready")
+    with collecting(take) as collector:
+        expected, answers, served = serve_twice(
+            "ray-serve", words, tmp_path, ask_all, ready="/ready", environ=to(collector)
+        )
+        assert len(trees(sent_to(collector), "POST /shop")) == 80
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
     lives = {key: life for key, life in served.lives().items() if key.startswith("item")}
@@ -147,14 +176,16 @@ def test_mlserver_shows_each_request_in_the_worker_that_ran_its_model(tmp_path: 
     (tmp_path / "shop" / "model-settings.json").write_text(json.dumps(model))
     tensor = {"name": "item", "shape": [1], "datatype": "BYTES"}
     bodies = [{"id": f"id {number}", "inputs": [{**tensor, "data": [f"item {number}"]}]} for number in range(80)]
-    expected, answers, served = serve_twice(
-        "mlserver",
-        ["bin/mlserver", "start", "."],
-        tmp_path,
-        asked("/v2/models/shop/infer", bodies),
-        ready="/v2/health/ready",
-        environ={"MLSERVER_HTTP_PORT": "{port}"},
-    )
+    with collecting(take) as collector:
+        expected, answers, served = serve_twice(
+            "mlserver",
+            ["bin/mlserver", "start", "."],
+            tmp_path,
+            asked("/v2/models/shop/infer", bodies),
+            ready="/v2/health/ready",
+            environ={"MLSERVER_HTTP_PORT": "{port}", **to(collector)},
+        )
+        assert len(trees(sent_to(collector), "POST /v2/")) == 80
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
     lives = served.lives()
@@ -197,9 +228,13 @@ def test_sglang_shows_each_request_in_its_api_server_its_scheduler_and_its_detok
     words += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--port", "{port}"]
     words += ["--disable-radix-cache", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"]
     environ = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    expected, answers, served = serve_twice(
-        "sglang", words, tmp_path, ask_all, ready="/health_generate", environ=environ
-    )
+    with collecting(take) as collector:
+        environ |= to(collector)
+        expected, answers, served = serve_twice(
+            "sglang", words, tmp_path, ask_all, ready="/health_generate", environ=environ
+        )
+        its_trees = trees(sent_to(collector), "POST /v1/")
+        assert len([tree for tree in its_trees if any(one.name == "enqueue" for one in tree)]) == times
     assert {answer.status for answer in answers} == {200}
     assert list(map(texts, answers)) == list(map(texts, expected))
     lives = {key: life for key, life in served.lives().items() if key.startswith("case-")}

@@ -6,8 +6,6 @@ The engine is a thread of the server's process, or a process of its own.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,7 @@ import pytest
 import yaml
 from otlp_collectors import Collector, collecting, take
 from real_servers import CONFIGS, Served, with_report
+from sent_spans import SentSpan, converted, sent_to, trees
 from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
 
@@ -79,51 +78,17 @@ def profile_of(collector: Collector) -> str:
     return str(yaml.safe_dump(document))
 
 
-Sent = tuple[str, str, str, str, int]
-"""Of a span at a collector its trace, its id, that of its parent, its name, and how many links it has."""
-
-
-def sent_to(collector: Collector) -> list[Sent]:
-    """All spans that a collector has."""
-    return [
-        (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.name, len(span.links))
-        for spans in collector.spans.values()
-        for span in spans
-    ]
-
-
-def converted(served: Served) -> list[Sent]:
-    """What `instrument convert` makes of the recordings of all processes."""
-    path = served.folder / "spans.jsonl"
-    command = [sys.executable, "-m", "instrument", "convert", str(served.folder / "traces"), "--to", "otlp"]
-    subprocess.run([*command, "-o", str(path)], capture_output=True, timeout=120, check=True)
-    return [
-        (span["traceId"], span["spanId"], span.get("parentSpanId", ""), span["name"], len(span.get("links", ())))
-        for line in path.read_text().splitlines()
-        for of_resource in json.loads(line)["resourceSpans"]
-        for of_scope in of_resource["scopeSpans"]
-        for span in of_scope["spans"]
-    ]
-
-
-def assert_one_tree_each(spans: Sequence[Sent], log: dict[str, LoggedRequest]) -> None:
+def assert_one_tree_each(spans: Sequence[SentSpan], log: dict[str, LoggedRequest]) -> None:
     """Every request is a trace of one tree, no span is there twice or below nothing, and batches have their links."""
-    ids = Counter((trace, span) for trace, span, *_ in spans)
-    assert max(ids.values()) == 1
-    assert not [one for one in spans if one[2] and (one[0], one[2]) not in ids]
-    names: dict[str, Counter[str]] = {}
-    roots = Counter[str]()
-    for trace, _, parent, name, _ in spans:
-        names.setdefault(trace, Counter())[name] += 1
-        roots[trace] += not parent
-    assert set(roots.values()) == {1}
-    requests = [its for its in names.values() if "POST /generate" in its]
+    requests = [
+        Counter(one.name for one in its) for its in trees(spans, "") if "POST /generate" in {one.name for one in its}
+    ]
     assert len(requests) == REQUESTS
     for its in requests:
         assert {its[name] for name in ("POST /generate", "Engine.accept", "generate")} == {1}
     batches = {id(batch): batch for one in log.values() for batch in one.batches}.values()
     for what in ("prefill", "decode"):
-        of_batches = [links for *_, name, links in spans if name == f"Engine.{what}"]
+        of_batches = [one.links for one in spans if one.name == f"Engine.{what}"]
         assert sorted(of_batches) == sorted(len(batch.ids) for batch in batches if batch.what == what)
 
 
@@ -222,7 +187,7 @@ def test_each_request_is_one_tree_whose_parts_are_those_of_the_services_own_log(
         assert (len(log), len(served.joined.rows), served.joined.unbound) == (REQUESTS, REQUESTS, 0)
         assert_one_tree_each(sent_to(collector), log)
         assert_queues_told(collector, served)
-    assert_one_tree_each(converted(served), log)
+    assert_one_tree_each(converted(tmp_path / "traces"), log)
     assert not differing(served.trace, log)
     assert near_the_middle(served.trace, log) > REQUESTS / 2  # or the log's times would be too far apart to tell much
     for what in ("/generate", *SPANS, *BATCHES):
