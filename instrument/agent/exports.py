@@ -6,7 +6,6 @@ and outlives a fault there: where the child ends, another one goes on where the 
 
 from __future__ import annotations
 
-import gc
 import os
 import selectors
 import signal
@@ -18,11 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
+from instrument.agent import child
 from instrument.agent.peer import Connection
 from instrument.agent.processes import GOODBYE, Process, Run
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.runtime import packets
+
+EXPORTER = "instr-exporter"
+"""The name of the child; the system keeps 15 characters."""
 
 BEGINNINGS, BEGINNINGS_S = 5, 600.0
 """So often within such a time the child is begun anew; it does not end by itself."""
@@ -169,16 +172,11 @@ class Exports:
             return False
         self._begun.append(now)
         try:
-            ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
-            pid = os.fork()
+            self._connection, self._child = child.begin(_serve, EXPORTER)
         except OSError as problem:
             self.problem = f"no process could be made to export spans: {problem.strerror}"
             return False
-        if pid == 0:
-            _be_exporter(theirs)
-        theirs.close()
-        self._connection, self._child = Connection(ours), pid
-        self._selector.register(ours.fileno(), selectors.EVENT_READ, self._hear)
+        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._hear)
         return True
 
     def _send(self, message: packets.Message, *descriptors: int) -> None:
@@ -273,9 +271,7 @@ class Exports:
         self._selector.unregister(self._connection.fileno())
         self._connection.close()
         self._connection = None
-        with suppress(ProcessLookupError):
-            os.kill(self._child, signal.SIGKILL)
-        os.waitpid(self._child, 0)
+        child.end(self._child)
 
 
 def _is_alike(one: Process, other: Process) -> bool:
@@ -283,20 +279,8 @@ def _is_alike(one: Process, other: Process) -> bool:
     return all(one.facts.get(name) == other.facts.get(name) for name in ("service", "profile", "digest"))
 
 
-def _be_exporter(connection: socket.socket) -> None:
-    """In the child: export what is handed over, with nothing else of the agent's in its hands. Does not return."""
-    code = 1
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
-        descriptor = 3
-        os.dup2(connection.fileno(), descriptor)
-        os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        gc.freeze()
-        from instrument.agent.export_loop import ExportLoop
+def _serve(connection: socket.socket) -> None:
+    """In the child: export what is handed over."""
+    from instrument.agent.export_loop import ExportLoop
 
-        ExportLoop(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor)).serve()
-        code = 0
-    finally:
-        os._exit(code)
+    ExportLoop(connection).serve()

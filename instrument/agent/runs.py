@@ -9,7 +9,7 @@ import os
 import selectors
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from instrument.agent import departure, exit_status, journal, run_report, telling
 from instrument.agent.exports import Exports
+from instrument.agent.gauge_reader import GaugeReader
 from instrument.agent.glance import rows_held
 from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
@@ -77,6 +78,7 @@ class Runs:
         self._jobs = Jobs(loop.selector)
         self.exports = Exports(loop.selector, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
+        self.gauges = GaugeReader(loop.selector, self._tell)
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
         if own is None:
@@ -112,6 +114,7 @@ class Runs:
         self._jobs.stop()
         self.exports.stop()
         self.exports.forget_missed()
+        self.gauges.stop()
         for run in self:
             self._forget(run)
             if run.first_fd >= 0:
@@ -133,6 +136,7 @@ class Runs:
         if known is not None and is_back and not known.has_become_another_program():
             known.facts, known.connection, self._members[connection] = facts, connection, known
             self._export(known)
+            self._read_gauges(known)
             return []  # it has lost its connection, and comes back with the same recording
         if known is not None:
             self._replaced(known)
@@ -155,6 +159,7 @@ class Runs:
         if process.exit_fd >= 0:
             self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
         self._export(process)
+        self._read_gauges(process)
         return [memory] if memory >= 0 else []
 
     def _take_over(self) -> None:
@@ -171,6 +176,12 @@ class Runs:
         process.has_recorded = True
         process.run.is_told = False
         journal.note(self._folder, process)
+        self._read_gauges(process)
+
+    def _read_gauges(self, process: Process) -> None:
+        """Read them of those that record, once they do: many processes only begin others."""
+        if process.has_recorded:
+            self._loop.attempt(partial(self.gauges.add, process))
 
     # ---------------------------------------------------------------- who leaves
 
@@ -285,6 +296,7 @@ class Runs:
         process.ended_ns, process.how = time.monotonic_ns(), how
         journal.forget(self._folder, process)
         self.exports.note_ended(process)
+        self.gauges.note_ended(process)
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
             if how == VANISHED and process.status is None:
@@ -439,8 +451,12 @@ class Runs:
 
     def _leave_export_to(self, process: Process) -> None:
         """Have a process that lives export what it records itself, and at once."""
-        if process.lives and process.connection is not None:
-            self._loop.send(process.connection, {"yours": True})
+        if process.lives:
+            self._tell(process, {"yours": True})
+
+    def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
+        if process.connection is not None:
+            self._loop.send(process.connection, message)
 
     def tell_of_exports(self) -> None:
         """Say what has not reached the collector, at the end."""

@@ -92,6 +92,8 @@ class Agent:
             self._runs.exports.release(process)
         elif process is not None and "flush" in message:
             self._runs.exports.flush(process)
+        elif process is not None and ("gauges" in message or "readings" in message):
+            self._runs.gauges.hear(process, message)
         elif process is not None and "hears" in message:
             process.hears = True
         elif process is not None and "goodbye" in message:

@@ -62,6 +62,7 @@ class GaugeSources:
         self._due_ns: dict[str, int] = {}
         self._rarely_ns: dict[str, int] = {}
         self._newest_ns: dict[str, int] = {}
+        self._just_read: list[Sample] = []
         self.inside = Lock()
 
     def prepare(self, *, is_spoilt: bool = False) -> None:
@@ -127,6 +128,9 @@ class GaugeSources:
                 del self._due_ns[name]
         if "nvml" not in self._due_ns and self._settings.host_ns == AUTO_NS:
             self._due_ns.clear()  # the host was read with the GPUs
+        samples, self._just_read = self._just_read, []
+        if samples:
+            self._keep(samples)  # all of one time at once, for those who go on behind the newest time
 
     def close(self) -> None:
         """Give back what `open` took."""
@@ -172,7 +176,7 @@ class GaugeSources:
         except NvmlError as error:
             self._reasons.append(f"{error}; the GPUs are not read any more")
             return False
-        self._keep_of(now_ns, told)
+        self._note(now_ns, told)
         return True
 
     def _reopen(self, gpus: Nvml) -> bool:
@@ -184,11 +188,11 @@ class GaugeSources:
         return self._open(gpus)
 
     def _read_host(self, host: Host, now_ns: int, rarely: bool) -> bool:
-        self._keep_of(now_ns, [(HOST, host.read(now_ns, rarely))])
+        self._note(now_ns, [(HOST, host.read(now_ns, rarely))])
         return True
 
     def _read_torch(self, now_ns: int, rarely: bool) -> bool:
-        self._keep_of(now_ns, self.torch_memory(rarely=rarely))
+        self._note(now_ns, self.torch_memory(rarely=rarely))
         return not self._torch.problem
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
@@ -196,12 +200,9 @@ class GaugeSources:
         with self.inside:
             return self._torch.read(rarely)
 
-    def _keep_of(self, now_ns: int, told: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
-        samples = [
-            Sample(name, device, now_ns, values[name]) for device, values in sorted(told) for name in sorted(values)
-        ]
-        if samples:
-            self._keep(samples)
+    def _note(self, now_ns: int, told: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        for device, values in told:
+            self._just_read += [Sample(name, device, now_ns, values[name]) for name in sorted(values)]
 
     # ------------------------------------------------------------ what is known
 

@@ -18,7 +18,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,11 @@ class ControlServer:
         membership: Membership | None = None,
         end: Callable[[], object] | None = None,
         look_after_export: Callable[[bool], object] = lambda _: None,
-        take_over_export: Callable[[], object] = lambda: None,
+        hear_agent: Callable[[Mapping[str, Any]], object] = lambda _: None,
     ) -> None:
         self._end = end
         self._look_after_export = look_after_export
-        self._take_over_export = take_over_export
+        self._hear = hear_agent
         self._membership = membership
         self._folder = folder
         self._watched = watched
@@ -269,8 +269,7 @@ class ControlServer:
             if membership is not None:
                 membership.close()
             return
-        if "yours" in message:  # the agent exports no more what is recorded here
-            self._take_over_export()
+        self._hear(message)
         if "do" not in message:
             return
         request = Request.parsed(json.dumps(message["do"]).encode())

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from instrument import otlp
 from instrument.errors import ExportError
@@ -24,6 +25,7 @@ from instrument.recording.meter_place import DAMAGED, MeterState
 from instrument.recording.spans import Span
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
+from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.handover import Standing
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership
@@ -51,6 +53,7 @@ class Exporting(Recorded):
     _threads: SessionThreads
     _saving: Saving
     _membership: Membership
+    _gauge_watch: GaugeWatch
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
@@ -108,10 +111,7 @@ class Exporting(Recorded):
         if metered is not None:
             with suppress(*DAMAGED):
                 metrics.go_on(metered.told)
-        now_ns = time.monotonic_ns()
-        samples = self._gauges.samples(metrics.taken_ns + 1, now_ns)
-        if samples:
-            metrics.offer(samples, self._gauges.gpus())
+        self._tell_readings(metrics)
 
     def _end_export(self) -> Standing:
         exporter, outbox = self._exporter, self._outbox
@@ -147,7 +147,26 @@ class Exporting(Recorded):
         self._tell_resource()
         if self._exporter is not None and not self.handover.is_own:
             self._tell_books()
-        self.handover.look(self._membership.joins if is_joined else 0)
+        joined = self._membership.joins if is_joined else 0
+        self.handover.look(joined)
+        self._gauge_watch.look(joined)
+        if self._exporter is not None and self.handover.is_own and not self._gauges.is_reading:
+            self._tell_readings(self._exporter.metrics)
+
+    def _hear_agent(self, message: Mapping[str, Any]) -> None:
+        """Go by what the agent says of what it does in place of this process."""
+        if "yours" in message:  # it exports no more what is recorded here
+            self.handover.take_over()
+        if "gauges" in message:
+            self._gauge_watch.hear(message["gauges"])
+
+    def _tell_readings(self, metrics: Metrics) -> None:
+        """Tell the gauges that were read since that was done last, by whoever read them."""
+        now_ns = time.monotonic_ns()
+        first_ns = now_ns - GAUGES_FOR_NS if metrics.off else metrics.taken_ns + 1
+        samples = self._gauges.samples(first_ns, now_ns)
+        if samples:
+            metrics.offer(samples, self._gauges.gpus())
 
     def _tell_resource(self) -> None:
         """Tell the agent of a tracer provider that the service has configured by now: both are the same service."""

@@ -161,7 +161,7 @@ class Generations:
         has_ended: Callable[[], bool],
         end_of_main_thread: Callable[[], Callable[[], object] | None],
         look_after_export: Callable[[bool], object],
-        take_over_export: Callable[[], object],
+        hear_agent: Callable[[Mapping[str, Any]], object],
     ) -> None:
         self._session = session
         self._folder = folder
@@ -170,7 +170,7 @@ class Generations:
         self._has_ended = has_ended
         self._end_of_main_thread = end_of_main_thread
         self._look_after_export = look_after_export
-        self._take_over_export = take_over_export
+        self._hear = hear_agent
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
         """Held while one profile takes the place of another."""
@@ -226,7 +226,7 @@ class Generations:
             self._membership,
             self._end_of_main_thread(),
             self._look_after_export,
-            self._take_over_export,
+            self._hear,
         )
 
     def hear_agent(self) -> None:

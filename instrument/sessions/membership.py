@@ -55,6 +55,7 @@ class Membership:
         self._fd = -1
         self._identity = (0, 0)
         self._memory_identity: tuple[int, int] | None = None
+        self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
         """How often it has tried to join: by another connection each time."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
@@ -136,6 +137,9 @@ class Membership:
 
     def heard(self) -> Mapping[str, Any] | None:
         """The next message of the agent, {} for none; None where it has gone."""
+        return self._put_aside.pop(0) if self._put_aside else self._received()
+
+    def _received(self) -> Mapping[str, Any] | None:
         connection = self._connection()
         if connection is None:
             return None
@@ -178,23 +182,32 @@ class Membership:
             self.close()
 
     def _answer(self, wait_s: float) -> Mapping[str, Any]:
-        """The next answer to the goodbye: messages of another kind may come before it."""
+        """The next answer to the goodbye."""
+        message = self.await_word("goodbye", wait_s) or {}
+        answer = message.get("goodbye")
+        return dict(answer) if isinstance(answer, dict) else {}
+
+    def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
+        """The next message that has that word; None where none comes in time. What comes before it can be `heard`."""
         end = time.monotonic() + wait_s
-        while (left_s := end - time.monotonic()) > 0:
+        while self._fd >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
             readable.register(self._fd, select.POLLIN)
             if not readable.poll(1000 * left_s):
                 break
-            message = self.heard()
+            message = self._received()
             if message is None:
                 break
-            if "goodbye" in message:
-                return dict(message["goodbye"]) if isinstance(message["goodbye"], dict) else {}
-        return {}
+            if name in message:
+                return message
+            if message:
+                self._put_aside.append(message)
+        return None
 
     def after_fork_in_child(self) -> None:
         """Leave the connection to the parent, whose sign of life it is. The child's recording is another one."""
         self._memory_identity = None
+        self._put_aside.clear()
         self.joins = 0
         self.close()
 
@@ -247,9 +260,18 @@ def _target_of(descriptor: int) -> str:
 class RunFacts:
     """What the run's agent is told of a session, when it joins and when it leaves."""
 
-    def __init__(self, session: Recorded, saving: Saving, *, is_of_run: bool, has_threads: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        session: Recorded,
+        saving: Saving,
+        gauges: Callable[[], Mapping[str, Any] | None],
+        *,
+        is_of_run: bool,
+        has_threads: Callable[[], bool],
+    ) -> None:
         self._session = session
         self._saving = saving
+        self._gauges = gauges
         self._is_of_run = is_of_run
         self._has_threads = has_threads
 
@@ -272,6 +294,7 @@ class RunFacts:
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
             "export": session.export_settings(),
+            "gauges": self._gauges(),
         }
 
     def at_end(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.exporting import Exporting
+from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import UNREAD
 from instrument.sessions.lock import SessionLock
@@ -66,10 +67,10 @@ class Session(Exporting):
         self._threads = SessionThreads(
             self.account,
             self._budget,
-            self._gauges,
             self._exporter,
             waits=self._is_of_run,
             look=self._pump,
+            begin_gauges=lambda: self._gauge_watch.begin(),
             is_needed=self._is_looked_after,
             sends=self._sends,
             follow=self._follow_threads,
@@ -78,9 +79,16 @@ class Session(Exporting):
         folder = files.working_folder()
         self._saving = Saving(self, folder, files.run_of_process())
         self._facts_told = RunFacts(
-            self, self._saving, is_of_run=self._is_of_run, has_threads=lambda: self._threads.have_begun
+            self,
+            self._saving,
+            lambda: self._gauge_watch.facts(),
+            is_of_run=self._is_of_run,
+            has_threads=lambda: self._threads.have_begun,
         )
         self._membership = Membership(self._facts_told.at_join, lambda: RECORDER.memory_fd)
+        self._gauge_watch = GaugeWatch(
+            self._gauges, self._membership, lambda: RECORDER.memory_fd, lambda: RECORDER.tell(self._facts())
+        )
         self._generations = Generations(
             self,
             folder,
@@ -89,7 +97,7 @@ class Session(Exporting):
             has_ended=lambda: self._threads.stopping.is_set(),
             end_of_main_thread=lambda: self._end_of_main_thread if self._is_of_thread else None,
             look_after_export=lambda is_joined: self.look_after_export(is_joined=is_joined),
-            take_over_export=lambda: self.handover.take_over(),
+            hear_agent=self._hear_agent,
         )
 
     def _start(self) -> None:
@@ -120,7 +128,7 @@ class Session(Exporting):
                 self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
-            self._undos.append(self._gauges.stop)
+            self._undos.append(self._gauge_watch.stop)
             self._gauges.prepare()
             self._saving.prepare_files()
             self._choose_clock()
@@ -384,6 +392,7 @@ class Session(Exporting):
         self._leave_export_to_agent()
         RECORDER.tell(self._facts())
         self._gauges.after_fork_in_child(begins=False)
+        self._gauge_watch.after_fork_in_child()
         self._gpus_told = ()
         self._threads.start_when_needed()
         self._generations.listen_in_child()

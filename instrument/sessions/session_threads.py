@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from instrument import otlp
-from instrument.device.gauges import Gauges
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.thread_names import await_first_span
@@ -36,21 +35,21 @@ START_LIMIT_S = 1.0
 class SessionThreads:
     """Begins the threads of a session and ends its own.
 
-    `look` is what the session's own does again and again, where `is_needed()`; `sends()` is whether the session itself
-    has anything to send to a collector; `follow` what there is to do once they
-    have begun, and `tell_others` what follows where they began with a span. `waits` is whether they begin with the
-    first span that is recorded.
+    `begin_gauges` has gauges read from then on. `look` is what the session's own does again and again, where
+    `is_needed()`; `sends()` is whether the session itself has anything to send to a collector; `follow` what there is
+    to do once they have begun, and `tell_others` what follows where they began with a span. `waits` is whether they
+    begin with the first span that is recorded.
     """
 
     def __init__(
         self,
         account: Account,
         budget: Budget,
-        gauges: Gauges,
         exporter: otlp.Exporter | None,
         *,
         waits: bool,
         look: Callable[[], object],
+        begin_gauges: Callable[[], object],
         is_needed: Callable[[], bool],
         sends: Callable[[], bool],
         follow: Callable[[], None],
@@ -58,10 +57,10 @@ class SessionThreads:
     ) -> None:
         self._account = account
         self._budget = budget
-        self._gauges = gauges
         self._exporter = exporter
         self._waits = waits
         self._look = look
+        self._begin_gauges = begin_gauges
         self._is_needed = is_needed
         self._sends = sends
         self._follow = follow
@@ -132,7 +131,7 @@ class SessionThreads:
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
         if self._exporter is not None and self._sends():
             self._exporter.start()
-        self._gauges.begin()
+        self._begin_gauges()
         self.start()
         self._follow()
 

@@ -1,0 +1,183 @@
+"""Who reads the gauges of this process: the agent of its run from outside, or a thread of its own.
+
+A process of a run leaves that to the agent, and has no thread for it then. What it alone can tell, of the allocator of
+torch, it reads on the thread for control and tells the agent. Without an agent, where that cannot read this process
+from where it is, and where it has gone, the process does so itself; where another agent comes that one goes on. A claim
+to the recording, which is a lock, says who does, so there is one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from typing import Any
+
+from instrument.device.gauge_sources import RARELY_NS
+from instrument.device.gauges import Gauges
+from instrument.device.nvml import ORDER, VARIABLE
+from instrument.recording.gauge_ring import GaugePlace
+from instrument.recording.spans import Gpu
+from instrument.runtime.faults import FAULTS
+from instrument.sessions.membership import Membership
+
+ALONE_S = 3.0
+"""How long nobody must have read them before the process does so itself."""
+
+LAST_READING_S = 0.5
+"""The longest that the end waits for the agent's last reading."""
+
+
+class GaugeWatch:
+    """Has the gauges read from `begin` on. `memory` tells the descriptor of the recording, -1 for none.
+
+    `changed` is called where others are to know of other GPUs. `begin` and `stop` are for one thread at a time, `look`
+    and `hear` for the thread for control.
+    """
+
+    def __init__(
+        self, gauges: Gauges, membership: Membership, memory: Callable[[], int], changed: Callable[[], object]
+    ) -> None:
+        self._gauges = gauges
+        self._membership = membership
+        self._memory = memory
+        self._changed = changed
+        self._claim: GaugePlace | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._has_begun = self._has_stopped = False
+        self._joined = self._refused = 0
+        self._since = 0.0
+        self._told: Mapping[str, Any] | None = None
+        self._torch_ns = 0
+
+    def after_fork_in_child(self) -> None:
+        """Nobody reads them, until it begins; what the parent has claimed is the parent's."""
+        self._close_claim()
+        self._reset()
+
+    def facts(self) -> Mapping[str, Any] | None:
+        """What the agent is asked to read; None where there is nothing to read."""
+        if not self._gauges.are_wanted:
+            return None
+        wanted = self._gauges.wanted()
+        environ = {name: os.environ[name] for name in (VARIABLE, ORDER) if name in os.environ}
+        self._told = {"nvml_ns": wanted.nvml_ns, "host_ns": wanted.host_ns, "environ": environ}
+        return self._told
+
+    # ---------------------------------------------------------------- who reads
+
+    def begin(self) -> None:
+        """Have them read: by the agent, where this process has joined one."""
+        self._has_begun, self._since = True, time.monotonic()
+        self._joined = self._membership.joins
+        if not (self._membership.is_joined and self._memory() >= 0):
+            self._read_here()
+
+    def _read_here(self) -> None:
+        """Read them on a thread of this process, unless somebody else still does."""
+        if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
+            return
+        if self._membership.path and self._memory() >= 0:
+            with suppress(OSError):
+                self._claim = GaugePlace(self._memory())
+                if not self._claim.take():
+                    self._close_claim()
+                    return
+        self._gauges.begin()
+
+    def _close_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+
+    def _is_taken(self) -> bool:
+        """Whether another process reads them."""
+        try:
+            with closing(GaugePlace(self._memory())) as place:
+                return place.is_taken()
+        except OSError:
+            return False
+
+    def look(self, joined: int) -> None:
+        """Do what there is to do now and then. `joined` is the number of the connection to an agent, 0 for none."""
+        if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or self._memory() < 0:
+            return
+        if self._gauges.is_reading:
+            if joined not in (0, self._joined):
+                self._gauges.stop()
+                self._close_claim()
+                self._joined, self._since = joined, time.monotonic()
+            return
+        self._joined = joined or self._joined
+        if self._is_taken():
+            self._since = time.monotonic()
+            self._tell_changes()
+            self._tell_torch()
+        elif self._refused == self._joined or time.monotonic() - self._since > ALONE_S:
+            self._read_here()
+
+    def hear(self, told: Any) -> None:
+        """Go by what the agent says: which GPUs it reads and what it cannot, or that it does not read them here."""
+        if not isinstance(told, dict):
+            return
+        if "yours" in told:
+            self._refused = self._membership.joins
+            why = f"device: a thread of this process reads the gauges, not the agent: {told['yours']!s}"
+            self._gauges.note_outside((), [why])
+            if self._has_begun:
+                self._joined = self._refused
+                self._read_here()
+        elif "gpus" in told:
+            gpus = [Gpu(int(one["device"]), str(one["model"]), str(one["uuid"])) for one in told["gpus"]]
+            self._gauges.note_outside(gpus, [str(note) for note in told["notes"]])
+            self._changed()
+
+    # ---------------------------------------------------------------- what the agent does not know
+
+    def _tell_changes(self) -> None:
+        """Tell of other GPUs that this process is shown: a service may say so late."""
+        before = self._told
+        if self.facts() != before:
+            self._membership.tell({"gauges": self._told})
+
+    def _tell_torch(self, *, is_last: bool = False) -> None:
+        """Tell what torch's allocator holds, which it tells nobody outside."""
+        if self._gauges.wanted().host_ns is None:
+            return
+        now_ns = time.monotonic_ns()
+        rarely = is_last or now_ns >= self._torch_ns
+        found = self._gauges.torch_memory(rarely=rarely)
+        if rarely:
+            self._torch_ns = now_ns + RARELY_NS
+        rows = [[device, name, value] for device, values in found for name, value in values.items()]
+        if rows:
+            self._membership.tell({"readings": rows})
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> None:
+        """Have a last reading made, and none after that."""
+        self._has_stopped = True
+        self._gauges.stop()
+        if self._claim is not None or not self._has_begun or not self._gauges.are_wanted:
+            self._close_claim()
+        elif self._is_taken():
+            FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
+            if self._membership.tell({"gauges": None}):
+                self._await_last()
+
+    def _await_last(self) -> None:
+        end = time.monotonic() + LAST_READING_S
+        while (left_s := end - time.monotonic()) > 0:
+            told = self._membership.await_word("gauges", left_s)
+            if told is None:
+                break
+            self.hear(told["gauges"])
+            if isinstance(told["gauges"], dict) and told["gauges"].keys() & {"ended", "yours"}:
+                return
+        self._gauges.note_outside(
+            self._gauges.gpus(), [f"device: the agent had not read the gauges again {LAST_READING_S:g} s after the end"]
+        )

@@ -1,0 +1,245 @@
+"""Gauges of a run's processes as its agent reads them: what a process reads itself, and no thread in it for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from otlp_collectors import collecting, take
+from test_agent import agents, begin, folder, run, until
+from test_agent_containers import ALONE, INSTRUMENT, beside, needs_namespaces
+
+from instrument.agent.gauge_reader import ELSEWHERE
+from instrument.recording.spans import HOST
+from instrument.runtime import run_folder
+from instrument.trace import file
+
+__all__ = ["folder"]
+
+CALLS = "instrument.call.duration"
+GAUGES = "device: {cuda: off, host: 50ms}\n"
+OTLP = "export: {otlp: {endpoint: 'http://127.0.0.1:%d'}}\n"
+FUNCTIONS = "service: shop\nfunctions: [{match: 'engine:step'}]\n"
+
+SERVICE = """
+import json, os, sys, threading, time
+import engine
+import instrument
+
+def until(found):
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name != "MainThread")
+
+def samples():
+    return instrument.session().trace().samples
+
+engine.step(1)
+for line in sys.stdin:
+    exec(line)
+    print(flush=True)
+"""
+
+
+STOP = (
+    "session = instrument.session(); instrument.stop(); found = session.trace().samples; "
+    "print(json.dumps([[one.device, one.name, one.at_ns, one.value] for one in found]))"
+)
+
+
+def serve(profile: str) -> subprocess.Popen[str]:
+    Path("profile.yaml").write_text(profile)
+    return begin(SERVICE)
+
+
+def do(service: subprocess.Popen[str], line: str) -> str:
+    """Have it do that; what it prints."""
+    assert service.stdin is not None
+    assert service.stdout is not None
+    service.stdin.write(f"{line}\n")
+    service.stdin.flush()
+    answer = service.stdout.readline().strip()
+    if answer:
+        assert service.stdout.readline() == "\n"
+    return answer
+
+
+def end(service: subprocess.Popen[str]) -> str:
+    _, errors = service.communicate(timeout=120)
+    assert service.returncode == 0, errors
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("profile", "alone", "beside_an_agent"),
+    [
+        pytest.param(FUNCTIONS + GAUGES, ["instrument-nvml"], [], id="gauges"),
+        pytest.param(
+            FUNCTIONS.replace("}", ", metrics: true}") + GAUGES + OTLP,
+            ["instrument", "instrument-nvml", "instrument-otlp"],
+            [],
+            id="all-over-OTLP",
+        ),
+        pytest.param(
+            FUNCTIONS + "schedule: {step: 'engine:step', closed: 1, record: 1}\nexport: {chrome: {path: 't.json'}}\n",
+            ["instrument"],
+            ["instrument"],
+            id="windows",
+        ),
+    ],
+)
+def test_beside_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cuts_windows(
+    profile: str, alone: list[str], beside_an_agent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    with collecting(take) as collector:
+        for agent, expected in (("off", alone), ("auto", sorted([*beside_an_agent, "instrument-control"]))):
+            service = serve(f"{profile.replace('%d', str(collector.server_port))}agent: {agent}\n")
+            do(service, f"until(lambda: threads() == {expected})")
+            if "host" in profile:
+                do(service, "until(samples)")
+            do(service, "time.sleep(0.3)")
+            found = do(service, "print(json.dumps([threads(), len(os.listdir('/proc/self/task'))]))")
+            assert json.loads(found) == [expected, 1 + len(expected)]
+            end(service)
+            if "otlp" in profile:
+                until(lambda: {metric.name for metric in collector.metrics} >= {"process.memory.usage", CALLS})
+                collector.metrics.clear()
+
+
+def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
+    told: dict[str, dict[str, list[Any]]] = {}
+    for agent in ("off", "auto"):
+        service = serve(f"{FUNCTIONS}{GAUGES}agent: {agent}\n")
+        do(service, "until(lambda: len(samples()) > 12); sum(range(10**6)); time.sleep(0.1)")
+        rows = json.loads(do(service, STOP))
+        end(service)
+        assert {row[0] for row in rows} == {HOST}
+        assert rows == sorted(rows, key=lambda row: (row[2], row[0], row[1]))
+        found = told[agent] = {}
+        for _, name, _, value in rows:
+            found.setdefault(name, []).append(value)
+    own, outside = told["off"], told["auto"]
+    assert set(outside) == set(own) == {"cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"}
+    assert outside["cores"][-1] == own["cores"][-1]
+    assert max(outside["process_cpu"]) > 0
+    for name in ("process_memory", "process_memory_peak"):
+        assert type(outside[name][-1]) is type(own[name][-1]) is int
+        assert outside[name][-1] == pytest.approx(own[name][-1], rel=0.3)
+
+
+@pytest.mark.parametrize("agent", ["off", "auto"])
+def test_the_gauges_of_a_short_session_are_read_as_it_ends(agent: str) -> None:
+    service = serve(f"{FUNCTIONS}device: {{cuda: off, host: 1h}}\nagent: {agent}\n")
+    do(service, "until(threads); time.sleep(0.2)")
+    rows = json.loads(do(service, STOP))
+    names = ["cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"]
+    assert [name for _, name, *_ in rows] == names
+    end(service)
+
+
+def test_the_last_gauges_of_a_process_that_is_killed_are_in_what_it_leaves() -> None:
+    service = serve(FUNCTIONS + GAUGES)
+    do(service, "until(lambda: len(samples()) > 12)")
+    service.kill()
+    service.communicate(timeout=120)
+    (path,) = until(lambda: list(Path().rglob("*-died.npz")))
+    trace = until(lambda: file.load(path).trace())
+    assert "Its last gauges, " in trace.died
+    newest = {sample.name: sample.value for sample in trace.samples}
+    assert newest["process_memory"] > 1e6
+    assert all(sample.value for sample in trace.samples if sample.name == "process_memory"), "not of what was left"
+
+
+@pytest.mark.slow
+def test_a_process_reads_its_gauges_while_there_is_no_agent_and_the_next_agent_does() -> None:
+    service = serve(FUNCTIONS + GAUGES)
+    do(service, "until(samples); until(lambda: threads() == ['instrument-control'])")
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    do(service, "until(lambda: 'instrument-nvml' in threads()); before = len(samples())")
+    do(service, "until(lambda: len(samples()) > before)")
+    (found,) = run_folder.found()
+    second = beside("--run", found.name)
+    do(service, "until(lambda: threads() == ['instrument-control']); before = len(samples())")
+    do(service, "until(lambda: len(samples()) > before)")
+    end(service)
+    second.communicate(timeout=120)
+
+
+TORCH = """
+class _C:
+    def _cuda_memoryStats(device):
+        return {name: {"all": {"current": 5 + device, "peak": 7}} for name in ("allocated_bytes", "reserved_bytes")}
+    def _cuda_getDeviceCount():
+        return 1
+    def _cuda_hasPrimaryContext(device):
+        return True
+
+class cuda:
+    def is_initialized():
+        return True
+"""
+
+
+def test_what_the_allocator_of_torch_tells_the_process_alone_is_told_with_the_rest() -> None:
+    service = serve(FUNCTIONS + GAUGES)
+    do(service, f"import types; exec({TORCH!r}, found := types.ModuleType('torch').__dict__); 0")
+    do(service, "sys.modules['torch'] = types.SimpleNamespace(**found)")
+    do(service, "until(lambda: any(one.name == 'torch_allocated' for one in samples()))")
+    found = do(service, "print({(one.name, one.device, one.value) for one in samples() if one.name[:5] == 'torch'})")
+    assert eval(found) == {
+        ("torch_allocated", 0, 5),
+        ("torch_allocated_peak", 0, 7),
+        ("torch_reserved", 0, 5),
+        ("torch_reserved_peak", 0, 7),
+    }
+    assert do(service, "print(threads())") == "['instrument-control']"
+    end(service)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("which", ["agent", "service"])
+def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_why(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
+    words = ["agent", "--socket", str(path), "--captures", "captures"]
+    pipe = subprocess.PIPE
+    alone = {which: ALONE}
+    agent = subprocess.Popen([*alone.get("agent", []), *INSTRUMENT, *words], stderr=pipe, text=True)
+    assert agent.stderr is not None
+    assert "an agent listens at " in agent.stderr.readline()
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    Path("profile.yaml").write_text(FUNCTIONS + GAUGES)
+    Path("main.py").write_text(SERVICE)
+    words = [*alone.get("service", []), *INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    service = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    do(service, "until(samples)")
+    assert do(service, "print(threads())") == "['instrument-control', 'instrument-nvml']"
+    whose = "it is in another container" if which == "service" else ELSEWHERE
+    note = f"device: a thread of this process reads the gauges, not the agent: {whose}"
+    do(service, f"until(lambda: {note!r} in instrument.session().notes())")
+    end(service)
+    agent.kill()  # and what it has begun, which lives in its namespace
+    agent.communicate(timeout=120)
+    path.unlink(missing_ok=True)
+    path.parent.rmdir()
+
+
+def test_a_process_that_records_nothing_has_no_gauges_read() -> None:
+    Path("profile.yaml").write_text(FUNCTIONS + GAUGES)
+    done = run("""
+        import threading
+        print([thread.name for thread in threading.enumerate()])
+    """)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
