@@ -3,10 +3,29 @@
 Every figure is what a span with keys takes beyond the same span without: to read them of the call, to keep them with
 its row, and to write them where another process reads them. Of a batch it is told for each key, too. Both take turns in
 one process, in blocks shorter than the time that the system lets a process run at once, and the best block counts.
-`--instructions` counts in place of that, under valgrind, which no other load disturbs.
+`--instructions` counts in place of that, under valgrind, which no other load disturbs; it takes a minute for each row,
+so name some with `--only`.
 
 Each call is of another request of 64, whose ids are texts of 36 characters. The bounds are 0.3 us for a key, and 0.1 us
-for each key of a batch.
+for each key of a batch. On two shared x86-64 cores under Python 3.11, with a load of five to ten, in ns:
+
+    a key, by a rule: an argument, or in an attribute or mapping, or of the result     135 to 165
+    a key that is cut; a whole number                                                  180; 175
+    a key of a coroutine, of a generator, of an async generator                        255, 250, 260
+    scope(key=), bind; scope(kind="request", key=)                                     145, 210; 300
+    each key of a batch                                            of 8       of 64      of 256
+        a list, also by scope(batch=)                              51 to 58   25         25
+        an attribute of each item                                  68         42         42
+        a mapping that has the weights                             83         49         52
+        attributes of each item as keys and as weights             116        77         75
+        a mapping, keys cut                                        122        86         86
+    where 2 MiB of other work were in the caches before each call
+        a key                                                      2700 to 10000
+        a batch of 8                                               5000 to 12000, in all
+
+A batch has some 350 ns that it takes whatever its size, so of eight keys with more to read than these each takes more
+than 0.1 us. Where other work was in the caches all of it waits for memory, as does a span without keys: some eighty
+cache lines of code and data. Before there was a native reader a key took 900 to 2200 ns, and 17 to 25 us there.
 """
 
 from __future__ import annotations
@@ -15,6 +34,7 @@ import argparse
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -156,16 +176,20 @@ class Shape(NamedTuple):
 Repeat = Callable[[Callable[[Any], Any], Sequence[Any], int], None]
 
 
+def wrapped(name: str, rule: str, function: Callable[..., Any]) -> tuple[Any, Any]:
+    """A function as a rule with keys selects it, and as one without."""
+    (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
+    reader = KeyReader(function, parsed)
+    assert not reader.missing, reader.missing
+    keyed = RECORDER.wrap(function, Site(name), reader.with_attributes(None), results=reader.of_result)
+    return keyed, RECORDER.wrap(function, Site(f"{name}, plain"))
+
+
 def of_rule(
     name: str, rule: str, function: Callable[..., Any], given: Sequence[Any], repeat: Repeat = call_each, keys: int = 1
 ) -> Shape:
     """The calls of a function that a rule with keys selects, and of the same by a rule without."""
-    (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
-    reader = KeyReader(function, parsed)
-    assert not reader.missing, reader.missing
-    site = Site(name)
-    keyed = RECORDER.wrap(function, site, reader.with_attributes(None), results=reader.of_result)
-    plain = RECORDER.wrap(function, Site(f"{name}, plain"))
+    keyed, plain = wrapped(name, rule, function)
     return Shape(name, lambda calls: repeat(keyed, given, calls), lambda calls: repeat(plain, given, calls), keys)
 
 
@@ -225,25 +249,44 @@ def shapes() -> list[Shape]:
 HEAD = f"{'ns, or instructions':32}{'without':>9}{'with':>9}{'more':>9}{'a key':>9}"
 
 
-def line(shape: Shape, plain: float, keyed: float) -> str:
+def line(name: str, keys: int, plain: float, keyed: float) -> str:
     more = keyed - plain
-    return f"{shape.name:32}{plain:9.0f}{keyed:9.0f}{more:9.0f}{more / shape.keys:9.0f}"
+    return f"{name:32}{plain:9.0f}{keyed:9.0f}{more:9.0f}{more / keys:9.0f}"
 
 
 def measure(rounds: int, only: str) -> list[tuple[Shape, float, float]]:
     """The shapes, and what their spans take with keys and without, in ns."""
     every = [shape for shape in shapes() if only in shape.name]
     every[0].keyed(WARM_UP)  # the memory that others read has been written to by then, all of it
-    best = {shape.name: [float("inf"), float("inf")] for shape in every}
-    for _ in range(rounds):
-        for shape in every:
+    found = []
+    for shape in every:  # one by one: a row that is overwritten gives up its keys, and those are to be of its own shape
+        best, calls = [float("inf"), float("inf")], CALLS if shape.keys == 1 else CALLS // 4
+        for _ in range(rounds):
             for at, run in enumerate((shape.keyed, shape.plain)):
-                calls = CALLS if shape.keys == 1 else 64
                 began_ns = time.perf_counter_ns()
                 run(calls)
-                took = (time.perf_counter_ns() - began_ns) / calls
-                best[shape.name][at] = min(best[shape.name][at], took)
-    return [(shape, *best[shape.name]) for shape in every]  # type: ignore[misc]
+                best[at] = min(best[at], (time.perf_counter_ns() - began_ns) / calls)
+        found.append((shape, best[0], best[1]))
+    return found
+
+
+def measure_cold(rounds: int) -> Iterator[tuple[str, int, float, float]]:
+    """Names, numbers of keys, and what spans take with keys and without where other work has used the caches."""
+    swept, engine, requests = bytes(2 << 20), Engine(IDS[:8]), [Request(one) for one in IDS[:64]]
+    for name, rule, function, given, keys in (
+        ("key: attribute, cold", "key: request.request_id", take, requests, 1),
+        ("batch of 8: list, cold", "batch: self.ids", Engine.step, [engine], 8),
+    ):
+        spent: tuple[list[int], list[int]] = [], []
+        pair = wrapped(name, rule, function)
+        for number in range(rounds):
+            for function, times in zip(pair, spent, strict=True):
+                one = given[number % len(given)]
+                swept.count(b"\1")
+                began_ns = time.perf_counter_ns()
+                function(one)
+                times.append(time.perf_counter_ns() - began_ns)
+        yield name, keys, statistics.median(spent[0]), statistics.median(spent[1])
 
 
 def counted(name: str, which: str, calls: int) -> int:
@@ -258,7 +301,7 @@ def counted(name: str, which: str, calls: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
@@ -275,7 +318,7 @@ def main() -> None:
                 (counted(shape.name, which, many) - counted(shape.name, which, few)) / (many - few)
                 for which in ("keyed", "plain")
             )
-            print(line(shape, plain, keyed))
+            print(line(shape.name, shape.keys, plain, keyed))
         return
     instrument.start(loads("limits: {ring: 1MiB}"))  # which is full after some rounds, as one of weeks is
     if asked.run:
@@ -285,7 +328,9 @@ def main() -> None:
     else:
         print(HEAD)
         for shape, keyed, plain in measure(asked.rounds, asked.only):
-            print(line(shape, plain, keyed))
+            print(line(shape.name, shape.keys, plain, keyed))
+        for name, keys, with_ns, without_ns in () if asked.only else measure_cold(4 * asked.rounds):
+            print(line(name, keys, without_ns, with_ns))
     instrument.stop()
 
 
