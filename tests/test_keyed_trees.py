@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
 from instrument.agent import keyed_requests, keyed_trees
-from instrument.agent.key_facts import KeyedRoot, KeyFacts
+from instrument.agent.key_facts import KeyedRoot, KeyFacts, KeyFactsReader
 from instrument.agent.keyed_requests import KeyedRequests
 from instrument.agent.keyed_trees import KeyedTrees
 from instrument.otlp.packing import Ids, identify, links_of
+from instrument.recording.mapped import ROWS
 from instrument.recording.ring import REQUEST_BIT
-from instrument.recording.spans import Span
+from instrument.recording.spans import KEY, Span
 
 REQUEST = 1000 | REQUEST_BIT
 
@@ -111,6 +114,34 @@ def test_what_bears_the_key_of_another_request_within_what_is_done_for_one_goes_
         12: (front.ids.trace_id(other), front.ids.span_id(other)),
         14: (front.ids.trace_id(other), engine.ids.span_id(12)),
     }
+
+
+def test_a_request_whose_key_a_span_in_the_tree_of_another_one_bears_is_no_part_of_that(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    other = REQUEST + 2
+    begun = [KeyedRoot(REQUEST, 0, None, None), KeyedRoot(other, 5, None, None)]
+    front.requests.learn(front.ids, KeyFacts(begun, [(REQUEST, "a"), (other, "b"), (REQUEST, "b")]), 1.0)
+    assert engine.take([made(10, STEP, 45, 46, thread=ENGINE, key="b")]) == []
+    ended = [KeyedRoot(REQUEST, 0, 100, None), KeyedRoot(other, 5, 80, None)]
+    front.requests.learn(front.ids, KeyFacts(ended), 1.0)
+    first = [made(REQUEST, CHAT, 0, 100, key="a"), made(4, TOKENISE, 20, 40, REQUEST, key="b")]
+    assert front.take(first, [made(other, CHAT, 5, 80, key="b")]) == [[REQUEST, 4], [other]]
+    assert [found[0] for found in parents(front.sent, front.ids).values()] == [
+        front.ids.trace_id(root) for root in (REQUEST, REQUEST, other)
+    ]
+    assert engine.take() == [[10]]
+    assert parents(engine.sent, engine.ids)[10][0] == front.ids.trace_id(other)
+
+
+def test_keys_are_told_in_the_order_in_which_the_spans_that_bear_them_began() -> None:
+    reader = KeyFactsReader(lambda _: CHAT)
+    rows = np.zeros(3, ROWS)
+    rows["span_id"], rows["start_ns"], rows["root_id"] = [2, 3, 4], [30, 10, 20], REQUEST
+    details = {span_id: (-1, json.dumps({"attributes": {KEY: f"of {span_id}"}}).encode()) for span_id in (2, 3, 4)}
+    reader.read_rows([(rows[:1], 1), (rows[1:], 2)], details)
+    assert reader.taken().keys == [(REQUEST, "of 3"), (REQUEST, "of 4"), (REQUEST, "of 2")]
 
 
 def test_what_was_done_for_a_request_that_is_not_kept_is_let_go(both: tuple[Serving, Serving]) -> None:

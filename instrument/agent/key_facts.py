@@ -59,9 +59,9 @@ class KeyedRoot(NamedTuple):
 class KeyFacts:
     """What has been told since the last time.
 
-    `keys` are borne by spans of requests, each with the id of its root; `gone` are those that are open no more, and
-    whose rows nobody will read. `work` are the phases of requests' own trees, `around_others` the roots of those with
-    requests of their own in it, and `opened` of those that are open now.
+    `keys` are borne by spans of requests, each with the id of its root, in the order of their begins; `gone` are those
+    that are open no more, and whose rows nobody will read. `work` are the phases of requests' own trees,
+    `around_others` the roots of those with requests of their own in it, and `opened` of those that are open now.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
@@ -89,11 +89,15 @@ class KeyFactsReader:
         self._facts = KeyFacts()
         self._parts: dict[int, int] = {}
         """By a call path's number what spans of it are of a request: `_PHASE`, `_REQUEST` or nothing."""
+        self._borne: list[tuple[int, int, str]] = []
+        """When spans began that bear keys, the roots of their requests, and their keys."""
 
     def taken(self) -> KeyFacts:
         """What has been told since the last time."""
         found, self._facts = self._facts, KeyFacts()
         found.opened = self._open.keys()
+        found.keys = [(root_id, key) for _, root_id, key in sorted(self._borne)]
+        self._borne = []
         return found
 
     def read(
@@ -115,13 +119,13 @@ class KeyFactsReader:
                     span.span_id, span.start_ns, None, remote, within, remote_around
                 )  # fmt: skip
             if isinstance(key := span.attributes.get(KEY), str) and key:
-                facts.keys.append((span.root_id, key))
+                self._borne.append((span.start_ns, span.root_id, key))
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
         self._read_work([ring.rows for ring in rings], details)
         ended = [
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
-        self._keyed.update(root_id for root_id, _ in facts.keys)
+        self._keyed.update(root_id for _, root_id, _ in self._borne)
         root_around = partial(_root_around, opened=opened, rings=rings)
         self._tell_ended([*self._ended, *ended], details, before, root_around)
         facts.roots += [one for root_id, one in self._open.items() if root_id in self._keyed]
@@ -142,10 +146,11 @@ class KeyFactsReader:
 
     def _read_keys(self, rows: Records, bearing: Sequence[int], details: Details) -> None:
         its = rows[_are_among(rows["span_id"], bearing)]
-        for span_id, root_id in zip(its["span_id"].tolist(), its["root_id"].tolist(), strict=True):
+        columns = (its[name].tolist() for name in ("span_id", "root_id", "start_ns"))
+        for span_id, root_id, start_ns in zip(*columns, strict=True):
             key = _told(details[span_id]).get(KEY) if root_id & REQUEST_BIT else None
             if isinstance(key, str) and key:
-                self._facts.keys.append((root_id, key))
+                self._borne.append((start_ns, root_id, key))
 
     def _read_batches(self, rows: Records, serving: Sequence[int], thread_id: int, details: Details) -> None:
         its = rows[_are_among(rows["span_id"], serving)]

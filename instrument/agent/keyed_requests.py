@@ -3,6 +3,7 @@
 What is known of keys comes from rows as they are read, see `instrument.agent.key_facts`: of all requests, for those
 that are not kept have their keys, too. A request that lies within another one of its key, in another process, is a
 part of that one. Of those that have not ended the ones of other processes than the first one's count as parts.
+What bears the key of one request in the tree of another one of its process makes it no key of that other one.
 """
 
 from __future__ import annotations
@@ -304,9 +305,22 @@ class KeyedRequests:
 
     # ---------------------------------------------------------------- whose a key is
 
+    def _bearers(self, key: str) -> list[KeyedRequest]:
+        """The requests that a key names, but those that bore it after another one of their process that was known by
+        it first: what is done for that one lies in their trees. The same rule for files: `without_strays`."""
+        found: list[KeyedRequest] = []
+        named: set[str] = set()
+        for one in self._by_key.get(key, ()):
+            if next(iter(one.keys), key) == key:
+                named.add(one.instance)
+            elif one.instance in named:
+                continue
+            found.append(one)
+        return found
+
     def of(self, key: str, at_ns: int) -> KeyedRequest | None:
         """The request that a key names at a time: of those that had begun, and are parts of none, the last one."""
-        before = [one for one in self._by_key.get(key, ()) if one.start_ns <= at_ns]
+        before = [one for one in self._bearers(key) if one.start_ns <= at_ns]
         first = min((one for one in before if one.is_open), key=lambda one: one.start_ns, default=None)
         whole = [
             one
@@ -328,7 +342,7 @@ class KeyedRequests:
         found = self.of(key, at_ns)
         if found is not None and found.is_kept and at_ns <= found.end_ns:
             return True
-        return None if any(one.is_open for one in self._by_key.get(key, ())) else False
+        return None if any(one.is_open for one in self._bearers(key)) else False
 
     def around(self, root: Span, ids: Ids, keys: Iterable[str]) -> KeyedRequest | None:
         """The request within which one lies that has ended, by one of its keys: of several the outermost."""
@@ -336,7 +350,7 @@ class KeyedRequests:
         return self._around(own, keys)
 
     def _around(self, request: KeyedRequest, keys: Iterable[str]) -> KeyedRequest | None:
-        found = [one for key in keys for one in self._by_key.get(key, ()) if one.is_around(request)]
+        found = [one for key in keys for one in self._bearers(key) if one is not request and one.is_around(request)]
         return min(found, key=lambda one: (one.start_ns, -one.end_ns), default=None)
 
     def whole_of(self, request: KeyedRequest) -> KeyedRequest | None:
@@ -354,7 +368,7 @@ class KeyedRequests:
 
     def work_of(self, request: KeyedRequest) -> OwnPhases:
         """What was done for a request that has ended, in whatever process, but for what its batches did."""
-        near = {one: None for key in request.keys for one in self._by_key.get(key, ())}
+        near = {one: None for key in request.keys for one in self._bearers(key)}
         its = [request, *(one for one in near if request.is_around(one) and self.whole_of(one) is request)]
         edges = [edge for one in its for edge in (*one.own.edges, *one.elsewhere)]
         return OwnPhases(edges, min(at_ns for one in its for at_ns in (one.own.missing_ns, one.missing_ns)))
@@ -366,7 +380,7 @@ class KeyedRequests:
 
     def followers(self, request: KeyedRequest, key: str) -> list[int]:
         """When others began, and were no parts of it, that a request's key named from then on."""
-        found = (one for one in self._by_key.get(key, ()) if one is not request)
+        found = (one for one in self._bearers(key) if one is not request)
         return [one.start_ns for one in found if one.start_ns > request.start_ns and not request.is_around(one)]
 
     @property
