@@ -12,7 +12,6 @@ may make a new layer in every call, which sits nowhere: for such a class walks t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import gc
 import inspect
 import time
@@ -28,6 +27,7 @@ from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, tensors_near, tensors_of
+from instrument.profile.document import nearest
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
@@ -434,8 +434,8 @@ class Layers:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; nearest is {close[0]}" if close else ""
+    meant = nearest(word, known)
+    return f"; nearest is {meant}" if meant else ""
 
 
 def _compiling_test(torch: Any) -> Callable[[], bool]:

@@ -6,7 +6,6 @@ keeps that one. What else holds a function when its probe comes is changed with 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
+from instrument.profile.document import nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
@@ -382,24 +382,13 @@ class Functions:
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
             return Verdict(rule.text, "unreachable", why=why)
-        nearest = self._nearest(rule.match, there)
-        return Verdict(
-            rule.text, "not found", why="matched no function" + (f"; nearest is {nearest}" if nearest else "")
-        )
+        meant = next(filter(None, (nearest(text, targets.unmatched(text, there)) for text in rule.match)), "")
+        return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Whether a module has by now what the rule names, without having told of it."""
         found = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in found)
-
-    @staticmethod
-    def _nearest(wanted: Iterable[str], modules: Sequence[ModuleType]) -> str | None:
-        for text in wanted:
-            known = targets.unmatched(text, modules)
-            close = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
-            if close:
-                return close[0]
-        return None
 
 
 def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
