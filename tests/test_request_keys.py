@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib
 import inspect
 import json
@@ -24,7 +25,7 @@ from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import PureRecorder, Recorder
-from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Span
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session
 
@@ -471,3 +472,56 @@ def test_keys_that_code_gives_are_those_of_the_recorder_in_python() -> None:
 
     assert told(Recorder()) == told(PureRecorder())
     FAULTS.clear()
+
+
+class Busy:
+    """Whose key is found in another context, inside a span, and empties a list."""
+
+    def __init__(self, recorder: Any, held: list[Any]) -> None:
+        self._recorder, self._held = recorder, held
+
+    @property
+    def id(self) -> str:
+        def found() -> str:
+            with self._recorder.scope("inside"):
+                self._held.clear()
+                return "r1"
+
+        return contextvars.copy_context().run(found)
+
+
+class Interrupted:
+    @property
+    def id(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("make", [Recorder, PureRecorder])
+@pytest.mark.parametrize(("what", "path"), [("key", "held.id"), ("batch", "held[].id")])
+@pytest.mark.parametrize("whence", ["argument", "return"])
+def test_reading_may_run_code_of_the_service(make: Any, what: str, path: str, whence: str) -> None:
+    def work(held: Any) -> Any:
+        return held
+
+    recorder = make()
+    recorder.on = True
+    path = path if whence == "argument" else path.replace("held", "return", 1)
+    (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions
+    keys = KeyReader(work, rule)
+    keyed = recorder.wrap(work, Site("work"), keys.with_attributes(None), results=keys.of_result)
+    held: list[Any] = []
+    for holder in (held, [Interrupted()]):
+        if holder is held:
+            held += [Busy(recorder, held), Busy(recorder, held)]
+        given = holder if what == "batch" else holder[0]
+        with recorder.scope("around"):
+            if holder is held:
+                assert keyed(given) is given
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    keyed(given)
+    names = {row[1]: recorder.site_of(row).name for ring in recorder.rings() for row in ring.newest(0)[0]}
+    rows = [row for ring in recorder.rings() for row in ring.newest(0)[0] if recorder.site_of(row).name == "work"]
+    told = {KEY: "r1"} if what == "key" else {BATCH_KEYS: ("r1", "r1")}
+    assert [names[row[2]] for row in rows] == ["around"] * (1 if whence == "argument" else 2)
+    assert rows[0][10] == told
