@@ -411,6 +411,24 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
     assert len(front.trees.stages) == 0
 
 
+@pytest.mark.parametrize(("key", "inner_key"), [("a", ""), ("", "a"), ("b", "a")])
+def test_requests_with_others_in_their_trees_are_told_unless_these_have_keys_of_their_own(
+    key: str, inner_key: str, clock: Clock
+) -> None:
+    run = Run()
+    top = run.add(run.front, CHAT, 0, 30 * S, key=key)
+    inner = run.add(run.front, Site("one of all", "request"), S, 25 * S, top)
+    inner.span_id, inner.root_id = inner.span_id & ~REQUEST_BIT, top.span_id  # as of all that began within a request
+    inner.attributes = {**inner.attributes, "number": inner.span_id}
+    run.add(run.front, WAIT, 2 * S, 24 * S, inner, key=inner_key)
+    run.add(run.engine, EXECUTE, 12 * S, 13 * S, batch=["a"])
+    front, _ = by_agent(run, clock, sample=0.0)
+    has_own = key == "b"
+    assert queued(run) == {inner.span_id if has_own else top.span_id: 10 * S}
+    assert front.queued == ({} if has_own else queued(run))
+    assert front.queues.left_out == int(has_own)
+
+
 def test_of_more_open_requests_than_there_is_room_for_phases_it_is_known_that_some_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

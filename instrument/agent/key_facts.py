@@ -61,7 +61,7 @@ class KeyFacts:
 
     `keys` are borne by spans of requests, each with the id of its root, in the order of their begins; `gone` are those
     that are open no more, and whose rows nobody will read. `work` are the phases of requests' own trees,
-    `around_others` the roots of those with requests of their own in it, and `opened` of those that are open now.
+    `around_others` the roots of those in whose tree there are others with keys, and `opened` of those that are open now.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
@@ -91,6 +91,8 @@ class KeyFactsReader:
         """By a call path's number what spans of it are of a request: `_PHASE`, `_REQUEST` or nothing."""
         self._borne: list[tuple[int, int, str]] = []
         """When spans began that bear keys, the roots of their requests, and their keys."""
+        self._bearing: list[tuple[int, int]] = []
+        """The spans whose keys were just told, and their roots."""
 
     def taken(self) -> KeyFacts:
         """What has been told since the last time."""
@@ -120,8 +122,10 @@ class KeyFactsReader:
                 )  # fmt: skip
             if isinstance(key := span.attributes.get(KEY), str) and key:
                 self._borne.append((span.start_ns, span.root_id, key))
+                self._bearing.append((span.span_id, span.root_id))
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
         self._read_work([ring.rows for ring in rings], details)
+        self._find_others(opened, [ring.rows for ring in rings])
         ended = [
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
@@ -151,6 +155,7 @@ class KeyFactsReader:
             key = _told(details[span_id]).get(KEY) if root_id & REQUEST_BIT else None
             if isinstance(key, str) and key:
                 self._borne.append((start_ns, root_id, key))
+                self._bearing.append((span_id, root_id))
 
     def _read_batches(self, rows: Records, serving: Sequence[int], thread_id: int, details: Details) -> None:
         its = rows[_are_among(rows["span_id"], serving)]
@@ -170,13 +175,34 @@ class KeyFactsReader:
                 continue
             nodes, of = np.unique(below["node"], return_inverse=True)
             parts = np.array([self._part_of(node) for node in nodes.tolist()])[of]
-            self._facts.around_others.update(below["root_id"][parts == _REQUEST].tolist())
             its = below[(parts == _PHASE) & ~_are_among(below["span_id"], serving)]
             if len(its):
                 work = np.empty(len(its), PHASES)
                 for name in PHASES.names or ():
                     work[name] = its[name]
                 self._facts.work.append(work)
+
+    def _find_others(self, opened: Mapping[int, OpenSpan], of_rings: Sequence[Records]) -> None:
+        """Find the requests in whose trees others bear keys: what is around these is open, or was just read."""
+        bearing, self._bearing = self._bearing, []
+        above: dict[int, tuple[int, bool]] = {}
+        if not bearing:
+            return
+        for rows in of_rings:
+            its = rows[_are_among(rows["root_id"], {root_id for _, root_id in bearing})]
+            columns = (its[name].tolist() for name in ("span_id", "parent_id", "node"))
+            for span_id, parent_id, node in zip(*columns, strict=True):
+                above[span_id] = parent_id, self._part_of(node) == _REQUEST
+        for span_id, root_id in bearing:
+            at, seen = span_id, set[int]()
+            while at and at != root_id and at not in seen:  # parents of another process may go in a circle
+                seen.add(at)
+                one = opened.get(at)
+                at, is_request = (
+                    above.get(at, (0, False)) if one is None else (one.parent_id, one.site.kind == "request")
+                )
+                if is_request:
+                    self._facts.around_others.add(root_id)
 
     def _part_of(self, node: int) -> int:
         found = self._parts.get(node)

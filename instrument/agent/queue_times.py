@@ -145,7 +145,8 @@ class QueueTimes:
         if not has_time.any():
             return None
         first_ns, phases = int(starts[has_time].min()), self._requests.work_of(request)
-        if phases.missing_ns <= first_ns or request.is_around_others:
+        is_for_others = request.is_around_others and len(request.keys) > 1  # a single key is of the one around them
+        if phases.missing_ns <= first_ns or is_for_others:
             self.left_out += 1
             return None
         pairs = pairs[has_time & (starts == first_ns)]
