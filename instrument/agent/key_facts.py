@@ -61,7 +61,8 @@ class KeyFacts:
 
     `keys` are borne by spans of requests, each with the id of its root, in the order of their begins; `gone` are those
     that are open no more, and whose rows nobody will read. `work` are the phases of requests' own trees,
-    `around_others` the roots of those in whose tree there are others with keys, and `opened` of those that are open now.
+    `around_others` the roots of those in whose tree there are others with keys, and `opened` of those that are open
+    now.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
