@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,12 @@ from otlp_collectors import collecting, take
 from test_agent import agents, begin, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, beside, needs_namespaces
 
+from instrument.agent.gauge_loop import GaugeLoop
 from instrument.agent.gauge_reader import ELSEWHERE
+from instrument.agent.peer import Connection
+from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST
-from instrument.runtime import run_folder
+from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
 __all__ = ["folder"]
@@ -234,6 +240,36 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     agent.communicate(timeout=120)
     path.unlink(missing_ok=True)
     path.parent.rmdir()
+
+
+def test_what_cannot_be_used_of_what_a_process_says_of_its_gauges_leaves_them_to_it() -> None:
+    RECORDER.begin(1 << 20, {})
+    ours, theirs = (Connection(end) for end in socket.socketpair(packets.FAMILY, packets.KIND))
+    reader = threading.Thread(target=lambda: GaugeLoop(theirs.sock).serve())
+    reader.start()
+    waiting = select.poll()
+    waiting.register(ours, select.POLLIN)
+
+    def told(number: int, gauges: Any, *, anew: bool = True, name: str = "gauges") -> Any:
+        message = {"process": number, "pid": os.getpid(), name: gauges}
+        ours.send(message, [RECORDER.memory_fd] if anew else [])
+        assert waiting.poll(60_000)
+        answer, _ = ours.receive()
+        assert answer is not None
+        assert answer["process"] == number
+        return answer["gauges"]
+
+    for facts in ({"host_ns": "soon"}, [1], {"host_ns": 10**6, "environ": 5}, {"host_ns": float("inf")}):
+        assert list(told(1, facts)) == ["yours"]
+    assert told(2, {"host_ns": 10**6}) == {"gpus": [], "notes": []}
+    packets.send(ours.sock, {"process": 2, "gauges": "x" * packets.PACKET_BYTES})
+    for row in ([0, "torch_reserved"], [0, "torch_reserved", float("nan")], ["x", "y", 1]):
+        assert list(told(2, [row], anew=False, name="readings")) == ["yours"]
+        assert told(2, {"host_ns": 10**6}) == {"gpus": [], "notes": []}
+    assert told(9, [], anew=False, name="readings") == {"ended": True}
+    ours.close()
+    reader.join()
+    theirs.close()
 
 
 def test_a_process_that_records_nothing_has_no_gauges_read() -> None:

@@ -136,7 +136,9 @@ class GaugeLoop:
                 message, descriptors = packets.receive(self._connection)
             except BlockingIOError:
                 return True
-            except (OSError, packets.PacketError):
+            except packets.PacketError:
+                continue  # what a process says is handed on, and may be too long
+            except OSError:
                 return False
             if message is None:
                 return False

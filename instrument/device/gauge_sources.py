@@ -115,6 +115,8 @@ class GaugeSources:
         """Read what it is time to, or for the last time."""
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
+            if name not in self._due_ns:
+                break  # the process has ended
             read, interval_ns, shortest_ns = self._sources[name]
             if now_ns < (self._newest_ns[name] + shortest_ns if is_last else self._due_ns[name]):
                 continue
