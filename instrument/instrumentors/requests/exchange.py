@@ -159,8 +159,8 @@ class _Handed:
     def __init__(self, item: Any) -> None:
         self.item = item
 
-    def __await__(self) -> Generator[_Handed, None, None]:
-        yield self
+    def __await__(self) -> Any:
+        return iter((self,))  # one of a generator takes longer
 
 
 async def _hand_over(items: AsyncIterator[Any]) -> None:
