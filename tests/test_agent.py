@@ -465,6 +465,24 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
     assert "Summary of shop" in Path("service.err").read_text()
 
 
+def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> None:
+    Path("main.py").write_text(
+        "import subprocess, sys, engine\n"
+        "from instrument.sessions import membership\n"
+        "membership.REPORT_S = 0\n"
+        "engine.step(1)\n"
+        "helper = 'import engine; print(engine.step(1), flush=True); engine.hang(600)'\n"
+        "worker = subprocess.Popen([sys.executable, '-c', helper], stdout=subprocess.PIPE)\n"
+        "worker.stdout.readline()\n"
+        "worker.kill()\n"  # what it has recorded is still to be saved as this process leaves
+        "worker.wait()\n"
+    )
+    with Path("service.err").open("w") as errors:
+        subprocess.run([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"], stderr=errors, check=True)
+    until(lambda: "\nProcesses:" in Path("service.err").read_text())
+    assert "its agent writes it once it is" in Path("service.err").read_text()
+
+
 def test_a_process_that_vanishes_and_had_recorded_nothing_is_not_worth_a_word() -> None:
     service = begin(f"""{ASK}
 import engine, sys

@@ -252,7 +252,8 @@ class Runs:
             self._lost(process)
         for run in self:
             if run.waiting is connection:
-                run.waiting = None
+                run.waiting, run.is_told = None, False  # who was to print it prints nothing: it is told by us
+                self._end_of(run)
 
     def _lost(self, process: Process) -> None:
         """Its connection has ended. It may run on: with another program, or having closed all that it found open."""
