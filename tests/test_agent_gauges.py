@@ -146,7 +146,7 @@ def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
 @pytest.mark.parametrize("agent", ["off", "auto"])
 def test_the_gauges_of_a_short_session_are_read_as_it_ends(agent: str) -> None:
     service = serve(f"{FUNCTIONS}device: {{cuda: off, host: 1h}}\nagent: {agent}\n")
-    do(service, "until(threads); time.sleep(0.2)")
+    do(service, "until(threads)")
     rows = json.loads(do(service, STOP))
     names = ["cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"]
     assert [name for _, name, *_ in rows] == names
@@ -180,6 +180,16 @@ def test_a_process_reads_its_gauges_while_there_is_no_agent_and_the_next_agent_d
     do(service, "until(lambda: len(samples()) > before)")
     end(service)
     second.communicate(timeout=120)
+
+
+def test_gauges_that_the_agent_reads_are_told_by_a_process_that_exports_itself() -> None:
+    with collecting(take) as collector:
+        service = serve(FUNCTIONS + GAUGES.replace("50ms", "1h") + OTLP % collector.server_port)
+        do(service, "until(lambda: threads() == ['instrument-control']); session = instrument.session()")
+        do(service, "session._membership.tell({'exports': True}); until(session.handover.insist)")
+        assert do(service, "instrument.stop(); print(threads())") == "[]"
+        end(service)
+        until(lambda: "process.memory.usage" in {metric.name for metric in collector.metrics})
 
 
 TORCH = """

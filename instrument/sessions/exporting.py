@@ -150,8 +150,7 @@ class Exporting(Recorded):
         joined = self._membership.joins if is_joined else 0
         self.handover.look(joined)
         self._gauge_watch.look(joined)
-        if self._exporter is not None and self.handover.is_own and not self._gauges.is_reading:
-            self._tell_readings(self._exporter.metrics)
+        self._tell_readings_of_agent()
 
     def _hear_agent(self, message: Mapping[str, Any]) -> None:
         """Go by what the agent says of what it does in place of this process."""
@@ -159,6 +158,11 @@ class Exporting(Recorded):
             self.handover.take_over()
         if "gauges" in message:
             self._gauge_watch.hear(message["gauges"])
+
+    def _tell_readings_of_agent(self) -> None:
+        """Tell gauges that the agent has read, where the session itself exports."""
+        if self._exporter is not None and self.handover.is_own and not self._gauges.is_reading:
+            self._tell_readings(self._exporter.metrics)
 
     def _tell_readings(self, metrics: Metrics) -> None:
         """Tell the gauges that were read since that was done last, by whoever read them."""
@@ -310,6 +314,7 @@ class Exporting(Recorded):
             return None
         if not self.handover.is_own:
             return self._flush_by_agent(end)[0]
+        self._tell_readings_of_agent()
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
     def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:

@@ -162,9 +162,11 @@ class GaugeWatch:
         """Have a last reading made, and none after that."""
         self._has_stopped = True
         self._gauges.stop()
-        if self._claim is not None or not self._has_begun or not self._gauges.are_wanted:
-            self._close_claim()
-        elif self._is_taken():
+        is_own = self._claim is not None
+        self._close_claim()
+        if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
+            return
+        if self._is_taken() or time.monotonic() - self._since < ALONE_S:  # it may be about to
             FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
             if self._membership.tell({"gauges": None}):
                 self._await_last()

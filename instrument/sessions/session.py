@@ -271,6 +271,7 @@ class Session(Exporting):
                 return
             self._stopped = True
             self._undo()
+            FAULTS.attempt("last gauges", self._tell_readings_of_agent)
             FAULTS.attempt("resource of the service", self._tell_resource)
             if self._exporter is not None and not self.handover.is_own:
                 FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
