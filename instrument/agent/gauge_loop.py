@@ -122,12 +122,16 @@ class GaugeLoop:
         """Do so until the agent has gone."""
         waiting = select.poll()
         waiting.register(self._connection, select.POLLIN)
-        while True:
-            wait_s = min([one.wait_s() for one in self._watched.values()], default=math.inf)
-            if waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)) and not self._hear():
-                return
+        try:
+            while True:
+                wait_s = min([one.wait_s() for one in self._watched.values()], default=math.inf)
+                if waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)) and not self._hear():
+                    return
+                for number in list(self._watched):
+                    self._look(number)
+        finally:
             for number in list(self._watched):
-                self._look(number)
+                self._forget(number)
 
     def _hear(self) -> bool:
         """Do what the agent says; False where it has gone."""
@@ -150,6 +154,7 @@ class GaugeLoop:
 
     def _do(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
+            self._forget(number)
             try:
                 self._watched[number] = _Watched(int(message["pid"]), message["gauges"], descriptors[0])
             finally:
