@@ -364,6 +364,7 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
     return found
 
 
+@pytest.mark.slow
 def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: Collector) -> None:
     found = killed(begin(LOAD), collector, 2)
     assert found["exported"] > 0.2 * found["seen"], found  # the rest is counted, more of it on a slow machine

@@ -510,6 +510,7 @@ instrument.stop()
 """
 
 
+@pytest.mark.slow
 def test_numba_is_timed_on_its_streams() -> None:
     if importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("numba") is None:
         pytest.skip("numba-cuda is not installed")

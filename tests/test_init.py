@@ -251,6 +251,7 @@ def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
     assert "__main__:work" in rules_of(Path("profile.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_without_a_command_the_source_is_read_and_nothing_of_it_runs() -> None:
     write("shop/__init__.py", "")
     write(

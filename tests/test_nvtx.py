@@ -244,6 +244,7 @@ def test_ranges_of_tasks_and_threads_cross_each_other(hear: Hear) -> None:
     assert ended == started, "the first to begin was the first to end"
 
 
+@pytest.mark.slow
 def test_a_layer_has_its_path_and_torch_needs_no_device(hear: Hear) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")

@@ -357,6 +357,7 @@ def test_spans_wait_in_the_queue_as_long_as_the_collector_asks_for() -> None:
         assert adds_up(exporter)["exported"] == 20_000
 
 
+@pytest.mark.slow
 def test_the_oldest_spans_go_while_a_collector_has_them_wait_for_ever_and_a_stop_does_not_wait() -> None:
     with collecting(refuse_with(503, Retry_After="86400")) as server:
         exporter = Exporter(server.settings, ORIGIN, lambda: THREADS)
@@ -375,6 +376,7 @@ def test_the_oldest_spans_go_while_a_collector_has_them_wait_for_ever_and_a_stop
     assert "HTTP 503 Service Unavailable, asks to wait for 86400 s" in delivery.reason
 
 
+@pytest.mark.slow
 def test_a_collector_that_refuses_every_size_gets_few_requests() -> None:
     with collecting(refuse_with(413)) as server, exporting(server.settings) as exporter:
         for number in range(60):

@@ -116,6 +116,7 @@ def trees(draw: st.DrawFn) -> list[Span]:
     return found
 
 
+@pytest.mark.slow
 @given(trees())
 def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
     ids = Ids()

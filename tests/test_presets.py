@@ -241,6 +241,7 @@ def test_a_run_that_is_switched_off_says_nothing_of_presets(folder: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
+@pytest.mark.slow
 def test_a_loop_of_torch_runs_under_the_preset_training(folder: Path) -> None:
     pytest.importorskip("torch")
     write(

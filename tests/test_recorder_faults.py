@@ -945,6 +945,7 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
 # -------------------------------------------------------------------- signals, other observers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_chain_intact(kind: str) -> None:
     printed = run(

@@ -263,6 +263,7 @@ def test_steps_of_a_session_are_those_that_its_spans_say(tmp_path: Path) -> None
     assert loops_of(trace) == (loop,)
 
 
+@pytest.mark.slow
 def test_a_profiler_counts_all_its_steps_and_a_window_those_in_it() -> None:
     @profiled("work")
     def work() -> None:

@@ -466,6 +466,7 @@ print([place.name for place in found.places])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_thread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -137,6 +137,7 @@ def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
     assert "instrument-control" in done.stdout.splitlines()[1]
 
 
+@pytest.mark.slow
 def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None:
     done = run("""
         import subprocess, sys
