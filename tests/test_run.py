@@ -99,7 +99,7 @@ def test_a_parent_of_eight_workers_and_their_helpers_get_no_threads_and_write_no
     workers = set(map(int, told["workers"].split()))
     assert told["tracker"] == "1"
     assert told["parent"].endswith(" []")
-    assert told["names"].split() == ["instrument-control", "instrument-nvml"]  # the agent reads and exports
+    assert told["names"].split() == ["instrument-control"]  # the agent reads, gauges too, and exports
     assert workers == written("traces") == written("summaries")
     for pid in workers:
         spans = chrome.load(f"traces/{pid}.json")[0].spans
