@@ -6,6 +6,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,6 +20,7 @@ from instrument.agent.drain import ROWS_AT_ONCE
 from instrument.agent.exported import WAITING_SPANS, Exported
 from instrument.agent.exports import Exports
 from instrument.agent.keyed_trees import KeyedRequests
+from instrument.agent.peer import Connection
 from instrument.agent.processes import VANISHED, Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
@@ -30,6 +32,7 @@ from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site
+from instrument.runtime import packets
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -280,3 +283,16 @@ def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_m
     (child,) = set(exporters()) - before
     table.until(lambda: len(table.left) == 30)
     assert len(list(Path(f"/proc/{child}/task").iterdir())) <= 10
+
+
+def test_what_a_process_said_is_heard_though_it_has_closed_before_it_was_told_something() -> None:
+    ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    connection = Connection(ours)
+    packets.send(theirs, {"goodbye": {}})
+    theirs.close()
+    for _ in range(2):
+        connection.send({"gauges": {"ended": True}})
+    assert not connection.is_broken
+    assert not connection.has_waiting
+    assert [connection.receive()[0] for _ in range(2)] == [{"goodbye": {}}, None]
+    connection.close()

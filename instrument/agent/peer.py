@@ -27,7 +27,7 @@ class Connection:
         sock.setblocking(False)
         self.pid, self.uid = _peer_of(sock)
         self._waiting: deque[tuple[packets.Message, list[int]]] = deque()
-        self.is_broken = False
+        self._is_deaf = self.is_broken = False
 
     def fileno(self) -> int:
         """For selectors."""
@@ -44,7 +44,12 @@ class Connection:
         return bool(self._waiting)
 
     def send(self, message: packets.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet now, or when there is room for it. Descriptors are copied; raises nothing."""
+        """Send a packet now, or when there is room for it. Descriptors are copied; raises nothing.
+
+        An end that has closed hears nothing more; what it said before that can still be received.
+        """
+        if self._is_deaf:
+            return
         if len(self._waiting) >= WAITING_PACKETS:
             self.is_broken = True
             return
@@ -62,6 +67,10 @@ class Connection:
                 packets.send(self.sock, message, descriptors)
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                self._is_deaf = True
+                while len(self._waiting) > 1:
+                    self._drop_first()
             except OSError:
                 self.is_broken = True
             self._drop_first()
