@@ -1,4 +1,5 @@
-/* Hot: which requests a call serves, read of its arguments or of what it gives. A part of `_recorder.c`.
+/* Hot: which requests a call serves, read of its arguments or of what it gives. Cold, at the end: the type. A part of
+ * `_recorder.c`.
  *
  * The usual paths alone: attributes and keys of plain dicts, down to texts or numbers, or to lists, tuples and dicts of
  * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see request_keys.py. */

@@ -142,7 +142,7 @@ Core_bind(Core *self, PyObject *key)
     PyObject *told = told_of_given(key, 0);
     if (told == NULL)
         return PyErr_Occurred() ? NULL : PyObject_CallMethodOneArg((PyObject *)self, str_bind_innermost, key);
-    int failed = told == NULL || annotate_open(self, INNERMOST, NULL, told, NULL, NULL) < 0;
+    int failed = annotate_open(self, INNERMOST, NULL, told, NULL, NULL) < 0;
     Py_XDECREF(told);
     if (failed)
         return NULL;
