@@ -136,7 +136,10 @@ class Runs:
         if known is not None and is_back and not known.has_become_another_program():
             known.facts, known.connection, self._members[connection] = facts, connection, known
             self._export(known)
-            self._read_gauges(known)
+            if facts.get("records") and not known.has_recorded:
+                self.records(known)
+            else:
+                self._read_gauges(known)
             return []  # it has lost its connection, and comes back with the same recording
         if known is not None:
             self._replaced(known)

@@ -171,6 +171,7 @@ class Session(Exporting):
 
     def _follow_threads(self) -> None:
         """What there is to do once the threads have begun, on one of them or where the session does without waiting."""
+        self._membership.tell({"records": True})  # before it hears: who can be asked is known to record
         self._generations.hear_agent()
         if self._forked:  # most children that are forked never record
             FAULTS.attempt("process context", self._publish_context)
@@ -190,8 +191,6 @@ class Session(Exporting):
 
     def _tell_others(self) -> None:
         """Let the other processes of the run know what this one records."""
-        if self._threads.have_begun:
-            self._membership.tell({"records": True})
         if self._is_of_run or self._forked:
             has_recorded = RECORDER.calls or self._threads.has_met_span
             board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
