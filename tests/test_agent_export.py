@@ -20,8 +20,8 @@ from otlp_collectors import Collector, be_slow, collecting, refuse_with, swallow
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
-from instrument.agent.column_shelf import ColumnShelf
 from instrument.cli import main
+from instrument.otlp.processor.column_shelf import ColumnShelf
 from instrument.recording.export_place import SENT, ExportPlace
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import RingRows

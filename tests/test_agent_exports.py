@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from fuzz_recordings import copied
 
-from instrument.agent.drain import ROWS_AT_ONCE
-from instrument.agent.exported import WAITING_SPANS, Exported
 from instrument.agent.exports import Exports
-from instrument.agent.keyed_trees import KeyedRequests
 from instrument.agent.peer import Connection
 from instrument.agent.processes import VANISHED, Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.drain import ROWS_AT_ONCE
+from instrument.otlp.processor.exported import WAITING_SPANS, Exported
+from instrument.otlp.processor.keyed_trees import KeyedRequests
 from instrument.profile.model import Capture
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording import export_place

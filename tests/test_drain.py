@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from instrument.agent import drain as drain_module
-from instrument.agent.drain import Drain
+from instrument.otlp.processor import drain as drain_module
+from instrument.otlp.processor.drain import Drain
 from instrument.recording.export_place import Progress
 from instrument.recording.mapped import Mapped
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from otlp_collectors import Collector, Handler, collecting, refuse_with
 
-from instrument.agent import exported
-from instrument.agent.exported import Exported
-from instrument.agent.keyed_trees import KeyedRequests
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import UNMETERED, MeteredFacts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor import exported
+from instrument.otlp.processor.exported import Exported
+from instrument.otlp.processor.keyed_trees import KeyedRequests
 from instrument.profile.model import Capture
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.export_place import SENT, Progress

@@ -15,13 +15,13 @@ import pytest
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
-from instrument.agent import kept_stages, keyed_requests, keyed_trees, own_work, queue_times, served_batches
-from instrument.agent.key_facts import Batch, KeyFactsReader
-from instrument.agent.keyed_requests import KeyedRequests
-from instrument.agent.keyed_trees import KeyedTrees
-from instrument.agent.queue_times import QueueTimes
-from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids, identify, links_of
+from instrument.otlp.processor import kept_stages, keyed_requests, keyed_trees, own_work, queue_times, served_batches
+from instrument.otlp.processor.key_facts import Batch, KeyFactsReader
+from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.processor.keyed_trees import KeyedTrees
+from instrument.otlp.processor.queue_times import QueueTimes
+from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recording import export_place
 from instrument.recording.export_place import UNQUEUED, UNTOLD
 from instrument.recording.mapped import ROWS

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
 
-from instrument.agent import keyed_requests, keyed_trees
-from instrument.agent.key_facts import KeyedRoot, KeyFacts, KeyFactsReader
-from instrument.agent.keyed_requests import KeyedRequests
-from instrument.agent.keyed_trees import KeyedTrees
 from instrument.otlp.packing import Ids, identify, links_of
+from instrument.otlp.processor import keyed_requests, keyed_trees
+from instrument.otlp.processor.key_facts import KeyedRoot, KeyFacts, KeyFactsReader
+from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.recording.mapped import ROWS
 from instrument.recording.ring import REQUEST_BIT
 from instrument.recording.spans import KEY, Span

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from instrument import chrome
-from instrument.agent.column_shelf import rows_of
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchange, Exchanges, SteppedItems
+from instrument.otlp.processor.column_shelf import rows_of
 from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
 from instrument.recording.rows import span_of

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from instrument.agent.exported import Exported
-from instrument.agent.keyed_requests import KeyedRequests
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.processor.exported import Exported
+from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
 from instrument.recorder.shared_decisions import Decisions

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.column_shelf import ColumnShelf, roots_ended, rows_of
-from instrument.agent.key_facts import Details, KeyFactsReader
+from instrument.otlp.processor.column_shelf import ColumnShelf, roots_ended, rows_of
+from instrument.otlp.processor.key_facts import Details, KeyFactsReader
 from instrument.recording.export_place import Progress
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped

@@ -8,7 +8,8 @@ of its key is a part of that one. Batches stay where they lie, and are linked to
 open, and is let go where that is not kept.
 
 A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
-which that is not known after some seconds. Their stages follow as they end, see `instrument.agent.kept_stages`.
+which that is not known after some seconds. Their stages follow as they end, see
+`instrument.otlp.processor.kept_stages`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Protocol
 
 import numpy as np
 
-from instrument.agent.kept_stages import KeptStages
-from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of, is_phase
-from instrument.agent.own_work import OwnPhases
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.kept_stages import KeptStages
+from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of, is_phase
+from instrument.otlp.processor.own_work import OwnPhases
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.remote_parents import LINK, LinkedRequest, RemoteParent, link_of

@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 
 from instrument import clock
-from instrument.agent.drain import Drain
-from instrument.agent.keyed_requests import KeyedRequests
-from instrument.agent.keyed_trees import KeyedTrees
-from instrument.agent.metering import Metering
-from instrument.agent.queue_times import LOOKS, QueueTimes
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
+from instrument.otlp.processor.drain import Drain
+from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.processor.keyed_trees import KeyedTrees
+from instrument.otlp.processor.metering import Metering
+from instrument.otlp.processor.queue_times import LOOKS, QueueTimes
 from instrument.otlp.span_queue import Source
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees

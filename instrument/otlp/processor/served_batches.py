@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.key_facts import Batch
+from instrument.otlp.processor.key_facts import Batch
 from instrument.trace.groups import firsts_of
 
 MOST_PAIRS = 500_000

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.key_facts import KeyFacts
-from instrument.agent.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests
-from instrument.agent.own_work import NO_PHASES, OwnWork
-from instrument.agent.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.key_facts import KeyFacts
+from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests
+from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
+from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.ring import Row
 from instrument.trace.stages import queue_times
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from instrument.agent.keyed_requests import KeyedRequest, KeyedRequests
-from instrument.agent.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.keyed_requests import KeyedRequest, KeyedRequests
+from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Span
 from instrument.trace.stages import stage_spans

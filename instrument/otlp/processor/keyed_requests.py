@@ -1,8 +1,8 @@
 """The requests of all processes of a run by their keys, from their begins on: whose a key is at a time, and was.
 
-What is known of keys comes from rows as they are read, see `instrument.agent.key_facts`: of all requests, for those
-that are not kept have their keys, too. A request that lies within another one of its key, in another process, is a
-part of that one. Of those that have not ended the ones of other processes than the first one's count as parts.
+What is known of keys comes from rows as they are read, see `instrument.otlp.processor.key_facts`: of all requests, for
+those that are not kept have their keys, too. A request that lies within another one of its key, in another process, is
+a part of that one. Of those that have not ended the ones of other processes than the first one's count as parts.
 What bears the key of one request in the tree of another one of its process makes it no key of that other one.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from instrument.agent.key_facts import KeyedRoot, KeyFacts
-from instrument.agent.own_work import NEVER_NS, NO_PHASES, OwnPhases
-from instrument.agent.served_batches import Needed, ServedBatches
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.key_facts import KeyedRoot, KeyFacts
+from instrument.otlp.processor.own_work import NEVER_NS, NO_PHASES, OwnPhases
+from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, KEY, Site, Span

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.key_facts import Details
+from instrument.otlp.processor.key_facts import Details
 from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG, Held
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.agent.own_work import PHASES
+from instrument.otlp.processor.own_work import PHASES
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.ring import REQUEST_BIT
