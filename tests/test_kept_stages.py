@@ -27,7 +27,7 @@ from instrument.recording.export_place import UNQUEUED, UNTOLD
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
-from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import Site, Span
 from instrument.trace import stages as trace_stages
 from instrument.trace.by_process import spans_by_process

@@ -15,7 +15,7 @@ from instrument.otlp.processor.key_facts import KeyedRoot, KeyFacts, KeyFactsRea
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.recording.mapped import ROWS
-from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, Span
 
 REQUEST = 1000 | REQUEST_BIT

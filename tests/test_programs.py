@@ -23,7 +23,7 @@ from instrument.profile.model import Capture
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording.remote_parents import LINK
-from instrument.recording.ring import Row
+from instrument.recording.rows import Row
 from instrument.recording.spans import ITEMS, Site, Span
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))

@@ -18,7 +18,7 @@ from test_agent import agents, begin, folder, until
 from instrument.otlp.snapshots import PREFERENCE
 from instrument.recorder.meter import Books, Meter
 from instrument.recording.distributions import Distribution
-from instrument.recording.ring import Row
+from instrument.recording.rows import Row
 from instrument.recording.spans import Site
 from instrument.runtime import run_folder
 

@@ -13,7 +13,7 @@ from typing import Any
 from instrument.native import find
 from instrument.recording.interval_ring import INTERVAL_BYTES
 from instrument.recording.remote_parents import REMOTE, RemoteParent
-from instrument.recording.ring import PACKED_ROW
+from instrument.recording.rows import PACKED_ROW
 from instrument.recording.spans import Origin, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.trace.interval_columns import CELL

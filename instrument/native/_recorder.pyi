@@ -5,7 +5,7 @@ from contextvars import Context
 from typing import Any, final
 
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.ring import Row
+from instrument.recording.rows import Row
 from instrument.recording.spans import Site
 
 ROW_BYTES: int

@@ -294,9 +294,8 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
         return -1;
     int known = PySet_Contains(seen, key);
     if (known == 0 && PySet_Add(seen, key) == 0 && frame->state != CLOSED && frame->start_ns != 0) {
-        row_t row = {.span_id = frame->span_id, .parent_id = frame->parent_id, .root_id = frame->root_id,
-                     .start_ns = frame->start_ns, .end_ns = now_ns, .children_ns = frame->children_ns,
-                     .node = frame->node->index, .task = (uint32_t)(frame->task >> 4)};
+        row_t row = {0};
+        fill_row(&row, frame, frame->node, frame->start_ns, now_ns, frame->children_ns);
         PyObject *attributes = frame->attributes; /* a copy, for whoever opened the span may still add to them */
         attributes = attributes != NULL && PyDict_Check(attributes) ? PyDict_Copy(attributes) : Py_XNewRef(attributes);
         int64_t active_ns = -1;

@@ -58,19 +58,19 @@ static PyObject *
 row_as_tuple(const row_t *row)
 {
     PyObject *rare = new_rare(row->rare); /* the row may be overwritten while the tuple is made */
-    PyObject *tuple;
-    if (is_number(rare))
-        tuple = Py_BuildValue("(IKKKILLLLOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                              row->start_ns, row->end_ns, row->children_ns, (int64_t)((uintptr_t)rare >> 1), Py_None,
-                              Py_None);
-    else if (rare != NULL && PyTuple_CheckExact(rare))
-        tuple = Py_BuildValue("(IKKKILLLOOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                              row->start_ns, row->end_ns, row->children_ns, PyTuple_GET_ITEM(rare, 0),
-                              PyTuple_GET_ITEM(rare, 1), PyTuple_GET_ITEM(rare, 2));
-    else
-        tuple = Py_BuildValue("(IKKKILLLiOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                              row->start_ns, row->end_ns, row->children_ns, -1, Py_None,
-                              rare != NULL ? rare : Py_None);
+    PyObject *error = Py_None, *attributes = Py_None;
+    int64_t active_ns = -1;
+    if (is_number(rare)) {
+        active_ns = (int64_t)((uintptr_t)rare >> 1);
+    } else if (rare != NULL && PyTuple_CheckExact(rare)) {
+        active_ns = PyLong_AsLongLong(PyTuple_GET_ITEM(rare, 0));
+        error = PyTuple_GET_ITEM(rare, 1);
+        attributes = PyTuple_GET_ITEM(rare, 2);
+    } else if (rare != NULL) {
+        attributes = rare;
+    }
+    PyObject *tuple = Py_BuildValue("(IKKKILLLLOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
+                                    row->start_ns, row->end_ns, row->children_ns, active_ns, error, attributes);
     drop_rare(rare);
     return tuple;
 }

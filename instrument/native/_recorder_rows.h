@@ -66,6 +66,19 @@ rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
                          attributes != NULL ? attributes : Py_None);
 }
 
+/* All that a row says, but for what is rare. */
+static inline __attribute__((always_inline)) void
+fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t start_ns, int64_t end_ns, int64_t children_ns)
+{
+    memcpy(&row->span_id, &frame->span_id, 2 * sizeof row->span_id); /* and the parent's */
+    row->root_id = frame->root_id;
+    row->start_ns = start_ns;
+    row->end_ns = end_ns;
+    row->children_ns = children_ns;
+    row->node = node->index;
+    row->task = (uint32_t)(frame->task >> 4);
+}
+
 /* Write the row of a span, which takes the reference of what is rare, and count it. Gives what the row held before, to be
  * let go of last: that may run code of the host's. */
 static inline __attribute__((always_inline)) PyObject *
@@ -89,13 +102,7 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
             old = row->rare;
             row->rare = rare;
         }
-        memcpy(&row->span_id, &frame->span_id, 2 * sizeof row->span_id); /* and the parent's */
-        row->root_id = frame->root_id;
-        row->start_ns = start_ns;
-        row->end_ns = end_ns;
-        row->children_ns = children_ns;
-        row->node = node->index;
-        row->task = (uint32_t)(frame->task >> 4);
+        fill_row(row, frame, node, start_ns, end_ns, children_ns);
         /* Whoever reads from outside finds a row whole as soon as it is counted. */
         __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
         __builtin_prefetch(row + 1, 1);

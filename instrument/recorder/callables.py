@@ -10,7 +10,7 @@ from typing import Any
 
 from instrument.recorder import chains
 from instrument.recorder.annotation import error_told
-from instrument.recorder.chains import OPEN, Chain, Frame, nearest_open, task_id, task_probe, top_of
+from instrument.recorder.chains import OPEN, Chain, Frame, ended_row, nearest_open, task_id, task_probe, top_of
 from instrument.recording.spans import Site
 
 _clock = time.monotonic_ns
@@ -184,10 +184,8 @@ def make_function(
             ring = core._ring()
             core._renew(frame)
         head = ring.head
-        ring.rows[head & ring.mask] = row = (
-            frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1,
-            error_told(frame[10], None) if frame[10] else None, frame[10],
-        )  # fmt: skip
+        error_name = error_told(frame[10], None) if frame[10] else None
+        ring.rows[head & ring.mask] = row = ended_row(frame, end, -1, error_name)
         ring.head = head = head + 1
         if core._writer is not None:
             core._write(ring, frame, row)

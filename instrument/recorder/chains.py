@@ -26,10 +26,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instrument.recording.ring import Ring
+from instrument.recording.rows import Row, row_of
 
 Frame = list[Any]
 
 CLOSED, OPEN, MANUAL = 0, 1, 2
+
+
+def ended_row(frame: Frame, end_ns: int, active_ns: int, error: str | None) -> Row:
+    """The row of a span that has ended."""
+    return row_of(
+        frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end_ns, frame[4], active_ns, error, frame[10]
+    )
+
 
 modules = sys.modules
 running_loop: Callable[[], Any] | None = None

@@ -20,7 +20,20 @@ from instrument.recorder.chains import Frame
 from instrument.recording import memory_layout as layout
 from instrument.recording.histogram import bucket
 from instrument.recording.memory_layout import DETAIL_BLOCK_BYTES
-from instrument.recording.ring import SMALLEST_RING, Ring, Row, is_too_short, packed_row, self_ns
+from instrument.recording.ring import SMALLEST_RING, Ring
+from instrument.recording.rows import (
+    ACTIVE_NS,
+    ATTRIBUTES,
+    END_NS,
+    ERROR,
+    NODE,
+    SPAN_ID,
+    START_NS,
+    Row,
+    is_too_short,
+    packed_row,
+    self_ns,
+)
 from instrument.recording.spans import BATCH_LIMIT, Site
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock
@@ -356,8 +369,8 @@ class MemoryWriter:
             at = place.at + layout.RING.fields["too_short"][0]
             _U64.pack_into(self.map, at, _U64.unpack_from(self.map, at)[0] + 1)
         else:
-            if row[9] is not None or row[10] is not None:
-                self.put_detail(row[1], row[8], row[9], row[10])
+            if row[ERROR] is not None or row[ATTRIBUTES] is not None:
+                self.put_detail(row[SPAN_ID], row[ACTIVE_NS], row[ERROR], row[ATTRIBUTES])
             if place.capacity:
                 at = place.rows + (place.head & place.capacity - 1) * layout.ROW.size
                 self.map[at : at + layout.ROW.size] = packed_row(row)
@@ -404,20 +417,20 @@ class MemoryWriter:
         return found
 
     def _add(self, place: _RingPlace, row: Row, node: Node, own_waited_ns: int) -> None:
-        found = self._totals(place, row[0])
+        found = self._totals(place, row[NODE])
         if found is None:
             return
         at, chunks = found
-        duration = row[6] - row[5]
+        duration = row[END_NS] - row[START_NS]
         calls, total_ns, of_self_ns, min_ns, max_ns, first_ns = _SUMS.unpack_from(self.map, at)
         if not calls:
-            min_ns, max_ns, first_ns = duration, duration, row[5]
+            min_ns, max_ns, first_ns = duration, duration, row[START_NS]
         self._add_times(chunks, at, bucket(duration), 1)
-        if row[9] is not None:
+        if row[ERROR] is not None:
             self._add_to(at, "errors", 1)
         if own_waited_ns:
             self._add_to(at, "waiting_ns", own_waited_ns)
-        size = row[10].get("bytes") if row[10] and node.site.kind == "copy" else None
+        size = row[ATTRIBUTES].get("bytes") if row[ATTRIBUTES] and node.site.kind == "copy" else None
         if isinstance(size, int) and 0 <= size < 1 << 64:
             self._add_to(at, "moved_bytes", size)
         if node.inner is not node:
@@ -426,7 +439,7 @@ class MemoryWriter:
         _SUMS.pack_into(
             self.map, at, calls + 1, min(_FARTHEST, total_ns),
             min(_FARTHEST, of_self_ns), min(min_ns, duration),
-            max(max_ns, duration), min(first_ns, row[5]),
+            max(max_ns, duration), min(first_ns, row[START_NS]),
         )  # fmt: skip
 
     def _add_to(self, at: int, name: str, more: int) -> None:

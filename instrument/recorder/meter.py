@@ -53,7 +53,7 @@ from instrument.recording.generations import (
 )
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
-from instrument.recording.ring import Row
+from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, Span
 
 SCHEME = "url.scheme"
@@ -127,11 +127,11 @@ class Meter:
             endpoint = endpoint_of(site_of(row))
             if not endpoint:
                 continue
-            told = row[10] or {}
-            duration_ns = row[6] - row[5]
-            _series(self._requests, _labels(endpoint, told, row[9])).add(duration_ns)
+            told = row[ATTRIBUTES] or {}
+            duration_ns = row[END_NS] - row[START_NS]
+            _series(self._requests, _labels(endpoint, told, row[ERROR])).add(duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation(_of_route(endpoint), told, duration_ns, row[9])
+                self._count_generation(_of_route(endpoint), told, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
@@ -151,7 +151,7 @@ class Meter:
 
         It is an exemplar where it is `kept`, under these ids.
         """
-        site, told, error = self._recorder.site_of(request), request[10] or {}, request[9]
+        site, told, error = self._recorder.site_of(request), request[ATTRIBUTES] or {}, request[ERROR]
         endpoint = endpoint_of(site)
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
@@ -161,7 +161,7 @@ class Meter:
         for name, value in ((QUEUE_TIME, queue_ns), (SERVING_BATCH_SIZE, round(batch_size * ONE))):
             self._generated.add(name, labels, value)
             if kept is not None:
-                self._generated.note(name, labels, Exemplar(value, request[6], time.monotonic_ns(), *kept))
+                self._generated.note(name, labels, Exemplar(value, request[END_NS], time.monotonic_ns(), *kept))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))
@@ -180,7 +180,7 @@ class Meter:
         And how many requests batches had. Goes through every row: they may lie below any other.
         """
         if self._watched is not None:
-            self.count_parts([row for _, rows in self._watched.read() for row in rows if row[10]], marks)
+            self.count_parts([row for _, rows in self._watched.read() for row in rows if row[ATTRIBUTES]], marks)
 
     def watch_from(self, places: Mapping[int, int]) -> None:
         """Look for these from some rows of each thread on, by its native id: those before were counted elsewhere."""
@@ -190,15 +190,17 @@ class Meter:
 
     def count_parts(self, rows: Sequence[Row], marks: Callable[[], Collection[str]]) -> None:
         """Count what rows with attributes tell, where they are of generators or batches."""
-        streams = [row for row in rows if FIRST_ITEM in (row[10] or ())]
+        streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
         known = marks() if streams else ()
         counts = {site: mark_of(site) in known for site in map(self._recorder.site_of, streams)}
         for row in streams:
             site = self._recorder.site_of(row)
             if counts[site]:
-                self._count_generation(_call_labels(site), row[10] or {}, row[6] - row[5], row[9])
+                self._count_generation(
+                    _call_labels(site), row[ATTRIBUTES] or {}, row[END_NS] - row[START_NS], row[ERROR]
+                )
         for row in rows:
-            if isinstance(keys := (row[10] or {}).get(BATCH_KEYS), list | tuple):
+            if isinstance(keys := (row[ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
                 self._generated.add(BATCH_SIZE, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     @property
@@ -243,7 +245,7 @@ class Meter:
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
         for _, row in self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
-            if labels and row[1] == row[3]:
+            if labels and row[SPAN_ID] == row[ROOT_ID]:
                 now[_without_route(labels)] += 1
         self._active = dict.fromkeys(self._active, 0)
         for labels, count in now.items():

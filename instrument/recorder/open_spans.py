@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from instrument.recorder.call_nodes import Counted
 from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Chain, Frame, nearest_open, top_of, upwards
 from instrument.recorder.stepped import waited_of
-from instrument.recording.ring import Ring, Row, is_request_root
+from instrument.recording.ring import Ring
+from instrument.recording.rows import TASK, Row, is_request_root, row_of
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import Node
 
@@ -212,7 +213,7 @@ class Opened(Counted):
     def open_requests(self, thread_id: int) -> int:
         """How many requests are open that tasks have begun on a thread."""
         rows = (row for begun_on, row in self.open_rows() if begun_on == thread_id)
-        return sum(row[4] != 0 and is_request_root(row) for row in rows)
+        return sum(row[TASK] != 0 and is_request_root(row) for row in rows)
 
     def open_rows(self) -> list[tuple[int, Row]]:
         """Thread id and row of each span that is open now, ending now."""
@@ -222,10 +223,10 @@ class Opened(Counted):
             if frame[7]:
                 end = max(now, frame[7])
                 waited_ns = waited_of(frame, end)
-                row: Row = (
+                row = row_of(
                     frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4] - waited_ns,
-                    end - frame[7] - waited_ns if waited_ns else -1, None,
-                    None if frame[10] is None else dict(frame[10]),
+                    end - frame[7] - waited_ns if waited_ns else -1,
+                    attributes=None if frame[10] is None else dict(frame[10]),
                 )  # fmt: skip
                 found.append((frame[5].thread_id, row))
         return found

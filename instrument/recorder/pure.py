@@ -30,6 +30,7 @@ from instrument.recorder.chains import (
     OPEN,
     Chain,
     Frame,
+    ended_row,
     nearest_open,
     task_id,
     task_probe,
@@ -40,7 +41,8 @@ from instrument.recorder.http_status import ANSWER_BYTES, FIRST_OF_SERVER, REQUE
 from instrument.recorder.open_spans import Opened
 from instrument.recorder.stepped import take_waited, waited_of
 from instrument.recording import memory_layout as layout
-from instrument.recording.ring import REQUEST_BIT, Ring, Rings, Row
+from instrument.recording.ring import Ring, Rings
+from instrument.recording.rows import REQUEST_BIT, Row
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import RLock
@@ -437,10 +439,7 @@ class Core(Opened):
         if ring is not frame[5]:
             self._renew(frame)
         head = ring.head
-        ring.rows[head & ring.mask] = row = (
-            frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
-            frame[10],
-        )  # fmt: skip
+        ring.rows[head & ring.mask] = row = ended_row(frame, end, active_ns, error)
         if own_waited_ns:
             ring.waits[frame[16]] = ring.waits.get(frame[16], 0) + own_waited_ns
         ring.head = head = head + 1

@@ -10,8 +10,8 @@ from instrument.recorder.core_methods import CoreMethods
 from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import CallTree, shaped, tally_of
-from instrument.recording.ring import Cursor, Row
-from instrument.recording.rows import Block, Held, Taken, span_of
+from instrument.recording.ring import Cursor
+from instrument.recording.rows import NODE, SPAN_ID, Block, Held, Row, Taken, span_of
 from instrument.recording.spans import Site, Span
 from instrument.recording.tally import Tally, Totals
 
@@ -82,7 +82,7 @@ class Readback(CoreMethods):
             self._shapes_by_node()
 
     def _paths_with(self, row: Row) -> CallTree:
-        return self._paths if row[0] < len(self._paths) else self.paths()
+        return self._paths if row[NODE] < len(self._paths) else self.paths()
 
     def asks_for_device_time(self) -> bool:
         """Whether a site that was called asks for device time."""
@@ -137,7 +137,7 @@ class Readback(CoreMethods):
 
     def site_of(self, row: Row) -> Site:
         """The site of a row."""
-        return self._paths_with(row).site(row[0])
+        return self._paths_with(row).site(row[NODE])
 
     def spans(self) -> list[Span]:
         """The spans that the rings still hold, and those that are open as far as they have come. Unordered.
@@ -148,7 +148,7 @@ class Readback(CoreMethods):
         found = [self.span(row, ring.thread_id) for ring in self.rings() for row in ring.newest(0)[0]]
         ended = {span.span_id for span in found}
         for thread_id, row in open_rows:
-            if row[1] not in ended:  # or it has ended since
+            if row[SPAN_ID] not in ended:  # or it has ended since
                 found.append(self.span(row, thread_id))
                 found[-1].clipped = True
         return found
@@ -173,13 +173,13 @@ class Readback(CoreMethods):
             marks = bytes(map(tree.by_site(_asks_for_device_time).__getitem__, tree.site_of))
         now_ns, open_rows = self.now_ns(), self.open_rows()
         spans, oldest, asking = 0, dict[int, int](), array("Q")
-        still_open = {row[1]: (thread_id, row[0]) for thread_id, row in open_rows}
+        still_open = {row[SPAN_ID]: (thread_id, row[NODE]) for thread_id, row in open_rows}
         for ring in self.rings():
             if ring.thread_id in leave_out:
                 continue
             count, first_end_ns, ids = ring.held(start_ns, marks)
             for row in ring.newest(ring.first_after(now_ns))[0] if still_open else ():
-                still_open.pop(row[1], None)  # one that has ended since is there already
+                still_open.pop(row[SPAN_ID], None)  # one that has ended since is there already
             if count:
                 oldest[ring.thread_id] = min(first_end_ns, oldest.get(ring.thread_id, first_end_ns))
             spans += count

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
-from instrument.recording.ring import REQUEST_BIT, Row, is_request_root
+from instrument.recording.rows import REQUEST_BIT, ROOT_ID, Row, is_request_root
 
 if TYPE_CHECKING:
     from instrument.recording.ring import Ring
@@ -63,7 +63,7 @@ class Shelf:
         rows, head, missed = ring.newest(since)
         found = []
         for row in rows:
-            root_id = row[3]
+            root_id = row[ROOT_ID]
             if is_request_root(row):
                 found.append(row)
             elif root_id in self._kept:
@@ -79,9 +79,9 @@ class Shelf:
         return found, head, missed
 
     def _hold(self, row: Row, thread_id: int) -> None:
-        if row[3] in self._passed:
+        if row[ROOT_ID] in self._passed:
             return
-        held = self._open.setdefault(row[3], [])
+        held = self._open.setdefault(row[ROOT_ID], [])
         if len(held) >= self._spans_per_request:
             self.counts[BEYOND] += 1
             return

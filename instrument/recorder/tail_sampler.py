@@ -19,7 +19,7 @@ from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.ring import Row, is_request_root
+from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row, is_request_root
 from instrument.recording.spans import KEY, Site, Span
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ class Trees:
                 if is_request_root(row):
                     ended.append((row, thread_id))
                 else:
-                    loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
+                    loose.setdefault(row[ROOT_ID], []).append(self._recorder.span(row, thread_id))
         # A request's children may lie in the ring of another thread, read after its own: decide when all are sorted.
-        ended.sort(key=lambda held: held[0][6])
+        ended.sort(key=lambda held: held[0][END_NS])
         rows_ended = [row for row, _ in ended]
         if self._note_ended is not None:
             self._note_ended(rows_ended)
@@ -170,13 +170,13 @@ class Trees:
             for span in spans:
                 span.remote = remote
             self._keep(spans)
-        return [(row[5], row[6]) for row, _ in ended]
+        return [(row[START_NS], row[END_NS]) for row, _ in ended]
 
     def keep_open(self, root_ids: Set[int]) -> None:
         """Keep those of these requests that are open now, whatever their end is like."""
         for _, row in self._recorder.open_rows():
-            if row[1] in root_ids and is_request_root(row):
-                self._wanted[row[1]] = None
+            if row[SPAN_ID] in root_ids and is_request_root(row):
+                self._wanted[row[SPAN_ID]] = None
         while len(self._wanted) > DECIDED_ROOTS:
             self._wanted.popitem(last=False)
 
@@ -191,10 +191,10 @@ class Trees:
         for span in spans:
             if span.root_id not in passed:
                 passed[span.root_id] = self._is_passed(span.root_id, requests.get(span.root_id))
-        self._recent = deque((end_ns, held) for end_ns, held in self._recent if not passed.get(held[0][0][1]))
+        self._recent = deque((end_ns, held) for end_ns, held in self._recent if not passed.get(held[0][0][SPAN_ID]))
         self._recent_rows = sum(len(held) for _, held in self._recent)
         for endpoint, waiting in self._early.items():
-            self._early[endpoint] = [held for held in waiting if not passed.get(held[0][0][1])]
+            self._early[endpoint] = [held for held in waiting if not passed.get(held[0][0][SPAN_ID])]
         self._early_rows = sum(len(held) for waiting in self._early.values() for held in waiting)
         return [span for span in spans if passed[span.root_id]]
 
@@ -207,14 +207,14 @@ class Trees:
 
     def _end_request(self, row: Row, thread_id: int) -> None:
         self._counts["requests"] += 1
-        remote = remote_of((row[10] or {}).get(REMOTE))
+        remote = remote_of((row[ATTRIBUTES] or {}).get(REMOTE))
         root = (row, thread_id)
         is_shared = self._decisions is not None and self._decisions.are_shared
         if self._asked_for(row, remote) or (is_shared and self._is_kept_by_others(self._trace_of(row, remote))):
             self._hand_over(root, self._decide(row, keep=True), remote)
         elif self._stands_out(row):
-            if self._allowance.take(row[6]):
-                self._keep_before(row[5])
+            if self._allowance.take(row[END_NS]):
+                self._keep_before(row[START_NS])
                 self._hand_over(root, self._decide(row, keep=True), remote)
             else:
                 self._decide(row, keep=False)
@@ -231,7 +231,7 @@ class Trees:
             self._pass(root, held)
 
     def _decide(self, row: Row, *, keep: bool, wanted: bool = False) -> list[Held]:
-        held: list[Held] = self._shelf.decide(row[3], keep, keep or wanted or bool(self._capture.before_ns))
+        held: list[Held] = self._shelf.decide(row[ROOT_ID], keep, keep or wanted or bool(self._capture.before_ns))
         return held
 
     def _wait(self, root: Held, held: list[Held]) -> None:
@@ -248,16 +248,16 @@ class Trees:
             for root, *held in self._early.pop(endpoint):
                 row = root[0]
                 self._early_rows -= len(held) + 1
-                if row[3] in self._remotes or not self._usual.is_slow(row):
+                if row[ROOT_ID] in self._remotes or not self._usual.is_slow(row):
                     continue
-                if self._allowance.take(row[6]):
+                if self._allowance.take(row[END_NS]):
                     self._decide(row, keep=True)
-                    self._hand_over(root, held, remote_of((row[10] or {}).get(REMOTE)))
+                    self._hand_over(root, held, remote_of((row[ATTRIBUTES] or {}).get(REMOTE)))
                 else:
                     self._counts["requests beyond the capture limit"] += 1
 
     def _trace_of(self, row: Row, remote: RemoteParent | None) -> int:
-        return self._trace_id(row[3]) if remote is None else remote.trace_id
+        return self._trace_id(row[ROOT_ID]) if remote is None else remote.trace_id
 
     def _is_kept_by_others(self, trace_id: int) -> bool:
         return self._decisions is not None and self._decisions.is_kept(trace_id)
@@ -277,13 +277,13 @@ class Trees:
         self._lingering = deque()
         for until_ns, trace_id, keys, (root, *held) in waiting:
             row = root[0]
-            decided = self._by_keys(keys, row[5])
-            if row[3] in self._remotes:
+            decided = self._by_keys(keys, row[START_NS])
+            if row[ROOT_ID] in self._remotes:
                 is_over = True
             elif self._is_kept_by_others(trace_id) or True in decided:
                 is_over = True
                 self._decide(row, keep=True)
-                self._hand_over(root, held, remote_of((row[10] or {}).get(REMOTE)))
+                self._hand_over(root, held, remote_of((row[ATTRIBUTES] or {}).get(REMOTE)))
             else:
                 is_over = (now_ns >= until_ns and None not in decided) or self._lingering_rows > HELD_ROWS
             if is_over:
@@ -293,22 +293,22 @@ class Trees:
 
     def _asked_for(self, row: Row, remote: RemoteParent | None) -> bool:
         """A caller that traces has decided already; otherwise the sample does."""
-        if row[3] in self._wanted:
-            del self._wanted[row[3]]
+        if row[ROOT_ID] in self._wanted:
+            del self._wanted[row[ROOT_ID]]
             return True
-        return bool(remote.flags & 1) if remote is not None else is_sampled(row[3], self._capture.sample)
+        return bool(remote.flags & 1) if remote is not None else is_sampled(row[ROOT_ID], self._capture.sample)
 
     def _stands_out(self, row: Row) -> bool:
         slow_ns, where = self._capture.slow_ns, self._capture.where
         return (
-            (self._capture.errors and row[9] is not None)
-            or (slow_ns is not None and row[6] - row[5] >= slow_ns)
+            (self._capture.errors and row[ERROR] is not None)
+            or (slow_ns is not None and row[END_NS] - row[START_NS] >= slow_ns)
             or self._usual.is_slow(row)
             or (bool(where) and all(_holds(one, row, self._recorder.site_of(row)) for one in where))
         )
 
     def _hand_over(self, root: Held, held: list[Held], remote: RemoteParent | None) -> None:
-        self._remotes[root[0][3]] = remote
+        self._remotes[root[0][ROOT_ID]] = remote
         if self._decisions is not None:
             self._decisions.keep(self._trace_of(root[0], remote))
         if len(self._remotes) > DECIDED_ROOTS:
@@ -321,7 +321,7 @@ class Trees:
         """Leave a request to the ring, held a while longer where a later one may want what came before it."""
         if not self._capture.before_ns:
             return
-        end_ns = root[0][6]
+        end_ns = root[0][END_NS]
         self._recent.append((end_ns, [root, *held]))
         self._recent_rows += len(held) + 1
         while self._recent and (self._recent[0][0] < end_ns - self._capture.before_ns or self._recent_rows > HELD_ROWS):
@@ -331,9 +331,9 @@ class Trees:
         while self._recent:
             end_ns, (root, *held) = self._recent.popleft()
             self._recent_rows -= len(held) + 1
-            if end_ns >= start_ns - self._capture.before_ns and root[0][3] not in self._remotes:
+            if end_ns >= start_ns - self._capture.before_ns and root[0][ROOT_ID] not in self._remotes:
                 self._decide(root[0], keep=True)
-                self._hand_over(root, held, remote_of((root[0][10] or {}).get(REMOTE)))
+                self._hand_over(root, held, remote_of((root[0][ATTRIBUTES] or {}).get(REMOTE)))
 
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""
@@ -355,12 +355,12 @@ class Ends:
     def take(self, sites: Container[Site]) -> list[int]:
         """The ends since the last time, in order."""
         site_of = self._recorder.site_of
-        return sorted(row[6] for _, rows in self._cursor.read() for row in rows if site_of(row) in sites)
+        return sorted(row[END_NS] for _, rows in self._cursor.read() for row in rows if site_of(row) in sites)
 
 
 def _holds(condition: Where, row: Row, site: Site) -> bool:
     """Whether a condition holds for what a span was given, or else for what its site was."""
-    found = (row[10] or {}).get(condition.attribute)
+    found = (row[ATTRIBUTES] or {}).get(condition.attribute)
     if found is None:
         found = dict(site.attributes).get(condition.attribute)
     values = found if isinstance(found, list | tuple) else (found,)
@@ -397,7 +397,7 @@ class _UsualTimes:
         if self._usual is None:
             return False
         limit_ns = self.limit_ns(self.endpoint(row))
-        return limit_ns is not None and row[6] - row[5] > limit_ns
+        return limit_ns is not None and row[END_NS] - row[START_NS] > limit_ns
 
     def is_early(self, row: Row) -> bool:
         """Whether it cannot be told yet if a request was slow."""
@@ -406,7 +406,7 @@ class _UsualTimes:
     def look(self, ended: Iterable[Row]) -> None:
         """Learn what is usual where these requests have ended, if that has not been known or for long."""
         usual = self._usual
-        newest_ns = max((row[6] for row in ended), default=0) if usual is not None else 0
+        newest_ns = max((row[END_NS] for row in ended), default=0) if usual is not None else 0
         if usual is None or not newest_ns:
             return
         if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
@@ -433,7 +433,7 @@ def _endpoint(site: Site) -> object:
 
 
 def _keys_of(rows: Iterable[Held]) -> set[str]:
-    told = (row[10] for row, _ in rows)
+    told = (row[ATTRIBUTES] for row, _ in rows)
     return {key for one in told if one and isinstance(key := one.get(KEY), str)}
 
 

@@ -1,15 +1,8 @@
 """The rings: each thread's newest rows, and the totals of all that it ever recorded, in bounded memory.
 
-A finished span is a *row*, a tuple of (all but the last two) integers, immutable and so never torn:
-
-    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns
-    7 time of the children ns, less what the span waited: the active time less this is its own, in which it waits, too
-    8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
-
-Rows that are copied to be looked at together are bytes, as `PACKED_ROW` has them.
-
-Only its own thread writes to a ring. Totals are brought up to date from the rows in blocks, by the thread that fills a
-block or by whoever reads first, so that their cost is paid in tight loops instead of once a call.
+A finished span is a row, as `instrument.recording.rows` has it. Only its own thread writes to a ring. Totals are
+brought up to date from the rows in blocks, by the thread that fills a block or by whoever reads first, so that their
+cost is paid in tight loops instead of once a call.
 """
 
 from __future__ import annotations
@@ -17,18 +10,27 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
-from instrument.recording import memory_layout
 from instrument.recording.histogram import bucket, bucket_start
+from instrument.recording.rows import (
+    ACTIVE_NS,
+    ATTRIBUTES,
+    CHILDREN_NS,
+    END_NS,
+    ERROR,
+    NODE,
+    SPAN_ID,
+    START_NS,
+    Row,
+    is_too_short,
+    more_of,
+    packed_row,
+    self_ns,
+)
 from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock, local
-
-Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-
-REQUEST_BIT = 1
-"""Set in the id of a request that is a root, and in no other: a root id tells whether it is a request's."""
 
 First = tuple[int, int]
 """When a first call began, and how long it took on the host."""
@@ -36,16 +38,6 @@ First = tuple[int, int]
 Waiting = tuple[int, First, list[int], list[Row], Any]
 """Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
-
-PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as recordings have it; `rare` is 0, the active time as `packed_row` says it, or else where what
-fewer have is noted. That stands beside the rows: active time or -1, error and attributes, or the attributes alone."""
-
-_pack, _unpack = PACKED_ROW.pack, PACKED_ROW.iter_unpack
-_FARTHEST = (1 << 63) - 1
-
-HAS_MORE = 8
-"""In the recorder in Python, which has no address to tell."""
 
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
@@ -96,23 +88,23 @@ class Ring:
         rows = [copy[i & self.mask] for i in range(first, head)]
         nodes = self.nodes
         known = len(nodes)  # of a row that another thread's reset came in between no node is known here
-        kept = [row for row in rows if row[0] >= known or not is_too_short(row, nodes[row[0]].site.min_ns)]
+        kept = [row for row in rows if row[NODE] >= known or not is_too_short(row, nodes[row[NODE]].site.min_ns)]
         return kept, head, first - since
 
     def copied(self, since: int) -> tuple[bytes, list[Any]]:
         """Rows from number `since` on, packed, and what those have that say more, in their order."""
         packed, rare = bytearray(), []
         for row in self.newest(since)[0]:
-            if row[9] is not None or row[10] is not None:
-                rare.append(row[8:])
+            if row[ERROR] is not None or row[ATTRIBUTES] is not None:
+                rare.append(more_of(row))
             packed += packed_row(row)
         return bytes(packed), rare
 
     def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
         """Of the rows that ended after a time: how many, the end of the first, ids of those whose nodes are marked."""
         rows = self.newest(self.first_after(after_ns))[0]
-        ids = array("Q", [row[1] for row in rows if row[0] < len(marks) and marks[row[0]]])
-        return len(rows), rows[0][6] if rows else 0, ids.tobytes()
+        ids = array("Q", [row[SPAN_ID] for row in rows if row[NODE] < len(marks) and marks[row[NODE]]])
+        return len(rows), rows[0][END_NS] if rows else 0, ids.tobytes()
 
     def shrink(self) -> None:
         """A thread that has ended needs no room beyond the rows that it wrote."""
@@ -127,7 +119,7 @@ class Ring:
         low, high = max(self.head - self.capacity, 0), self.head
         while low < high:
             middle = (low + high) // 2
-            if self.rows[middle & self.mask][6] > after_ns:
+            if self.rows[middle & self.mask][END_NS] > after_ns:
                 high = middle
             else:
                 low = middle + 1
@@ -171,11 +163,11 @@ class Ring:
                 index = 0
             calls, total_ns = len(durations), sum(durations)
             low, high = min(durations), max(durations)
-            self_total_ns = total_ns + sum([self_ns(row) - row[6] + row[5] for row in rarer])
-            errors = sum([row[9] is not None for row in rarer])
+            self_total_ns = total_ns + sum([self_ns(row) - row[END_NS] + row[START_NS] for row in rarer])
+            errors = sum([row[ERROR] is not None for row in rarer])
             moved_bytes = 0
             if rarer and nodes[index].site.kind == "copy":
-                sizes = [row[10].get("bytes") for row in rarer if row[10]]
+                sizes = [row[ATTRIBUTES].get("bytes") for row in rarer if row[ATTRIBUTES]]
                 # A scope of this kind may carry anything there: what is no size counts for nothing.
                 moved_bytes = sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
             is_inner = nodes[index].inner is nodes[index]
@@ -183,7 +175,9 @@ class Ring:
             too_short = 0
             if min_ns:
                 too_short = sum([duration < min_ns for duration in durations])
-                too_short -= sum([row[6] - row[5] < min_ns and not is_too_short(row, min_ns) for row in rarer])
+                too_short -= sum(
+                    [row[END_NS] - row[START_NS] < min_ns and not is_too_short(row, min_ns) for row in rarer]
+                )
             totals = self.totals.get(index) or Totals(first_ns=first[0], min_ns=low)
             histogram = Counter(totals.histogram)
             # The buckets of `histogram.bucket`, written out because a call each would double the cost.
@@ -257,51 +251,20 @@ class Ring:
             return dict(self.first_calls)
 
 
-def packed_row(row: Row) -> bytes:
-    """A row as recordings have it. Of what few have an active time alone is a number twice as large and odd."""
-    node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes = row
-    rare = HAS_MORE if error is not None or attributes is not None else active_ns << 1 | 1 if active_ns >= 0 else 0
-    children_ns = children_ns if children_ns < _FARTHEST else _FARTHEST  # noqa: FURB136 - see `self_ns`
-    return _pack(span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task)
-
-
-def unpacked_rows(data: bytes) -> Iterator[Row]:
-    """Rows of a recording, without what stands beside them."""
-    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
-        active_ns = rare >> 1 if rare & 1 else -1
-        yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
-
-
-def is_request_root(row: Row) -> bool:
-    """Whether a row is of a request that is the root of its tree."""
-    return row[1] == row[3] and bool(row[3] & REQUEST_BIT)
-
-
-def is_too_short(row: Row, min_ns: int) -> bool:
-    """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
-    return row[6] - row[5] < min_ns and not row[7] and row[9] is None
-
-
-def self_ns(row: Row) -> int:
-    """Time of a row outside its children, never negative."""
-    own = (row[6] - row[5] if row[8] < 0 else row[8]) - row[7]
-    return own if own > 0 else 0  # noqa: FURB136 - `max` costs as much as all the rest
-
-
 def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
     """A block's rows by node: one pass, in which most rows give their duration and nothing else."""
     durations: defaultdict[int, list[int]] = defaultdict(list)
     rarer: defaultdict[int, list[Row]] = defaultdict(list)
     for row in block:
-        durations[row[0]].append(row[6] - row[5])
-        if row[7] or row[8] >= 0 or row[9] is not None or row[10] is not None:
-            rarer[row[0]].append(row)
+        durations[row[NODE]].append(row[END_NS] - row[START_NS])
+        if row[CHILDREN_NS] or row[ACTIVE_NS] >= 0 or row[ERROR] is not None or row[ATTRIBUTES] is not None:
+            rarer[row[NODE]].append(row)
     never = (0, 0)
-    firsts = {index: (block[-1][6], 0) for index in durations if index not in known}
+    firsts = {index: (block[-1][END_NS], 0) for index in durations if index not in known}
     if firsts:
         for row in block:
-            if row[5] < firsts.get(row[0], never)[0]:
-                firsts[row[0]] = (row[5], row[6] - row[5])
+            if row[START_NS] < firsts.get(row[NODE], never)[0]:
+                firsts[row[NODE]] = (row[START_NS], row[END_NS] - row[START_NS])
     waiting: Waiting | None = None
     for index, of_node in durations.items():
         waiting = (index, firsts.get(index, never), of_node, rarer.get(index, []), waiting)

@@ -1,18 +1,118 @@
-"""Rows that were taken from the rings, and the span that a single one stands for."""
+"""Rows: the one description of a finished span as recorders tell it, and of many that were taken from the rings.
+
+A row is a tuple, immutable and so never torn, that is taken apart by these names alone. Rows that are copied to be
+looked at together are bytes, as `PACKED_ROW` has them.
+"""
 
 from __future__ import annotations
 
 from array import array
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
+from instrument.recording import memory_layout
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.ring import PACKED_ROW, Row, self_ns
 from instrument.recording.spans import Site, Span
+
+Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
+"""What the native recorder makes in `row_as_tuple`, and the one in Python by `row_of`."""
+
+NODE: Final = 0
+"""The index of its call path."""
+SPAN_ID: Final = 1
+PARENT_ID: Final = 2
+ROOT_ID: Final = 3
+TASK: Final = 4
+START_NS: Final = 5
+END_NS: Final = 6
+CHILDREN_NS: Final = 7
+"""Time of the children, less what the span waited: the active time less this is its own, in which it waits, too."""
+ACTIVE_NS: Final = 8
+"""-1 where that is the total."""
+ERROR: Final = 9
+"""The name of the exception, or None."""
+ATTRIBUTES: Final = 10
+"""Or None."""
+MORE: Final = ACTIVE_NS
+"""What few rows have comes from here on: its types are `More`."""
+
+More = tuple[int, "str | None", "dict[Any, Any] | None"]
+
+REQUEST_BIT = 1
+"""Set in the id of a request that is a root, and in no other: a root id tells whether it is a request's."""
+
+PACKED_ROW = memory_layout.ROW.packer()
+"""A row in 64 bytes, as recordings have it; `rare` is 0, the active time as `packed_row` says it, or else where what
+fewer have is noted. That stands beside the rows: active time or -1, error and attributes, or the attributes alone."""
+
+_pack, _unpack = PACKED_ROW.pack, PACKED_ROW.iter_unpack
+_FARTHEST = (1 << 63) - 1
+
+HAS_MORE = 8
+"""In the recorder in Python, which has no address to tell."""
 
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
 stream, or `Work`. It is nothing that a reader sees."""
+
+
+def row_of(
+    node: int,
+    span_id: int,
+    parent_id: int,
+    root_id: int,
+    task: int,
+    start_ns: int,
+    end_ns: int,
+    children_ns: int = 0,
+    active_ns: int = -1,
+    error: str | None = None,
+    attributes: dict[Any, Any] | None = None,
+) -> Row:
+    """A row of these."""
+    return node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes
+
+
+def more_of(row: Row) -> More:
+    """What few rows have."""
+    return row[MORE:]
+
+
+def with_more(row: Row, more: More) -> Row:
+    """The row with this instead of what it has more."""
+    return *row[:MORE], *more
+
+
+def packed_row(row: Row) -> bytes:
+    """A row as recordings have it. Of what few have an active time alone is a number twice as large and odd."""
+    node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes = row
+    rare = HAS_MORE if error is not None or attributes is not None else active_ns << 1 | 1 if active_ns >= 0 else 0
+    children_ns = children_ns if children_ns < _FARTHEST else _FARTHEST  # noqa: FURB136 - see `self_ns`
+    return _pack(span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task)
+
+
+def unpacked_rows(data: bytes) -> Iterator[Row]:
+    """Rows of a recording, without what stands beside them."""
+    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
+        active_ns = rare >> 1 if rare & 1 else -1
+        yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
+
+
+def is_request_root(row: Row) -> bool:
+    """Whether a row is of a request that is the root of its tree."""
+    return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)
+
+
+def is_too_short(row: Row, min_ns: int) -> bool:
+    """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
+    return row[END_NS] - row[START_NS] < min_ns and not row[CHILDREN_NS] and row[ERROR] is None
+
+
+def self_ns(row: Row) -> int:
+    """Time of a row outside its children, never negative."""
+    own = (row[END_NS] - row[START_NS] if row[ACTIVE_NS] < 0 else row[ACTIVE_NS]) - row[CHILDREN_NS]
+    return own if own > 0 else 0  # noqa: FURB136 - `max` costs as much as all the rest
 
 
 class Block(NamedTuple):
@@ -49,15 +149,15 @@ class Held(NamedTuple):
 
 def span_of(row: Row, site: Site, thread_id: int) -> Span:
     """The span that a row of a site and a thread stands for."""
-    _, span_id, parent_id, root_id, task_id, start_ns, end_ns, _, active_ns, error, attributes = row
+    active_ns, attributes = row[ACTIVE_NS], row[ATTRIBUTES]
     remote: RemoteParent | None = None
     if attributes and (REMOTE in attributes or STREAM in attributes):
         attributes = dict(attributes)
         remote = remote_of(attributes.pop(REMOTE, None))
         attributes.pop(STREAM, None)
     if active_ns < 0:
-        active_ns = end_ns - start_ns
+        active_ns = row[END_NS] - row[START_NS]
     return Span(
-        site, span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns(row), error,
-        attributes or {}, (), False, remote,
+        site, row[SPAN_ID], row[PARENT_ID], row[ROOT_ID], thread_id, row[TASK], row[START_NS], row[END_NS], active_ns,
+        self_ns(row), row[ERROR], attributes or {}, (), False, remote,
     )  # fmt: skip

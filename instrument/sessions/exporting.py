@@ -22,6 +22,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
 from instrument.recording.distributions import Snapshot
 from instrument.recording.meter_place import DAMAGED, MeterState
+from instrument.recording.rows import END_NS
 from instrument.recording.spans import Span
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
@@ -101,8 +102,8 @@ class Exporting(Recorded):
             return 0
         cursor = RECORDER.cursor(RECORDER.shelf(0.0, 0).sort)  # requests alone
         cursor.go_on(metered.places)
-        ended = [row for _, rows in cursor.read() for row in rows if row[6] <= until_ns]
-        self._meter.count(sorted(ended, key=lambda row: row[6]))
+        ended = [row for _, rows in cursor.read() for row in rows if row[END_NS] <= until_ns]
+        self._meter.count(sorted(ended, key=lambda row: row[END_NS]))
         self._meter.watch_from(metered.places)
         return until_ns
 

@@ -9,7 +9,7 @@ from instrument.instrumentors.selection import Selection
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import Recorder
 from instrument.recorder.tail_sampler import Ends, Trees
-from instrument.recording.ring import Row
+from instrument.recording.rows import END_NS, Row
 from instrument.recording.spans import Origin, Span
 from instrument.sessions.window import Windows
 
@@ -53,7 +53,9 @@ class Reader:
     def _note(self, rows: Sequence[Row]) -> None:
         """Tell of requests that have ended, each once, also where it reads again what it has read."""
         if self._note_ended is not None:
-            self._note_ended([row for row in rows if row[6] > self._noted_until_ns] if self._noted_until_ns else rows)
+            self._note_ended(
+                [row for row in rows if row[END_NS] > self._noted_until_ns] if self._noted_until_ns else rows
+            )
 
     def _count_steps(self) -> None:
         """From now on, the calls of the function that the schedule names, if it does."""

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from instrument.recording import memory_layout
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.ring import packed_row
-from instrument.recording.rows import STREAM, Taken
+from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Taken, more_of, packed_row
 from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
@@ -133,13 +132,13 @@ def _finished(taken: Taken, start_ns: int, end_ns: int) -> Iterator[_Part]:
 
 def _still_open(taken: Taken, finished: Sequence[_Part], end_ns: int) -> Iterator[_Part]:
     """Those that were open and have not ended since: they are among the finished ones then."""
-    rows = {row[1]: (thread_id, row) for thread_id, row in taken.open_rows if row[5] < end_ns}
+    rows = {row[SPAN_ID]: (thread_id, row) for thread_id, row in taken.open_rows if row[START_NS] < end_ns}
     ids = np.array([*rows], dtype=np.int64)
     for part in finished if rows else ():
         for span_id in part.rows["span_id"][np.isin(part.rows["span_id"], ids)].tolist():
             rows.pop(span_id, None)
     for thread_id, row in rows.values():
-        yield _Part(thread_id, np.frombuffer(packed_row(row), dtype=ROW), np.zeros(1, dtype=np.int64), [row[8:]])
+        yield _Part(thread_id, np.frombuffer(packed_row(row), dtype=ROW), np.zeros(1, dtype=np.int64), [more_of(row)])
 
 
 def _sites(taken: Taken, node: NDArray[Any]) -> tuple[tuple[Site, ...], Int32s]:
@@ -159,7 +158,7 @@ def oldest_ns(taken: Taken, start_ns: int, end_ns: int) -> dict[int, int]:
             first_ns = int(part.rows["end_ns"][0])
             found[part.thread_id] = min(first_ns, end_ns, found.get(part.thread_id, end_ns))
     for thread_id, row in taken.open_rows:
-        if row[5] < end_ns:
+        if row[START_NS] < end_ns:
             found.setdefault(thread_id, end_ns)
     return found
 
@@ -168,7 +167,7 @@ def has_begun(taken: Taken, after_ns: int, before_ns: int) -> bool:
     """Whether a span began between two times."""
     starts = [np.frombuffer(block.rows, dtype=ROW)["start_ns"] for block in taken.blocks]
     of_rings = any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
-    return of_rings or any(after_ns < row[5] < before_ns for _, row in taken.open_rows)
+    return of_rings or any(after_ns < row[START_NS] < before_ns for _, row in taken.open_rows)
 
 
 _NO_ROWS = np.zeros(0, dtype=ROW)

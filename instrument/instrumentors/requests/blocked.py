@@ -21,7 +21,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.ring import Row, is_request_root
+from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT
 from instrument.runtime.faults import FAULTS
 
@@ -150,7 +150,7 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
-            return [row for row in ring.newest(max(ring.head - NEWEST, 0))[0] if row[6] >= begun_ns]
+            return [row for row in ring.newest(max(ring.head - NEWEST, 0))[0] if row[END_NS] >= begun_ns]
     return []
 
 
@@ -162,8 +162,8 @@ def _span_over(
     What has ended within it was inside of what is open in its context still.
     """
     least_ns = (ended_ns - begun_ns) // 2
-    most = [row for row in rows if min(row[6], ended_ns) - max(row[5], begun_ns) > least_ns]
-    for row in sorted(most, key=lambda row: -row[5]):
+    most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
+    for row in sorted(most, key=lambda row: -row[START_NS]):
         site = recorder.site_of(row)
         if site is not BLOCKED_LOOP:
             return site.name
@@ -176,7 +176,7 @@ def _span_over(
         return ""
     if not span_id:
         return ""
-    open_ = {row[1]: row for _, row in recorder.open_rows()}
+    open_ = {row[SPAN_ID]: row for _, row in recorder.open_rows()}
     while (found := open_.get(span_id)) is not None:
         if found[5] <= ended_ns - least_ns:
             return recorder.site_of(found).name

@@ -16,7 +16,7 @@ from instrument.recorder.shelf import BEYOND, DECIDED_ROOTS, HELD_ROWS, TOO_LONG
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE
-from instrument.recording.ring import REQUEST_BIT, Row, unpacked_rows
+from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, unpacked_rows, with_more
 from instrument.recording.spans import KEY
 
 _KEY = KEY.encode()
@@ -142,7 +142,7 @@ class ColumnShelf:
 def rows_of(rows: Records, details: Details) -> list[Row]:
     """Rows as recorders have them."""
     return [
-        row if (detail := details.get(row[1])) is None else (*row[:8], *_detail_of(*detail))
+        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _detail_of(*detail))
         for row in unpacked_rows(rows.tobytes())
     ]
 

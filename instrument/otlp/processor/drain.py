@@ -20,8 +20,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
 from instrument.recording.paths import CallTree
-from instrument.recording.ring import REQUEST_BIT, Row
-from instrument.recording.rows import span_of
+from instrument.recording.rows import NODE, REQUEST_BIT, Row, span_of
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, KEY, Site, Span
 
 ROWS_AT_ONCE = 10_000
@@ -80,7 +79,7 @@ class Drain:
 
     def site_of(self, row: Row) -> Site:
         """The site of a row that was read."""
-        return self._site_of_node(row[0])
+        return self._site_of_node(row[NODE])
 
     def _site_of_node(self, node: int) -> Site:
         return self._mapped.known_tree.site(node)

@@ -42,7 +42,7 @@ from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
 from instrument.recording.mapped_intervals import MappedIntervals
-from instrument.recording.ring import REQUEST_BIT, Row
+from instrument.recording.rows import REQUEST_BIT, Row
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.of_memory import origin_of

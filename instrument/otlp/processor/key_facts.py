@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instrument.otlp.processor.own_work import PHASES
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site
 from instrument.trace.joined import batch_keys, batch_weights
 from instrument.trace.ledger import phase_of

@@ -29,7 +29,7 @@ from instrument.otlp.processor.own_work import OwnPhases
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.remote_parents import LINK, LinkedRequest, RemoteParent, link_of
-from instrument.recording.ring import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
 from instrument.trace.joined import join
 from instrument.trace.of_spans import trace_of

@@ -22,7 +22,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
-from instrument.recording.ring import Row, is_request_root
+from instrument.recording.rows import Row, is_request_root, row_of
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
@@ -52,8 +52,8 @@ class _DrainedRows:
 
     def open_rows(self) -> Iterator[tuple[int, Row]]:
         for span in () if self.has_ended else self._mapped.open_spans():
-            row = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, 0, 0, -1)
-            yield span.thread_id, (*row, None, None)
+            its = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns)
+            yield span.thread_id, row_of(*its, end_ns=0)
 
     def lines(self, *, merged: bool = False) -> Lines:
         return self._drain.lines(merged=merged, wanted=self._are_metered)

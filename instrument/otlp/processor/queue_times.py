@@ -19,7 +19,7 @@ from instrument.otlp.processor.key_facts import KeyFacts
 from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests
 from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
-from instrument.recording.ring import Row
+from instrument.recording.rows import SPAN_ID, Row
 from instrument.trace.stages import queue_times
 
 WAIT_NS = 3 * 10**9
@@ -82,16 +82,16 @@ class QueueTimes:
         if at_once:
             met, self._met = [*met, *self._met], []
         self._around_others |= facts.around_others
-        self._work.add(facts.work, (facts.opened, {row[1] for row in met}, {row[1] for row in self._met}))
-        phases = self._work.take([row[1] for row in met]) if met else {}
+        self._work.add(facts.work, (facts.opened, {row[SPAN_ID] for row in met}, {row[SPAN_ID] for row in self._met}))
+        phases = self._work.take([row[SPAN_ID] for row in met]) if met else {}
         now_ns = time.monotonic_ns()
         for row in met:
-            request = self._requests.known(self._ids, row[1])
+            request = self._requests.known(self._ids, row[SPAN_ID])
             if request is not None and request.keys:
-                request.own = phases.get(row[1], NO_PHASES)
-                request.is_around_others = row[1] in self._around_others
+                request.own = phases.get(row[SPAN_ID], NO_PHASES)
+                request.is_around_others = row[SPAN_ID] in self._around_others
                 self._waiting.append(_Ended(request, row, now_ns, self._look))
-            self._around_others.discard(row[1])
+            self._around_others.discard(row[SPAN_ID])
         if len(self._around_others) > KEYS_KNOWN:
             self._around_others &= facts.opened
         while len(self._waiting) > KEYS_KNOWN:
