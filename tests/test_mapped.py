@@ -482,6 +482,18 @@ def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(rec
     assert read(recorder).header.state == "goodbye"
 
 
+def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_itself(recorder: Any) -> None:
+    recorder.begin(1 << 22, {})
+    begun_ns = read(recorder).header.begun_ns
+    with recorder.scope("request", kind="request"):
+        pass
+    recorder.tell({"gpus": []})
+    assert read(recorder).header.begun_ns == begun_ns
+    assert saved_of(read(recorder)).facts.start_ns == begun_ns <= recorder.spans()[0].start_ns
+    recorder.begin(1 << 22, {})
+    assert read(recorder).header.begun_ns > begun_ns
+
+
 def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recorder: Any, tmp_path: Path) -> None:
     def items() -> Iterator[int]:
         yield 1

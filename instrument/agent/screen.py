@@ -218,7 +218,7 @@ class _Seen:
         mapped = Mapped(memory)
         try:
             header = mapped.header
-            self.state, self.generation, self.begun_ns = header.state, header.generation, header.monotonic_ns
+            self.state, self.generation, self.begun_ns = header.state, header.generation, header.begun_ns
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.counted: Counted = {}
             self.calls = 0

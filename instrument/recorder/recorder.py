@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -95,6 +96,7 @@ class _Recording(Renaming, Readback):
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
         self._memory_bytes = self._disk_bytes = 0
         self._facts: Mapping[str, Any] = {}
+        self._begun_ns = 0
         self._shapes_noted = 0
         # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
         self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
@@ -257,6 +259,7 @@ class _Recording(Renaming, Readback):
             except (OSError, ValueError) as problem:
                 self.no_memory = str(problem)
         self.reset(ring_bytes)
+        self._begun_ns = time.monotonic_ns()
         self.tell(facts)
 
     @property
@@ -270,7 +273,7 @@ class _Recording(Renaming, Readback):
         if self._memory_head is not None:
             from instrument.recording import memory
 
-            memory.say_whose(self._memory_head, RUNNING, facts)
+            memory.say_whose(self._memory_head, RUNNING, {**facts, "begun_ns": self._begun_ns})
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Where a part of the recording lies that Python writes; None where nobody else can read what is recorded."""
@@ -297,6 +300,7 @@ class _Recording(Renaming, Readback):
             self.begin(self._memory_bytes, self._facts, folder, self._disk_bytes)
         else:
             self.reset()
+            self._begun_ns = time.monotonic_ns()
             if self._memory_of is not None:
                 self.tell(self._facts)
                 if not self.no_memory and self.memory_fd < 0:

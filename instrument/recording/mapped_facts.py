@@ -25,7 +25,10 @@ UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """Whose recording it is, and how it stands. `facts` is what its process says of itself and its session."""
+    """Whose recording it is, and how it stands. `facts` is what its process says of itself and its session.
+
+    `monotonic_ns` and `realtime_ns` are one moment on both clocks: that at which it said so last.
+    """
 
     pid: int
     started: int
@@ -36,6 +39,12 @@ class Header(NamedTuple):
     realtime_ns: int
     size_bytes: int
     facts: Mapping[str, Any]
+
+    @property
+    def begun_ns(self) -> int:
+        """Since when it records, on the monotonic clock; where it does not say, when it last said anything."""
+        found = self.facts.get("begun_ns")
+        return found if isinstance(found, int) and 0 < found <= self.monotonic_ns else self.monotonic_ns
 
     @property
     def service(self) -> str:

@@ -55,7 +55,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         end_ns = max([*newest, *(span.start_ns for span in open_spans)], default=time.monotonic_ns())
     open_spans = [span for span in open_spans if span.start_ns <= end_ns]
     held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
-    begin_ns = min(header.monotonic_ns, end_ns)
+    begin_ns = min(header.begun_ns, end_ns)
     details, losses = mapped.details(), mapped.losses()
     lacking = sum(span_id not in details for span_id in rows["span_id"][has_more(rows)].tolist())
     if lacking:
