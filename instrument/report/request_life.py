@@ -103,7 +103,8 @@ class RequestLife:
             own, of_batches = (four_digits(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
             lines += ["", f"Device time: {own} {unit} of its own work, {of_batches} {unit} its shares of batches"]
         if self.blame is not None:
-            lines += ["", *wrapped(blame_text(self.blame, unit).capitalize())]
+            told = blame_text(self.blame, unit)
+            lines += ["", *wrapped(f"{told[0].upper()}{told[1:]}")]  # names and keys stay as they are
         lines += ["", *section_title("Turn by turn")]
         for one in self.turns:
             lines.append(self._bar(one, unit))
