@@ -190,6 +190,20 @@ def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
     assert list(FAULTS.counts_of_rules().values()) == ([] if is_nothing else [1])
 
 
+@pytest.mark.parametrize(
+    "rule",
+    ["batch: output", "batch: 'output[].id'", "batch: 'return[]'", "batch: {argument: 'output[].id', weights: output}"],
+)
+def test_what_can_be_gone_through_only_once_is_left_to_the_service(
+    rule: str, recorded: Callable[..., list[Span]]
+) -> None:
+    given = iter([Asked("a"), Asked("b")])
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
+    assert [one.id for one in given] == ["a", "b"]
+    assert BATCH_KEYS not in span.attributes
+    assert list(FAULTS.counts_of_rules().values()) == [1]
+
+
 def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
     assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]

@@ -165,10 +165,12 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
             return {}
         if isinstance(found, (str, int)) or not hasattr(type(found), "__iter__"):
             found = (found,)  # a batch of one
+        _must_stay_whole(found)
         keys = list(islice(found, BATCH_LIMIT + 1))
         weights: Any = None
         if of_weights is not None:
             weights = of_weights(value)
+            _must_stay_whole(weights)
         elif _is_mapping(found):
             weights = found.values()
         if len(keys) > BATCH_LIMIT:
@@ -182,6 +184,12 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
         return told
 
     return read
+
+
+def _must_stay_whole(found: Any) -> None:
+    """Raise where going through something would take its items from the service: generators, files."""
+    if hasattr(type(found), "__next__"):
+        raise TypeError("its items can be taken only once")
 
 
 _NUMBERS = frozenset({int, float})
@@ -203,6 +211,7 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
 
     def each(value: Any) -> Any:
         found = before(value)
+        _must_stay_whole(found)
         some = list(islice(found.values() if _is_mapping(found) else found, BATCH_LIMIT + 1))
         for step, attribute in attributes:
             kinds = set(map(type, some))
