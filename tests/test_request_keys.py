@@ -15,9 +15,12 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
 
 import instrument
@@ -101,6 +104,10 @@ class Asked:
 ASKED = Asked("r")
 
 
+class DriversUUID(UUID):
+    """As drivers of databases have them."""
+
+
 def of_asked(key: str) -> str:
     """The key that an object is, where that is meant."""
     return f"Asked-{os.getpid()}-{id(ASKED):x}" if key == "of ASKED" else key
@@ -126,6 +133,12 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
         ("match: 'keyed_engine:spread', key: request_id", ("spread", ("a", "b", "c")), "left out"),
         ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), "of ASKED"),
+        ("match: 'keyed_engine:add', key: request", ("add", (UUID(int=7),)), str(UUID(int=7))),
+        ("match: 'keyed_engine:add', key: request", ("add", (DriversUUID(int=7),)), str(UUID(int=7))),
+        ("match: 'keyed_engine:add', key: request", ("add", (b"r7",)), "r7"),
+        ("match: 'keyed_engine:add', key: request", ("add", (b"\xff\n",)), "ff0a"),
+        ("match: 'keyed_engine:add', key: request", ("add", (np.int32(7),)), "7"),
+        ("match: 'keyed_engine:add', key: request", ("add", (HTTPStatus.OK,)), "200"),
     ],
 )  # fmt: skip
 def test_a_key_is_read_of_an_argument_or_a_result(
@@ -151,6 +164,12 @@ def test_a_key_is_read_of_an_argument_or_a_result(
         ("batch: output", [], {BATCH_KEYS: ()}),
         ("batch: output", "r1", {BATCH_KEYS: ("r1",)}),
         ("batch: output", ASKED, {BATCH_KEYS: ("of ASKED",)}),
+        ("batch: output", b"r1", {BATCH_KEYS: ("r1",)}),
+        ("batch: output", np.array([7, 8]), {BATCH_KEYS: ("7", "8")}),
+        ("batch: output", {"a": np.int32(3), "b": 1}, {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (3, 1)}),
+        ("batch: {argument: output.ids, weights: output.tokens}",
+         of(ids=["a", "b"], tokens=np.array([1.5, 2], dtype=np.float32)),
+         {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (1.5, 2.0)}),
     ],
 )  # fmt: skip
 def test_the_keys_of_a_batch_are_read_with_their_weights(
@@ -188,6 +207,16 @@ def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
     assert "secret" not in caplog.text
     is_nothing = isinstance(given, dict) and rule == "batch: output.ids"  # None: there are no requests
     assert list(FAULTS.counts_of_rules().values()) == ([] if is_nothing else [1])
+
+
+@pytest.mark.parametrize("tokens", [[1], ["one", "two"], [1, None], np.array([True, False])])
+def test_weights_that_are_none_for_each_key_are_named_and_all_count_alike(
+    tokens: object, recorded: Callable[..., list[Span]]
+) -> None:
+    rule = "batch: {argument: output.ids, weights: output.tokens}"
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (of(ids=["a", "b"], tokens=tokens),)))
+    assert dict(span.attributes) == {BATCH_KEYS: ("a", "b")}
+    assert FAULTS.counts_of_rules() == {"output.ids: output.tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +257,8 @@ def test_scopes_and_bind_name_requests_in_code() -> None:
         instrument.bind(["no key"])  # type: ignore[arg-type]
     with instrument.scope("step", batch={"r1": 2, "r2": 1}):
         pass
+    with instrument.scope("step", batch="r1"), instrument.scope("step", batch={"r1": np.int64(2)}):
+        pass
     with instrument.scope("step", batch=iter(["r1", 2])), instrument.scope("odd", key=[], batch=7):  # type: ignore[arg-type]
         pass
     instrument.bind("outside of any span")
@@ -237,6 +268,8 @@ def test_scopes_and_bind_name_requests_in_code() -> None:
         {KEY: "r1"},
         {KEY: "r2"},
         {BATCH_KEYS: ("r1", "r2"), BATCH_WEIGHTS: (2, 1)},
+        {BATCH_KEYS: ("r1",)},
+        {BATCH_KEYS: ("r1",), BATCH_WEIGHTS: (2,)},
         {BATCH_KEYS: ("r1", "2")},
         {},
     ]
@@ -396,6 +429,8 @@ Named = types.SimpleNamespace
 HELD = [
     "a", "", "x" * 300, 7, None, Text("a"), object, [], ["a", "b"], [Text("a")], ["a", 7, None], ["x" * 300], ("a",),
     [Named(id="a"), Named(id="b")], [Named(id="a"), {"id": "b"}], [{"id": "a"}], [Named(id=7)], [Named(id="x" * 300)],
+    UUID(int=1), b"a", b"\xff", [b"a"], np.int64(7), np.array(["a", "b"]), np.array([1, 2]), {"a": np.int64(2)},
+    [Named(id="a", n=np.float32(1)), Named(id="b", n=2)], [Named(id=np.int64(1), n=True)], HTTPStatus.OK,
     [Named(id=["a"])], [Named()], {"a": Named(id="b")}, {"a": 2}, [Named(id=str(at)) for at in range(BATCH_LIMIT + 2)],
 ]  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
 an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
-ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text or whole
-numbers, or objects of the service's own classes, which are keys within their process. Reading never raises: what
+ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text, whole
+numbers, UUIDs or bytes, or objects of other classes, which are keys within their process. Reading never raises: what
 cannot be read is left out, counted and named.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from instrument import native
 from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
-from instrument.recorder.annotation import key_text
+from instrument.recorder.annotation import key_text, weights_told
 from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, KEY_LIMIT, AttributeValue
 from instrument.runtime.faults import FAULTS
@@ -163,7 +163,7 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
         found = of_keys(value)
         if found is None:
             return {}
-        if isinstance(found, (str, int)) or not hasattr(type(found), "__iter__"):
+        if isinstance(found, (str, bytes, int)) or not hasattr(type(found), "__iter__"):
             found = (found,)  # a batch of one
         _must_stay_whole(found)
         keys = list(islice(found, BATCH_LIMIT + 1))
@@ -179,8 +179,12 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
         told: dict[str, AttributeValue] = {BATCH_KEYS: texts(keys)}
         if weights is not None:
             its = tuple(islice(weights, len(keys)))
-            if len(its) == len(keys) and _NUMBERS.issuperset(map(type, its)):
-                told[BATCH_WEIGHTS] = its
+            numbers = weights_told(its) if len(its) == len(keys) else None
+            if numbers is not None:
+                told[BATCH_WEIGHTS] = numbers
+            elif of_weights is not None:
+                place = f"{wanted.argument}: {wanted.weights}"
+                FAULTS.note_of_rule(place, f"asked for {len(keys)} numbers, found other weights; all count alike")
         return told
 
     return read
@@ -190,9 +194,6 @@ def _must_stay_whole(found: Any) -> None:
     """Raise where going through something would take its items from the service: generators, files."""
     if hasattr(type(found), "__next__"):
         raise TypeError("its items can be taken only once")
-
-
-_NUMBERS = frozenset({int, float})
 
 
 def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:

@@ -100,15 +100,20 @@ put_told(PyObject *told, PyObject *name, PyObject *value)
     return failed;
 }
 
-/* As many weights as there are keys, as they are told: a new reference. NULL without an exception where these are none. */
+/* As many weights as there are keys, as they are told: a new reference. NULL without an exception where these are none;
+ * `*asked` says that Python is to look at them. */
 static PyObject *
-told_weights(PyObject *weights, Py_ssize_t count)
+told_weights(PyObject *weights, Py_ssize_t count, int *asked)
 {
     if (PyList_GET_SIZE(weights) < count)
         return NULL;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!PyLong_CheckExact(PyList_GET_ITEM(weights, i)) && !PyFloat_CheckExact(PyList_GET_ITEM(weights, i)))
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *weight = PyList_GET_ITEM(weights, i);
+        if (!PyLong_CheckExact(weight) && !PyFloat_CheckExact(weight)) {
+            *asked |= PyNumber_Check(weight); /* a number of another kind, as numpy's are */
             return NULL;
+        }
+    }
     return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
 }
 
@@ -117,7 +122,7 @@ static PyObject *
 told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
 {
     PyObject *told = PyDict_New(), *its = NULL, *items, *found;
-    int failed = told == NULL;
+    int failed = told == NULL, asked = weights.steps != NULL; /* what a rule names as weights is named if it is none */
     if (!is_batch) {
         found = failed ? NULL : part_below(value, keys.steps);
         PyObject *text = found == NULL ? NULL : text_of_key(found, cut);
@@ -142,9 +147,11 @@ told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights,
         failed = its == NULL;
     }
     failed |= items == NULL || put_told(told, str_batch_keys, PyList_AsTuple(items));
-    found = failed || its == NULL ? NULL : told_weights(its, PyList_GET_SIZE(items));
+    found = failed || its == NULL ? NULL : told_weights(its, PyList_GET_SIZE(items), &asked);
     if (found != NULL)
         failed |= put_told(told, str_batch_weights, found);
+    else
+        failed |= its != NULL && asked;
     if (failed || PyErr_Occurred())
         Py_CLEAR(told);
     Py_XDECREF(items);

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
@@ -63,7 +64,8 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
 def key_text(value: object) -> str:
     """A key as text of at most `KEY_LIMIT` characters; "" of what is none: None, a bool, a float, a container.
 
-    An object of a class of the service's own is a key within its process, by what it is and where it lies.
+    Whole numbers of any kind, UUIDs and bytes are what they say, wherever they are. An object of another class, such as
+    the service's own, is a key within its process, by what it is and where it lies.
     """
     kind = type(value)
     if kind is int:
@@ -72,9 +74,51 @@ def key_text(value: object) -> str:
     text = _text(value)
     if text is not None:
         return text[:KEY_LIMIT]
+    if kind is bytes:
+        return _text_of_bytes(cast(bytes, value)[:KEY_LIMIT])
     if kind.__module__ == "builtins":
         return ""
+    try:
+        if _is_uuid(kind):
+            return str(value)[:KEY_LIMIT]
+        if _is_whole_number(kind):
+            return key_text(int(cast(Any, value)))
+    except Exception:  # of a number of the service's own
+        return ""
     return f"{kind.__name__[: KEY_LIMIT // 2]}-{os.getpid()}-{id(value):x}"
+
+
+def _text_of_bytes(value: bytes) -> str:
+    """What bytes say where they are printable ASCII, as most keys in bytes are, else their digits."""
+    text = value.decode("ascii", "replace")
+    return text if text.isprintable() and text.isascii() else value.hex()[:KEY_LIMIT]
+
+
+@lru_cache(maxsize=256)
+def _is_uuid(kind: type) -> bool:
+    """Whether it is `uuid.UUID` or one of a driver's own, without an import of what only those who use it need."""
+    return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
+
+
+@lru_cache(maxsize=256)
+def _is_whole_number(kind: type) -> bool:
+    return issubclass(kind, numbers.Integral)
+
+
+def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
+    """Weights as Python's own numbers; None where something among them is no number, such as an array's item on a
+    device, for which one would have to wait."""
+    kinds = set(map(type, found))
+    if kinds <= {int, float}:
+        return tuple(cast("Sequence[int | float]", found))
+    if bool in kinds or not all(issubclass(kind, numbers.Real) for kind in kinds):
+        return None
+    try:
+        return tuple(
+            int(one) if issubclass(type(one), numbers.Integral) else float(one) for one in cast("Sequence[Any]", found)
+        )
+    except Exception:  # of a number of the service's own
+        return None
 
 
 def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
@@ -88,7 +132,8 @@ def keys_told(key: object, batch: object, complain: Complain) -> dict[str, Attri
     if batch is None:
         return told
     try:
-        given = list(islice(batch, BATCH_LIMIT + 1))  # type: ignore[call-overload]
+        is_one = issubclass(type(batch), (str, bytes))
+        given = [batch] if is_one else list(islice(cast("Iterable[object]", batch), BATCH_LIMIT + 1))
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
@@ -98,8 +143,8 @@ def keys_told(key: object, batch: object, complain: Complain) -> dict[str, Attri
         complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
         del given[BATCH_LIMIT:]
     told[BATCH_KEYS] = tuple(map(key_text, given))
-    if weights is not None and {int, float}.issuperset(map(type, weights)) and len(weights) == len(given):
-        told[BATCH_WEIGHTS] = tuple(weights)
+    if weights is not None and len(weights) == len(given) and (numbers_told := weights_told(weights)) is not None:
+        told[BATCH_WEIGHTS] = numbers_told
     return told
 
 
