@@ -43,6 +43,8 @@ class EventLoop:
         self._says = says
         self.selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
+        self._silent: set[Connection] = set()
+        """Those of them that nothing has been heard on yet."""
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -91,16 +93,26 @@ class EventLoop:
         return connection in self._connections
 
     def _accept(self, _: int) -> None:
-        try:
-            sock, _address = self._listener.accept()
-        except OSError:
-            return  # it went away again, or there is no descriptor left
-        connection = Connection(sock)
-        if not connection.is_trusted or len(self._connections) >= CONNECTIONS:
-            connection.close()
-            return
-        self._connections.add(connection)
-        self.selector.register(connection, selectors.EVENT_READ)
+        while True:
+            try:
+                sock, _address = self._listener.accept()
+            except OSError:
+                return  # there is no other one, it went away again, or there is no descriptor left
+            connection = Connection(sock)
+            if not connection.is_trusted or len(self._connections) >= CONNECTIONS:
+                connection.close()
+                continue
+            self._connections.add(connection)
+            self._silent.add(connection)
+            self.selector.register(connection, selectors.EVENT_READ)
+
+    def _hear_who_joins(self) -> None:
+        """Hear all that join now before what others say, who may have been told something by these."""
+        self._accept(0)
+        for connection in list(self._silent):
+            if connection.is_about_to_join():
+                self._hear_next(connection)
+                self._watch(connection)
 
     def _served(self, connection: Connection, events: int) -> None:
         if connection not in self._connections:
@@ -111,31 +123,39 @@ class EventLoop:
             self.receive(connection)
         self._watch(connection)
 
-    def receive(self, connection: Connection) -> None:
-        """Hear what has come on a connection, as much as a turn may take."""
-        for _ in range(PACKETS_AT_ONCE):
-            try:
-                message, descriptors = connection.receive()
-            except BlockingIOError:
-                return
-            except packets.PacketError:
-                self.drop(connection)
-                return
-            if message is None:
-                self.drop(connection)
-                return
-            try:
-                kept = self._heard(connection, message, descriptors)
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
-                kept = []
-                connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
-                self._note_refused(problem)
-            for descriptor in descriptors:
-                if descriptor not in kept:
-                    os.close(descriptor)
-            if connection.is_broken:
-                self.drop(connection)
-                return
+    def receive(self, connection: Connection, *, is_last: bool = False) -> None:
+        """Hear what has come on a connection, as much as a turn may take; all, where that is the last."""
+        count = 0
+        while (is_last or count < PACKETS_AT_ONCE) and self._hear_next(connection):
+            count += 1
+
+    def _hear_next(self, connection: Connection) -> bool:
+        """Hear the next packet; False where there is none, or the connection has ended."""
+        try:
+            message, descriptors = connection.receive()
+        except BlockingIOError:
+            return False
+        except packets.PacketError:
+            self.drop(connection)
+            return False
+        self._silent.discard(connection)
+        if message is None:
+            self.drop(connection)
+            return False
+        if "join" not in message:
+            self._hear_who_joins()
+        try:
+            kept = self._heard(connection, message, descriptors)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
+            kept = []
+            connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
+            self._note_refused(problem)
+        for descriptor in descriptors:
+            if descriptor not in kept:
+                os.close(descriptor)
+        if connection.is_broken:
+            self.drop(connection)
+        return not connection.is_broken
 
     def _note_refused(self, problem: Exception) -> None:
         self.refused += 1
@@ -164,6 +184,7 @@ class EventLoop:
         """End a connection."""
         if connection in self._connections:
             self._connections.discard(connection)
+            self._silent.discard(connection)
             self.selector.unregister(connection)
             connection.close()
             self._dropped(connection)

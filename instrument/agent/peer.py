@@ -16,6 +16,9 @@ from instrument.runtime import packets
 WAITING_PACKETS = 1024
 """The most that wait for one connection."""
 
+_JOIN = b'{"join":'
+"""How such a packet begins."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -78,6 +81,13 @@ class Connection:
     def _drop_first(self) -> None:
         for descriptor in self._waiting.popleft()[1]:
             os.close(descriptor)
+
+    def is_about_to_join(self) -> bool:
+        """Whether the next packet is that of a process that joins."""
+        try:
+            return self.sock.recv(len(_JOIN), socket.MSG_PEEK) == _JOIN
+        except OSError:
+            return False
 
     def receive(self) -> tuple[packets.Message | None, list[int]]:
         """The next packet, None where the other end has closed. Raises `BlockingIOError` and `PacketError`."""

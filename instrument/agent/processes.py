@@ -118,6 +118,10 @@ class Run:
         """Those that have neither ended nor said goodbye."""
         return [process for process in self.processes if process.lives]
 
+    def living_as(self, pid: int, started: int) -> Process | None:
+        """The one of these that has that number and began then."""
+        return next((one for one in self.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
+
     def is_over(self) -> bool:
         """Whether nobody is left of it, as far as is known."""
         return not self.first_lives() and not self.living()

@@ -131,7 +131,10 @@ class Runs:
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
         image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
-        known = next((one for one in run.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
+        known = run.living_as(pid, started)
+        if known is not None and known.connection is not None:
+            self._loop.receive(known.connection, is_last=True)  # its goodbye, where this is its next session
+            known = run.living_as(pid, started)
         is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
         if known is not None and is_back and not known.has_become_another_program():
             known.facts, known.connection, self._members[connection] = facts, connection, known
@@ -243,7 +246,7 @@ class Runs:
     def _exited(self, process: Process) -> None:
         """The system says that the process has ended: what it has said before that comes first."""
         if process.connection is not None:
-            self._loop.receive(process.connection)
+            self._loop.receive(process.connection, is_last=True)
         if process.lives:
             self._vanished(process)
 
