@@ -28,12 +28,13 @@ from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, session_threads
+from instrument.sessions.generation import Generations
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
+def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
     """Where sessions of the test join."""
     monkeypatch.chdir(tmp_path)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(packets.FAMILY, packets.KIND) as listener:
@@ -43,6 +44,13 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.so
         monkeypatch.setenv(run_folder.VARIABLE, os.fspath(path))
         yield listener
         instrument.stop()
+
+
+@pytest.fixture
+def agent(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """The same of an agent that is not heard: tests look after the export themselves, and nobody else does."""
+    monkeypatch.setattr(Generations, "hear_agent", lambda _: None)
+    return listener
 
 
 @pytest.fixture
@@ -215,13 +223,14 @@ def test_a_session_exports_at_its_end_what_the_agent_has_let_go_of(collector: Co
 
 
 def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
-    collector: Collector, agent: socket.socket
+    collector: Collector, listener: socket.socket
 ) -> None:
-    session = begin(collector)
+    session = begin(collector)  # whose threads begin before it has joined
     taken().close()
-    session._generations.hear_agent()
-    joined, _ = agent.accept()
+    joined, _ = listener.accept()
     with joined:
+        told = [list(packets.receive(joined)[0] or ()) for _ in range(3)]
+        assert told == [["join"], ["records"], ["hears"]]
         packets.send(joined, {"yours": True})
         while not session.handover.is_own:
             time.sleep(0.001)
@@ -229,6 +238,31 @@ def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
         found = session.flush(30)
         assert found is not None
         assert (found.complete, found.exported) == (True, 2)
+
+
+def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
+    collector: Collector, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_begin, have_begun, begin_threads = threading.Event(), threading.Event(), SessionThreads._start_threads
+
+    def begin_late(self: SessionThreads) -> None:
+        begin_threads(self)
+        have_begun.set()
+
+    monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
+    monkeypatch.setattr(SessionThreads, "start", lambda _: may_begin.wait(60))
+    monkeypatch.setattr(session_threads, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(session_threads, "START_DELAY_S", 0.0)
+    monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
+    session = begin(collector)
+    serve(1)
+    while not session._threads.have_begun:
+        time.sleep(0.001)
+    session.stop()
+    may_begin.set()
+    assert have_begun.wait(60)
+    assert session._membership.joins == 1
+    assert session._generations.control is None
 
 
 def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_each_other(

@@ -174,11 +174,12 @@ class Generations:
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
         """Held while one profile takes the place of another."""
+        self._hearing = RLock()
         self.control: ControlServer | None = None
 
     def after_fork_in_child(self) -> None:
         """No reload is under way here, whatever the parent was about."""
-        self.lock = RLock()
+        self.lock, self._hearing = RLock(), RLock()
 
     def listen_in_child(self) -> None:
         """Listen and watch here, too, where the parent does."""
@@ -198,7 +199,8 @@ class Generations:
 
     def stop(self, limit_s: float) -> None:
         """Listen and watch no more, and wait for a reload on another thread."""
-        control, self.control = self.control, None
+        with self._hearing:
+            control, self.control = self.control, None
         if control is not None:
             control.stop(limit_s)
         with self.lock:
@@ -231,11 +233,12 @@ class Generations:
 
     def hear_agent(self) -> None:
         """Do what the run's agent asks for from now on: on the thread that there is for control, or on one for that."""
-        if not self._membership.joins:
-            return  # there is no agent
-        if self.control is None:
-            self.control = self._new_control(None)
-        self._listen(self.control)
+        with self._hearing:
+            if not self._membership.joins or self._has_ended():
+                return  # there is no agent yet, or the threads have begun as the session ended
+            if self.control is None:
+                self.control = self._new_control(None)
+            self._listen(self.control)
 
     def _listen(self, control: ControlServer) -> None:
         problem = control.start()

@@ -159,6 +159,8 @@ class Session(Exporting):
         RECORDER.tell(self._facts())
         problem = self._membership.join()
         self._generations.listen_to_agent()
+        if self._threads.have_begun:  # before it had joined, or as it did
+            self._tell_that_it_records()
         if problem:
             self.handover.take_over()
             self.account.complain(f"{problem}; what this process records goes with it", log=False)
@@ -171,10 +173,14 @@ class Session(Exporting):
 
     def _follow_threads(self) -> None:
         """What there is to do once the threads have begun, on one of them or where the session does without waiting."""
-        self._membership.tell({"records": True})  # before it hears: who can be asked is known to record
-        self._generations.hear_agent()
+        self._tell_that_it_records()
         if self._forked:  # most children that are forked never record
             FAULTS.attempt("process context", self._publish_context)
+
+    def _tell_that_it_records(self) -> None:
+        """Tell the agent so before it is told that this process hears: who can be asked is known to record."""
+        self._membership.tell({"records": True})
+        self._generations.hear_agent()
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
