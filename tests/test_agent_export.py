@@ -49,6 +49,12 @@ def threads():
     return sorted(one.name for one in threading.enumerate())
 """
 
+TAKES = f"""{SERVICE}
+from instrument.sessions import handover, process
+
+handover.LOCK_S = 60  # a machine with other work is no agent that keeps what it has
+"""
+
 ENGINE = """
 import time
 
@@ -679,9 +685,8 @@ def test_the_workers_of_gunicorn_have_one_exporter_and_every_request_is_sent_onc
 
 
 def test_a_session_that_must_know_what_is_kept_takes_the_export_from_the_agent(collector: Collector) -> None:
-    done = run(f"""{SERVICE}
+    done = run(f"""{TAKES}
 import instrument
-from instrument.sessions import process
 
 for x in range(100):
     serve(x)
@@ -702,9 +707,8 @@ for x in range(100):
 def test_what_a_process_had_not_sent_that_exported_itself_as_it_was_killed_is_exported_or_counted(
     collector: Collector,
 ) -> None:
-    Path("main.py").write_text(f"""{SERVICE}
+    Path("main.py").write_text(f"""{TAKES}
 import signal
-from instrument.sessions import process
 
 for x in range(100):
     serve(x)
@@ -712,19 +716,21 @@ process.session().unsent([])
 for x in range(200):
     serve(x)
     time.sleep(0.005)
+while process.session().handover.progress().fates["exported"] < {spans_of(300)}:
+    time.sleep(0.01)
 for x in range(100):
     serve(x)
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     with Path("errors").open("w") as errors:
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
-        assert subprocess.run(command, stderr=errors, timeout=60).returncode == -signal.SIGKILL
+        assert subprocess.run(command, stderr=errors, timeout=240).returncode == -signal.SIGKILL
     until(lambda: not run_folder.found())
     ids = Counter(span.span_id for spans in collector.spans.values() for span in spans)
     assert max(ids.values()) == 1
     told = re.findall(r"(\d+) spans (?:that had been read|sent to a collector)", Path("errors").read_text())
     counted = [int(one) for one in told]
-    assert sum(counted) < 0.7 * spans_of(400)
+    assert sum(counted) <= spans_of(100)
     assert len(ids) <= spans_of(400) <= len(ids) + sum(counted)
     assert "overwritten" not in Path("errors").read_text()
 
@@ -905,9 +911,8 @@ def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collec
 
 
 def test_a_second_session_of_a_process_is_exported_though_the_first_had_taken_the_export(collector: Collector) -> None:
-    done = run(f"""{SERVICE}
+    done = run(f"""{TAKES}
 import instrument
-from instrument.sessions import process
 
 serve(0)
 process.session().unsent([])

@@ -42,9 +42,6 @@ export:
 
 ENGINE = """
 import os
-from instrument.sessions import membership
-
-membership.ALIVE_S = membership.REPORT_S = 60  # a machine with other work is no agent that is slow or gone
 
 def step(x):
     return os.getpid()
