@@ -86,8 +86,8 @@ class Gauges:
         self._thread = Thread(self._run, THREAD_NAME, lambda: self.is_reading)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Make a last reading and end the thread; returns after `STOP_S` at the latest, also when the driver hangs."""
+    def stop(self, limit_s: float = STOP_S) -> None:
+        """Make a last reading and end the thread; returns in time, and after `STOP_S`, also where the driver hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -96,11 +96,12 @@ class Gauges:
             return
         self.is_reading = False
         self._halt.set()
-        thread.join(STOP_S)
+        limit_s = min(limit_s, STOP_S)
+        thread.join(limit_s)
         if thread.is_alive():
             _running = self
             self._sources.add_reason(
-                f"the thread was still inside of the driver {STOP_S:g} s after the end; it was left"
+                f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left"
             )
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:

@@ -5,6 +5,7 @@ It asks for events instead of waiting for them, disturbs no capture of a graph, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -110,13 +111,13 @@ class Resolver:
             self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
             self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, limit_s: float = math.inf) -> None:
         """Wait a moment for what is under way, give everything back to the driver, end. Idempotent."""
         self._stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(2 * STOP_NS / 1e9)
+            thread.join(min(limit_s, 2 * STOP_NS / 1e9))
             self._intervals.tell_settled(NOTHING_TO_COME)
 
     @property

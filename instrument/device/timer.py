@@ -12,6 +12,7 @@ nothing else costs all of them from there on, and is told.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -384,8 +385,8 @@ class Timing:
             self.reason = f"{NO_DEVICE_TIME}{error}"
             return None
 
-    def uninstall(self) -> None:
-        """Begin no more pairs, take in those under way, give everything back. Idempotent."""
+    def uninstall(self, limit_s: float = math.inf) -> None:
+        """Begin no more pairs, take in those under way in that time, give everything back. Idempotent."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
@@ -393,7 +394,7 @@ class Timing:
         while self._undos:
             self._undos.pop()()
         if self.timer is not None:
-            self.timer.resolver.stop()
+            self.timer.resolver.stop(limit_s)
 
     def after_fork_in_child(self) -> None:
         """The child of a process that uses CUDA cannot use it, and what it inherits is not its own to give back."""

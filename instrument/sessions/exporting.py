@@ -26,6 +26,7 @@ from instrument.recording.rows import END_NS
 from instrument.recording.spans import Span
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
+from instrument.sessions.deadline import Deadline
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.handover import Standing
 from instrument.sessions.lock import SessionLock
@@ -210,7 +211,7 @@ class Exporting(Recorded):
         with self._lock.held():
             self.account.lose(what, count)
 
-    def _export_at_end(self) -> None:
+    def _export_at_end(self, deadline: Deadline) -> None:
         """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
         if self.handover.is_own or not self.handover.has_agent:
             return
@@ -220,7 +221,7 @@ class Exporting(Recorded):
         if message is None:  # it has gone, and perhaps there is another one
             is_left = bool(self._membership.join())
         if is_left:
-            self.handover.take_over_at_end()
+            self.handover.take_over_at_end(deadline)
 
     # ---------------------------------------------------------------- while it runs
 

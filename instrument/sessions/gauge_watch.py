@@ -20,6 +20,7 @@ from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recording.gauge_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime.faults import FAULTS
+from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 
 ALONE_S = 3.0
@@ -158,10 +159,10 @@ class GaugeWatch:
 
     # ---------------------------------------------------------------- the end
 
-    def stop(self) -> None:
+    def stop(self, deadline: Deadline) -> None:
         """Have a last reading made, and none after that."""
         self._has_stopped = True
-        self._gauges.stop()
+        self._gauges.stop(deadline.left_s())
         is_own = self._claim is not None
         self._close_claim()
         if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
@@ -169,10 +170,10 @@ class GaugeWatch:
         if self._is_taken() or time.monotonic() - self._since < ALONE_S:  # it may be about to
             FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
             if self._membership.tell({"gauges": None}):
-                self._await_last()
+                self._await_last(deadline.left_s(LAST_READING_S))
 
-    def _await_last(self) -> None:
-        end = time.monotonic() + LAST_READING_S
+    def _await_last(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
         while (left_s := end - time.monotonic()) > 0:
             told = self._membership.await_word("gauges", left_s)
             if told is None:
@@ -181,5 +182,5 @@ class GaugeWatch:
             if isinstance(told["gauges"], dict) and told["gauges"].keys() & {"ended", "yours"}:
                 return
         self._gauges.note_outside(
-            self._gauges.gpus(), [f"device: the agent had not read the gauges again {LAST_READING_S:g} s after the end"]
+            self._gauges.gpus(), [f"device: the agent had not read the gauges again {limit_s:.2g} s after the end"]
         )

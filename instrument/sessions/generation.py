@@ -17,6 +17,7 @@ from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
 from instrument.sessions.control import ControlServer
 from instrument.sessions.control_client import Request, folder_of
+from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 
@@ -197,14 +198,14 @@ class Generations:
         if self.control is not None:
             self._listen(self.control)
 
-    def stop(self, limit_s: float) -> None:
+    def stop(self, deadline: Deadline) -> None:
         """Listen and watch no more, and wait for a reload on another thread."""
         with self._hearing:
             control, self.control = self.control, None
         if control is not None:
-            control.stop(limit_s)
-        with self.lock:
-            pass  # it ends; there is none from now on
+            control.stop(deadline.left_s())
+        if self.lock.acquire(timeout=deadline.left_s()):
+            self.lock.release()  # it has ended; there is none from now on
 
     def start_control(self) -> None:
         """Listen and watch from now on, where the profile asks for it."""

@@ -21,6 +21,7 @@ from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.runtime.unpatched import RLock
+from instrument.sessions.deadline import Deadline
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
 """How long nobody must have exported what this process records before it does so itself: where there is no agent, and
@@ -179,22 +180,22 @@ class Handover:
     def take_over(self) -> bool:
         """Export from where whoever did so before has come to. Returns whether the session exports now."""
         with self._lock:
-            return self.is_own if self._is_ending else self._take_over()
+            return self.is_own if self._is_ending else self._take_over(Deadline(LOCK_S))
 
-    def end(self) -> None:
+    def end(self, deadline: Deadline) -> None:
         """The session is about to end: nobody but `take_over_at_end` changes anything from now on.
 
         Not for one who holds the session's lock, for which others may be waiting here; such a one is not held up long.
         """
         self._is_ending = True
-        if self._lock.acquire(timeout=2 * LOCK_S):
+        if self._lock.acquire(timeout=deadline.left_s(2 * LOCK_S)):
             self._lock.release()
 
-    def take_over_at_end(self) -> None:
+    def take_over_at_end(self, deadline: Deadline) -> None:
         """Export what nobody exports, after `end`."""
-        if self._lock.acquire(timeout=LOCK_S):
+        if self._lock.acquire(timeout=deadline.left_s(LOCK_S)):
             try:
-                self._take_over()
+                self._take_over(deadline)
             finally:
                 self._lock.release()
 
@@ -206,16 +207,16 @@ class Handover:
         except OSError:
             return False
 
-    def _take_over(self) -> bool:
+    def _take_over(self, deadline: Deadline) -> bool:
         if self.is_own:
             return True
         try:
             place = self._opened()
         except OSError:
             place = None  # nobody else can read it either
-        end = time.monotonic() + LOCK_S
+        deadline = Deadline(deadline.left_s(LOCK_S))
         while place is not None and not place.take():
-            if time.monotonic() > end:
+            if not deadline.left_s():
                 place.close()
                 return False
             time.sleep(LOOK_S)

@@ -25,6 +25,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.runtime import packets, run_folder
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
+from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
@@ -33,9 +34,6 @@ FIRST_FD = 256
 
 ALIVE_S = 0.5
 """How long the agent has to say that it has heard a goodbye."""
-
-REPORT_S = 5.0
-"""The longest that the last process of a run waits for the run's report."""
 
 NOTES_TOLD, NOTE_TOLD = 50, 500
 """How many notes the run's agent is told at the end, and characters of each."""
@@ -155,7 +153,9 @@ class Membership:
             os.close(descriptor)
         return message
 
-    def leave(self, facts: Mapping[str, Any], save: Callable[[str], object] | None) -> Mapping[str, Any]:
+    def leave(
+        self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
+    ) -> Mapping[str, Any]:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
@@ -176,7 +176,7 @@ class Membership:
                 save(str(answer["save"]))
                 self.tell({"saved": True})
             if answer.get("wait"):
-                answer = self._answer(REPORT_S) or {"late": True}
+                answer = self._answer(deadline.earlier(LEAST_S).last_s()) or {"late": True}
             return answer
         finally:
             self.close()

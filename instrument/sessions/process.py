@@ -262,7 +262,8 @@ def stop_on_sigterm() -> None:
     """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
 
     Only the default disposition is replaced, as it is now or whenever the service sets it again; a handler of the
-    service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
+    service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`: what it waits for, and as
+    long again for what it does and writes.
     """
     session()._last_undos.append(Termination(_end_by).install())
 

@@ -9,6 +9,7 @@ takes it to another profile, `saving` leaves its files.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -29,24 +30,30 @@ from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
+from instrument.sessions.deadline import Deadline
 from instrument.sessions.exporting import Exporting
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import UNREAD
 from instrument.sessions.lock import SessionLock
-from instrument.sessions.membership import REPORT_S, Membership, RunFacts
+from instrument.sessions.membership import Membership, RunFacts
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
 
-LAST_SETTLE_S, SETTLE_S = 4.0, 1.0
-"""How long the first process of a run waits at its end for the agent to send what it recorded: where it is in a
-container, that may go with it. And any other one that is to print a summary, to say what was lost."""
+SETTLE_S = 1.0
+"""How long a process of a run that is to print a summary waits at its end for the agent to send what it recorded, to
+say what was lost. The first process waits as long as it may: where it is in a container, that may go with it."""
 
 UNSEEN_S = 0.5
 """How long it then waits for an agent that takes no notice: one that is stopped."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
+"""The longest that `stop`, interpreter exit and SIGTERM wait in all: for threads of ours, drivers, the agent, the
+collector, and somebody to read the summary. Files are written to their end, however long that takes."""
+
+SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
+"""What of that the waits before leave to the collector and all that follows, to the report of a run and to a summary
+without one."""
 
 
 class Session(Exporting):
@@ -59,6 +66,7 @@ class Session(Exporting):
         super().__init__(profile)
         self._forget = forget
         self._undos: list[Callable[[], None]] = []
+        self._undo_by = Deadline(0)
         self._last_undos: list[Callable[[], object]] = [lambda: forget(self)]
         self.onlookers: list[Callable[[], object]] = []
         self._forked = False
@@ -123,12 +131,13 @@ class Session(Exporting):
                 RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
-            if self._timing is not None:
-                self._undos.append(self._timing.install())
+            if (timing := self._timing) is not None:
+                timing.install()
+                self._undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
                 self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
-            self._undos.append(self._gauge_watch.stop)
+            self._undos.append(lambda: self._gauge_watch.stop(self._undo_by))
             self._gauges.prepare()
             self._saving.prepare_files()
             self._choose_clock()
@@ -139,8 +148,8 @@ class Session(Exporting):
             RECORDER.on = True
             self._generations.start_control()
         except BaseException:
-            self._generations.stop(0)
-            self._undo()
+            self._generations.stop(Deadline(0))
+            self._undo(Deadline(EXIT_LIMIT_NS / 1e9))
             self.handover.close()
             raise
         if self._is_first():
@@ -201,7 +210,8 @@ class Session(Exporting):
             has_recorded = RECORDER.calls or self._threads.has_met_span
             board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
 
-    def _undo(self) -> None:
+    def _undo(self, deadline: Deadline) -> None:
+        self._undo_by = deadline
         RECORDER.on = False
         RECORDER.remote_parent = RECORDER.trace_of = None
         while self._undos:
@@ -261,26 +271,28 @@ class Session(Exporting):
     # ---------------------------------------------------------------- the end
 
     def stop(self) -> None:
-        """Undo every change, write what the profile asks for and wait for the collector, at most five seconds.
+        """Undo every change, write what the profile asks for and wait for the collector: at most five seconds in all.
 
         A second call does nothing but wait for the first. Raises nothing: what could not be written is logged and
         stands in `losses`. The `onlookers` are called first: functions of those who look at the session as it runs.
         """
+        deadline = Deadline(EXIT_LIMIT_NS / 1e9)
+        before_sending = deadline.earlier(SENDING_S)
         while self.onlookers:
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
-        self._threads.stop(EXIT_LIMIT_NS / 1e9)
-        self._generations.stop(EXIT_LIMIT_NS / 1e9)
-        self.handover.end()
+        self._threads.stop(before_sending)
+        self._generations.stop(before_sending)
+        self.handover.end(before_sending)
         with self._lock.held():
             if self._stopped:
                 return
             self._stopped = True
-            self._undo()
+            self._undo(before_sending)
             FAULTS.attempt("last gauges", self._tell_readings_of_agent)
             FAULTS.attempt("resource of the service", self._tell_resource)
             if self._exporter is not None and not self.handover.is_own:
                 FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
-            FAULTS.attempt("export in place of the agent", self._export_at_end)
+            FAULTS.attempt("export in place of the agent", partial(self._export_at_end, before_sending))
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self._tell_others)
@@ -292,12 +304,12 @@ class Session(Exporting):
                 FAULTS.attempt("report to init", self._leave_observation)
             tells = RECORDER.calls or (self._saving.place().is_first and board.RECORDED not in board.marks())
             if tells:
-                FAULTS.attempt("last window", self._deliver)
+                FAULTS.attempt("last window", partial(self._deliver, deadline))
             elif self._exporter is not None:
                 self._exporter.stop(0)
             FAULTS.attempt("end of the export", lambda: self.handover.close(self._last_standing()))
             RECORDER.say_goodbye()
-            FAULTS.attempt("goodbye", partial(self._leave_run, tells=bool(tells)))
+            FAULTS.attempt("goodbye", partial(self._leave_run, deadline, tells=bool(tells)))
             # Until here an exit or a SIGTERM has waited for this end.
             while self._last_undos:
                 FAULTS.attempt("way back", self._last_undos.pop())
@@ -324,20 +336,21 @@ class Session(Exporting):
             cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
         )
 
-    def _deliver(self) -> None:
+    def _deliver(self, deadline: Deadline) -> None:
         """What a session leaves behind: its spans at the collector, its last trace file."""
         window = self._reader.stop(self.end_ns or 0)
+        deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
         if self._exporter is not None:
             if self._sends():  # which may not have begun yet
                 self._exporter.start()
             if not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
-                limit_s = LAST_SETTLE_S if self._is_first() else SETTLE_S
+                limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
-            self._exporter.stop(EXIT_LIMIT_NS)
+            self._exporter.stop(round(deadline.left_s() * 1e9))
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
-    def _leave_run(self, *, tells: bool) -> None:
+    def _leave_run(self, deadline: Deadline, *, tells: bool) -> None:
         """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
 
         Of several processes that share a standard stream the last one prints one report of all. A process without an
@@ -345,15 +358,16 @@ class Session(Exporting):
         """
         wanted = self.profile.export.summary
         shares = wanted is not None and wanted.to in files.STREAMS
-        answer = self._membership.leave(self._facts_told.at_end(), self._facts_told.save if shares else None)
+        save = self._facts_told.save if shares else None
+        answer = self._membership.leave(self._facts_told.at_end(), save, deadline)
         if wanted is None or answer.get("others"):
             return
         if answer.get("late"):
-            logger.warning("the report of the run was not there within %g s; its agent writes it once it is", REPORT_S)
+            logger.warning("the report of the run was not there in time; its agent writes it once it is")
         elif answer.get("report"):
-            self._saving.tell(wanted, str(answer["report"]), EXIT_LIMIT_NS)
+            self._saving.tell(wanted, str(answer["report"]), round(deadline.last_s() * 1e9))
         elif tells:
-            self._saving.print_summary(wanted, EXIT_LIMIT_NS)
+            self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
 
     def _at_exit(self) -> None:
         FAULTS.attempt("exit", self.stop)
@@ -376,7 +390,7 @@ class Session(Exporting):
         if not whole:
             FAULTS.attempt("reload that a fork cut short", lambda: self.selection.change(self.profile, anew=True))
         if self._threads.stopping.is_set():  # the parent's other thread was about to stop it, and is not here
-            self._undo()
+            self._undo(Deadline(0))
             self._forget(self)
             return
         process_context.after_fork_in_child()

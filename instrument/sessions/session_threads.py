@@ -13,6 +13,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, start_new_thread
 from instrument.sessions.account import Account
+from instrument.sessions.deadline import Deadline
 
 PUMP_S = 0.2
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""
@@ -82,15 +83,15 @@ class SessionThreads:
         """Whether a first span, which was waited for, has begun."""
         return self._begun is not None
 
-    def stop(self, limit_s: float) -> None:
-        """Begin none any more, and wait for the session's own, at most so long."""
+    def stop(self, deadline: Deadline) -> None:
+        """Begin none any more, and wait for the session's own."""
         await_first_span(None)
         self.stopping.set()
         if self._begun is not None:
-            self._begun.wait(START_LIMIT_S)  # what has just begun to record is sent, too
+            self._begun.wait(deadline.left_s(START_LIMIT_S))  # what has just begun to record is sent, too
         self._is_over = True
         if self.own is not None:
-            self.own.join(limit_s)
+            self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
         """Those of the exporter, of gauges and the session's own: at once, or when the first span is recorded.
