@@ -118,6 +118,12 @@ def agents() -> list[int]:
     return found
 
 
+def children_of(pid: int, name: str = "") -> list[int]:
+    """The children of a process, or those of that name."""
+    children = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [one for one in children if not name or Path(f"/proc/{one}/comm").read_text().strip() == name]
+
+
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
     answers = []
     with run_folder.called(folder / run_folder.SOCKET, 60) as caller:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from otlp_collectors import Collector, be_slow, collecting, refuse_with, swallow, take
-from test_agent import INSTRUMENT, agents, begin, folder, run, until
+from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
 from instrument.cli import main
@@ -386,8 +386,7 @@ def test_an_exporter_that_is_killed_has_another_one_in_its_place(collector: Coll
     service = begin(LOAD)
     (agent,) = until(agents)
     until(lambda: len(collector.spans) == 2)
-    children = Path(f"/proc/{agent}/task/{agent}/children")
-    (exporter,) = map(int, children.read_text().split())
+    (exporter,) = children_of(agent)
     os.kill(exporter, signal.SIGKILL)
     until(lambda: collector.connections == 2)
     found = conserved(service, collector)
@@ -634,7 +633,7 @@ def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_
         try:
             until(lambda: len(server.taken) > 30_000)
             (agent,) = agents()
-            (exporter,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+            (exporter,) = children_of(agent)
             assert proportional_kib(agent) + proportional_kib(exporter) < 60 << 10
             Path("flooded").touch()
             until(lambda: Counter(len(spans) for spans in server.spans.values())[spans_of(10)] == 1)

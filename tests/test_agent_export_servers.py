@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from otlp_collectors import Collector, collecting, take
 from otlp_receiver import free_port
-from test_agent import INSTRUMENT, folder, until
+from test_agent import INSTRUMENT, children_of, folder, until
 from test_agent_containers import ALONE, has_namespaces
 from test_agent_servers import GUNICORN, of_this_run
 
@@ -201,7 +201,7 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
         service.kill()
         service.wait()
         if agent is not None:
-            os.kill(next(iter(workers(agent.pid))) if case.apart else agent.pid, signal.SIGTERM)
+            os.kill(children_of(agent.pid)[0] if case.apart else agent.pid, signal.SIGTERM)
             _, said = agent.communicate(timeout=60)
             left = [*path.parent.iterdir()]
             shutil.rmtree(path.parent)
@@ -210,10 +210,6 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
                 errors.write(said)
     assert code in (0, -signal.SIGTERM, 128 + signal.SIGTERM), told()
     until(lambda: not of_this_run())
-
-
-def workers(pid: int) -> set[int]:
-    return {int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def told() -> str:
@@ -287,7 +283,7 @@ def test_every_request_of_a_server_is_sent_once_as_of_the_process_that_served_it
             before = set(answered)
             case.reload(service.pid)
             ask_all(before)
-        os.kill(next(iter(workers(service.pid))) if case.container else service.pid, signal.SIGTERM)
+        os.kill(children_of(service.pid)[0] if case.container else service.pid, signal.SIGTERM)
     assert 0 not in answered
     is_sent_once(collector, case, answered)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fuzz_recordings import copied
+from test_agent import children_of
 
 from instrument.agent.exports import Exports
 from instrument.agent.peer import Connection
@@ -75,7 +76,7 @@ def table(tmp_path: Path) -> Iterator[Table]:
 
 
 def exporters() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return children_of(os.getpid())
 
 
 def test_an_exporter_that_hears_nothing_for_long_has_another_one_in_its_place(table: Table) -> None:

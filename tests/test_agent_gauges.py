@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from otlp_collectors import collecting, take
-from test_agent import agents, begin, folder, run, until
+from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, beside, needs_namespaces
 
 from instrument.agent.gauge_loop import GaugeLoop
-from instrument.agent.gauge_reader import ELSEWHERE
+from instrument.agent.gauge_reader import ELSEWHERE, READER
 from instrument.agent.peer import Connection
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST
@@ -164,6 +164,17 @@ def test_the_last_gauges_of_a_process_that_is_killed_are_in_what_it_leaves() -> 
     newest = {sample.name: sample.value for sample in trace.samples}
     assert newest["process_memory"] > 1e6
     assert all(sample.value for sample in trace.samples if sample.name == "process_memory"), "not of what was left"
+
+
+def test_what_reads_gauges_for_an_agent_has_another_one_in_its_place_where_it_is_killed() -> None:
+    service = serve(FUNCTIONS + GAUGES)
+    do(service, "until(samples)")
+    (agent,) = agents()
+    (reader,) = children_of(agent, READER)
+    os.kill(reader, signal.SIGKILL)
+    do(service, "before = len(samples()); until(lambda: len(samples()) > before + 20)")
+    assert do(service, "print(threads())") == "['instrument-control']"
+    end(service)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, take
-from test_agent import INSTRUMENT, agents, begin, folder, run, until
+from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 
 from instrument.agent.exports import EXPORTER
 from instrument.otlp import export_facts
@@ -187,8 +187,7 @@ def test_what_an_exporter_had_counted_that_was_killed_the_next_one_goes_on_with(
     service = started()
     do(service, "ask 200 10", "ask 404 5", "flush", "ask 404 2")
     (agent,) = agents()
-    children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-    (exporter,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == EXPORTER]
+    (exporter,) = children_of(agent, EXPORTER)
     time.sleep(0.3)  # it has read what was asked last
     os.kill(exporter, signal.SIGKILL)
     do(service, "ask 503 3", "flush", "ask 200 1")

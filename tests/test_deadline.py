@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from otlp_collectors import Collector, collecting, swallow
-from test_agent import agents, folder, until
+from test_agent import agents, children_of, folder, until
 from test_agent import begin as begin_run
 from test_agent_export import SERVICE, profile
 from test_handover import agent, begin, collector, serve
@@ -83,7 +83,7 @@ def test_an_end_is_over_in_time_beside_an_agent_and_a_collector_that_hang(folder
         assert service.stdout is not None
         service.stdout.readline()
         until(lambda: server.tries)  # by the agent
-        ((own, *children),) = [[one, *of(one)] for one in agents()]
+        ((own, *children),) = [[one, *children_of(one)] for one in agents()]
         for pid in (own, *(children if how == signal.SIGSTOP else [])):
             os.kill(pid, how)
         began = time.monotonic()
@@ -99,8 +99,3 @@ def test_an_end_is_over_in_time_beside_an_agent_and_a_collector_that_hang(folder
     assert took_s < 2 * session.EXIT_LIMIT_NS / 1e9
     assert "Summary of shop" in errors
     assert "Not kept: 1010 " in errors
-
-
-def of(pid: int) -> list[int]:
-    """The children of a process."""
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

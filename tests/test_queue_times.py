@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from otlp_collectors import Collector, collecting, take
-from test_agent import agents, begin, folder, until
+from test_agent import agents, begin, children_of, folder, until
 
 from instrument.otlp.snapshots import PREFERENCE
 from instrument.recorder.meter import Books, Meter
@@ -212,7 +212,7 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_told_by_the_n
         assert service.stdout.readline() == "served\n"
     time.sleep(0.5)  # what was served last has been read
     (agent,) = agents()
-    (exporter,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    (exporter,) = children_of(agent)
     os.kill(exporter, signal.SIGKILL)
     assert points(collector)[-1].count == 30
     time.sleep(2)  # there is another one

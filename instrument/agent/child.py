@@ -3,26 +3,168 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import select
+import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from instrument.agent.peer import Connection
 from instrument.runtime import packets
 
+BEGINNINGS, BEGINNINGS_S = 5, 600.0
+"""So often within such a time a child is begun anew; it does not end by itself."""
+
 REAP_S, LOOK_S = 2.0, 0.001
 """How long the end of a child that was killed is waited for, and how often it is looked for."""
 
 
-def begin(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """Fork a child that serves the agent at the other end of a connection until it returns. `ps` shows the name.
+class Child:
+    """A child, begun when there is something for it to do, and the agent's end of the connection to it.
 
-    Returns the agent's end, and the child's number. Raises `OSError`.
+    `selector` is the agent's own. In the child `serve` serves the agent at the other end until it returns; `ps` shows
+    the `name`, of which the system keeps 15 characters. `heard` is called with what it says, `has_ended` where it has
+    ended, and `has_told_all` where nothing waits any more that it is to be told.
     """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        serve: Callable[[socket.socket], object],
+        name: str,
+        heard: Callable[[packets.Message], object],
+        has_ended: Callable[[], object],
+        has_told_all: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._selector = selector
+        self._serve = serve
+        self._name = name
+        self._heard = heard
+        self._has_ended = has_ended
+        self._has_told_all = has_told_all
+        self._connection: Connection | None = None
+        self._pid = 0
+        self._begun: deque[float] = deque(maxlen=BEGINNINGS + 1)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one, as far as is known."""
+        return self._connection is not None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anything is still to be sent to it."""
+        return self._connection is not None and self._connection.has_waiting
+
+    def begin(self) -> str:
+        """Have one begun unless there is one. Returns why that cannot be, "" where there is one."""
+        if self._connection is not None:
+            return ""
+        now = time.monotonic()
+        if len(self._begun) > BEGINNINGS and now - self._begun[0] < BEGINNINGS_S:
+            return f"has ended {len(self._begun)} times in {BEGINNINGS_S:g} s"
+        self._begun.append(now)
+        try:
+            self._connection, self._pid = _forked(self._serve, self._name)
+        except OSError as problem:
+            return f"could not be made: {problem.strerror}"
+        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._hear)
+        return ""
+
+    def send(self, message: packets.Message, *descriptors: int) -> None:
+        """Tell it something, now or when there is room. One that hangs, and so hears nothing, holds nobody up."""
+        if self._connection is not None:
+            self._connection.send(message, descriptors)
+            self._watch(self._connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Hear it, and wait until more can be sent where anything waits to be.
+
+        One that more waits for than may is ended: that is heard, and another one goes on.
+        """
+        if connection.is_broken:
+            os.kill(self._pid, signal.SIGKILL)
+        waits = selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
+        self._selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._hear)
+
+    def _hear(self, _: int) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        connection.flush()
+        if not connection.has_waiting:
+            self._has_told_all()
+        self._watch(connection)
+        try:
+            message, descriptors = connection.receive()
+        except BlockingIOError:
+            return
+        except packets.PacketError:
+            message, descriptors = None, []
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if message is None:
+            self.end()
+            self._has_ended()
+        else:
+            self._heard(message)
+
+    def end(self) -> None:
+        """End it, whatever it is about, and reap it; one that hangs in a driver is left to that after a while."""
+        if self._connection is None:
+            return
+        self._selector.unregister(self._connection.fileno())
+        self._connection.close()
+        self._connection = None
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        until = time.monotonic() + REAP_S
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+            time.sleep(LOOK_S)
+
+
+class AgentEnd:
+    """In the child: the agent at the other end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setblocking(False)
+        self._waiting = select.poll()
+        self._waiting.register(connection, select.POLLIN)
+        self.has_gone = False
+
+    def hear(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
+        """What the agent says, with descriptors, once it says anything within such a time."""
+        if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
+            return
+        while not self.has_gone:
+            try:
+                message, descriptors = packets.receive(self._connection)
+            except BlockingIOError:
+                return
+            except packets.PacketError:
+                continue  # what a process says is handed on, and may be too long
+            except OSError:
+                message, descriptors = None, []
+            if message is None:
+                self.has_gone = True
+            else:
+                yield message, descriptors
+
+    def tell(self, message: packets.Message) -> None:
+        """Say something; where the agent has gone, or hears nothing, that is told by the end of the connection."""
+        with suppress(OSError):
+            packets.send(self._connection, message)
+
+
+def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
+    """The agent's end of the connection to a new child, and the child's number. Raises `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     try:
         pid = os.fork()
@@ -34,15 +176,6 @@ def begin(serve: Callable[[socket.socket], object], name: str) -> tuple[Connecti
         _be(theirs, serve, name)
     theirs.close()
     return Connection(ours), pid
-
-
-def end(pid: int) -> None:
-    """End a child, whatever it is about, and reap it; one that hangs in a driver is left to that after a while."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + REAP_S
-    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
-        time.sleep(LOOK_S)
 
 
 def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from instrument.agent.child import AgentEnd
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.processor.exported import Exported
@@ -54,27 +54,26 @@ class ExportLoop:
     """Serves the agent at the other end of `connection` until that ends."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.setblocking(False)
+        self._agent = AgentEnd(connection)
         self._exporters: dict[Otlp, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
         self._settings: dict[int, Otlp] = {}
         self._requests = KeyedRequests()
         self._decisions = Decisions(self._requests.decided)
         self._ends_at = 0.0
-        logger.addHandler(_Teller(self._tell))
+        logger.addHandler(_Teller(self._agent.tell))
         logger.propagate = False
         self._is_behind = self._has_more = False
         self.faults = 0
 
     def serve(self) -> None:
         """Do so until the agent says that it ends, or has gone."""
-        waiting = select.poll()
-        waiting.register(self._connection, select.POLLIN)
         has_more = False
         while not self._ends_at:
             wait_s = BEHIND_S if self._is_behind else LOOK_S
-            if waiting.poll(0 if has_more else 1000 * wait_s) and not self._hear():
+            for message, descriptors in self._agent.hear(0 if has_more else wait_s):
+                self._do(message, descriptors)
+            if self._agent.has_gone:
                 return
             has_more = self._look()
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
@@ -91,41 +90,21 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- the agent
 
-    def _hear(self) -> bool:
-        """Do what the agent says; False where it has gone."""
-        while True:
-            try:
-                message, descriptors = packets.receive(self._connection)
-            except BlockingIOError:
-                return True
-            except (OSError, packets.PacketError):
-                return False
-            if message is None:
-                return False
-            if "export" in message:
-                number, settings = int(message["export"]), message["settings"]
-                generation = int(message.get("generation", 0))
-                self._attempt(number, partial(self._begin, number, settings, descriptors, generation))
-            elif "ended" in message:
-                found = self._recordings.get(int(message["ended"]))
-                if found is not None:
-                    found.has_ended = True
-            elif "flush" in message:
-                found = self._recordings.get(int(message["flush"]))
-                if found is not None:
-                    self._attempt(int(message["flush"]), partial(self._send_now, found))
-            elif "release" in message:
-                found = self._recordings.get(int(message["release"]))
-                if found is not None:
-                    self._attempt(int(message["release"]), partial(self._release, int(message["release"]), found))
-            elif "end" in message:
-                self._ends_at = time.monotonic() + float(message["end"])
+    def _do(self, message: packets.Message, descriptors: list[int]) -> None:
+        """Do what the agent says."""
+        if "export" in message:
+            number, settings = int(message["export"]), message["settings"]
+            generation = int(message.get("generation", 0))
+            self._attempt(number, partial(self._begin, number, settings, descriptors, generation))
+        elif "end" in message:
+            self._ends_at = time.monotonic() + float(message["end"])
+        for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("release", self._release)):
+            found = self._recordings.get(int(message.get(name, 0)))
+            if found is not None:
+                self._attempt(int(message[name]), partial(action, int(message[name]), found))
 
-    def _tell(self, message: packets.Message) -> None:
-        try:
-            packets.send(self._connection, message)
-        except OSError:
-            pass  # the agent has gone, or hears nothing: it is told by the end of the connection
+    def _note_ended(self, _: int, found: Exported) -> None:
+        found.has_ended = True
 
     def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
@@ -196,7 +175,7 @@ class ExportLoop:
         found.send_waiting()
         self._let_go(number)
 
-    def _send_now(self, found: Exported) -> None:
+    def _send_now(self, _: int, found: Exported) -> None:
         """Send what a process has recorded until now."""
         for _ in range(2):
             self._look(at_once=True)
@@ -219,4 +198,4 @@ class ExportLoop:
                 found.close()
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
-        self._tell({"done": number, "fates": fates, "problem": problem})
+        self._agent.tell({"done": number, "fates": fates, "problem": problem})

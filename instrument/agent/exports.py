@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import struct
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
-from instrument.agent import child
-from instrument.agent.peer import Connection
+from instrument.agent.child import Child
 from instrument.agent.processes import GOODBYE, Process, Run
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.runtime import packets
 
 EXPORTER = "instr-exporter"
-"""The name of the child; the system keeps 15 characters."""
-
-BEGINNINGS, BEGINNINGS_S = 5, 600.0
-"""So often within such a time the child is begun anew; it does not end by itself."""
+"""The name of the child."""
 
 
 class Exports:
@@ -45,13 +39,10 @@ class Exports:
         says: Callable[[str], object],
         let_go: Callable[[Process], object],
     ) -> None:
-        self._selector = selector
+        self._child = Child(selector, _serve, EXPORTER, self._heard, self._go_on, self._flush_waiting)
         self._changed = changed
         self._let_go = let_go
         self._says = says
-        self._connection: Connection | None = None
-        self._child = 0
-        self._begun: deque[float] = deque(maxlen=BEGINNINGS + 1)
         self.is_ending = False
         """Whether it is to come to its end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
@@ -70,7 +61,7 @@ class Exports:
     @property
     def is_done(self) -> bool:
         """Whether there is no child that exports."""
-        return self._connection is None
+        return not self._child.is_there
 
     def add(self, process: Process) -> None:
         """Export what a process records, if it asks for that."""
@@ -128,7 +119,7 @@ class Exports:
 
     def flush(self, process: Process) -> None:
         """Send what a process has recorded now; once, however often that is asked for while the child is busy."""
-        if self._connection is not None and self._connection.has_waiting:
+        if self._child.has_waiting:
             self._to_flush |= self._numbers_of(process)
         else:
             self._tell("flush", process)
@@ -139,85 +130,43 @@ class Exports:
     def _tell(self, what: str, process: Process) -> set[int]:
         numbers = self._numbers_of(process)
         for number in numbers:
-            self._send({what: number})
+            self._child.send({what: number})
         return numbers
 
     def end(self, within_s: float) -> None:
         """Have it all sent that can be in so much time."""
         if not self.is_ending:
             self.is_ending = True
-            self._send({"end": within_s})
+            self._child.send({"end": within_s})
 
     def stop(self) -> None:
         """End the child, whatever it is about."""
         self.is_ending = True
-        self._forget_child()
+        self._child.end()
         self._forget_recordings()
 
     # ---------------------------------------------------------------- the child
 
     def _hand_over(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
-        self._send({"export": number, "settings": process.facts["export"], "generation": generation}, memory)
+        self._child.send({"export": number, "settings": process.facts["export"], "generation": generation}, memory)
         if not process.lives:
-            self._send({"ended": number})
+            self._child.send({"ended": number})
 
     def _is_begun(self) -> bool:
         """Whether there is a child: one is begun where there is none."""
-        if self._connection is not None:
-            return True
-        now = time.monotonic()
-        if len(self._begun) > BEGINNINGS and now - self._begun[0] < BEGINNINGS_S:
-            self.problem = f"the process that exports spans has ended {len(self._begun)} times in {BEGINNINGS_S:g} s"
-            return False
-        self._begun.append(now)
-        try:
-            self._connection, self._child = child.begin(_serve, EXPORTER)
-        except OSError as problem:
-            self.problem = f"no process could be made to export spans: {problem.strerror}"
-            return False
-        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._hear)
-        return True
+        problem = self._child.begin()
+        if problem:
+            self.problem = f"the process that exports spans {problem}"
+        return not problem
 
-    def _send(self, message: packets.Message, *descriptors: int) -> None:
-        if self._connection is not None:
-            self._connection.send(message, descriptors)
-            self._watch(self._connection)
+    def _flush_waiting(self) -> None:
+        to_flush, self._to_flush = self._to_flush, set()
+        for number in to_flush:
+            self._child.send({"flush": number})
 
-    def _watch(self, connection: Connection) -> None:
-        """Hear the child, and wait until more can be sent where anything waits to be.
-
-        One that more waits for than may is ended: that is heard, and another one goes on.
-        """
-        if connection.is_broken:
-            os.kill(self._child, signal.SIGKILL)
-        wanted = selectors.EVENT_READ | (
-            selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
-        )
-        self._selector.modify(connection.fileno(), wanted, self._hear)
-
-    def _hear(self, _: int) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        connection.flush()
-        if not connection.has_waiting:
-            to_flush, self._to_flush = self._to_flush, set()
-            for number in to_flush:
-                connection.send({"flush": number})
-        self._watch(connection)
-        try:
-            message, descriptors = connection.receive()
-        except BlockingIOError:
-            return
-        except packets.PacketError:
-            message, descriptors = None, []
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if message is None:
-            self._forget_child()
-            self._go_on()
-        elif "said" in message:
+    def _heard(self, message: packets.Message) -> None:
+        if "said" in message:
             self._says(f"instrument: {message['said']!s}")
         else:
             self._done(message)
@@ -257,6 +206,7 @@ class Exports:
                 self._hand_over(number)
         else:
             self._forget_recordings()
+        self._changed()
 
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
@@ -264,14 +214,6 @@ class Exports:
             self._count_left(process, memory, is_told=False)
             self._let_go(process)
             os.close(memory)
-
-    def _forget_child(self) -> None:
-        if self._connection is None:
-            return
-        self._selector.unregister(self._connection.fileno())
-        self._connection.close()
-        self._connection = None
-        child.end(self._child)
 
 
 def _is_alike(one: Process, other: Process) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from instrument.agent.child import AgentEnd
 from instrument.device.gauge_sources import GaugeSources
 from instrument.device.host import Gone
 from instrument.profile.model import Device
@@ -114,43 +113,26 @@ class GaugeLoop:
     """Serves the agent at the other end of `connection` until that ends."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.setblocking(False)
+        self._agent = AgentEnd(connection)
         self._watched: dict[int, _Watched] = {}
 
     def serve(self) -> None:
         """Do so until the agent has gone."""
-        waiting = select.poll()
-        waiting.register(self._connection, select.POLLIN)
         try:
             while True:
                 wait_s = min([one.wait_s() for one in self._watched.values()], default=math.inf)
-                if waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)) and not self._hear():
+                for message, descriptors in self._agent.hear(wait_s):
+                    try:
+                        self._do(int(message["process"]), message, descriptors)
+                    except Exception as problem:  # what a process says may be anything
+                        self._leave(int(message["process"]), f"{type(problem).__name__}: {problem!s:.200}")
+                if self._agent.has_gone:
                     return
                 for number in list(self._watched):
                     self._look(number)
         finally:
             for number in list(self._watched):
                 self._forget(number)
-
-    def _hear(self) -> bool:
-        """Do what the agent says; False where it has gone."""
-        while True:
-            try:
-                message, descriptors = packets.receive(self._connection)
-            except BlockingIOError:
-                return True
-            except packets.PacketError:
-                continue  # what a process says is handed on, and may be too long
-            except OSError:
-                return False
-            if message is None:
-                return False
-            number = int(message["process"])
-            try:
-                self._do(number, message, descriptors)
-            except Exception as problem:  # what a process says may be anything
-                self._leave(number, f"{type(problem).__name__}: {problem!s:.200}")
 
     def _do(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
@@ -196,8 +178,7 @@ class GaugeLoop:
             watched.close()
 
     def _tell(self, number: int, told: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # the agent has gone, or hears nothing: it is told by the end of the connection
-            packets.send(self._connection, {"process": number, "gauges": told})
+        self._agent.tell({"process": number, "gauges": told})
 
 
 def why_not_here(pid: int) -> str:

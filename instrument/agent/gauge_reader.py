@@ -6,22 +6,18 @@ that sees no processes of other containers, the process is told so, and why, and
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Any
 
-from instrument.agent import child
-from instrument.agent.peer import Connection
+from instrument.agent.child import Child
 from instrument.agent.processes import Process
 from instrument.runtime import packets
 
 READER = "instr-gauges"
-"""The name of the child; the system keeps 15 characters."""
+"""The name of the child."""
 
 ELSEWHERE = "the processes of its container are not to be seen from that of the agent"
-ENDED = "what the agent reads gauges with has ended"
 
 
 class GaugeReader:
@@ -31,13 +27,10 @@ class GaugeReader:
     """
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Process, packets.Message], object]) -> None:
-        self._selector = selector
+        self._child = Child(selector, _serve, READER, self._heard, self._go_on)
         self._tell = tell
-        self._connection: Connection | None = None
-        self._child = 0
         self._processes: dict[int, Process] = {}
         self._next = 0
-        self._has_failed = False
 
     def add(self, process: Process) -> None:
         """Read what a process asks for, if it does, or go by what it says now."""
@@ -45,23 +38,31 @@ class GaugeReader:
         if not isinstance(facts, dict) or not process.lives or process.memory < 0:
             return
         if (number := self._number_of(process)) is not None:
-            self._send({"process": number, "gauges": facts})
+            self._child.send({"process": number, "gauges": facts})
             return
-        if process.is_elsewhere or not self._is_begun():
-            self._leave(process, ELSEWHERE if process.is_elsewhere else ENDED)
+        why = ELSEWHERE if process.is_elsewhere else self._why_not_begun()
+        if why:
+            self._leave(process, why)
             return
         self._next += 1
         self._processes[self._next] = process
-        self._send({"process": self._next, "pid": process.pid, "gauges": facts}, process.memory)
+        self._hand_over(self._next)
+
+    def _hand_over(self, number: int) -> None:
+        process = self._processes[number]
+        facts = {"process": number, "pid": process.pid, "gauges": process.facts["gauges"]}
+        self._child.send(facts, process.memory)
 
     def hear(self, process: Process, message: packets.Message) -> None:
         """Go by what a process says of its gauges: how they are to be read from now on, that they are to be read for
         the last time, or what it alone can read.
         """
         number = self._number_of(process)
+        if "gauges" in message:
+            process.facts["gauges"] = message["gauges"]
         if number is not None:
             name = "readings" if "readings" in message else "gauges"
-            self._send({"process": number, name: message[name]})
+            self._child.send({"process": number, name: message[name]})
         elif message.get("gauges", ()) is None:
             self._tell(process, {"gauges": {"ended": True}})
 
@@ -70,12 +71,12 @@ class GaugeReader:
         number = self._number_of(process)
         if number is not None:
             del self._processes[number]
-            self._send({"process": number, "ended": True})
+            self._child.send({"process": number, "ended": True})
 
     def stop(self) -> None:
         """End the child, whatever it is about."""
         self._processes.clear()
-        self._forget_child()
+        self._child.end()
 
     def _number_of(self, process: Process) -> int | None:
         return next((number for number, one in self._processes.items() if one is process), None)
@@ -85,74 +86,31 @@ class GaugeReader:
 
     # ---------------------------------------------------------------- the child
 
-    def _is_begun(self) -> bool:
-        """Whether there is a child; one that has failed is not begun again."""
-        if self._connection is not None or self._has_failed:
-            return not self._has_failed
-        try:
-            self._connection, self._child = child.begin(_serve, READER)
-        except OSError:
-            self._has_failed = True
-            return False
-        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._hear)
-        return True
+    def _why_not_begun(self) -> str:
+        """Why there is no child, "" where there is one: one is begun where there is none."""
+        problem = self._child.begin()
+        return problem and f"what the agent reads gauges with {problem}"
 
-    def _send(self, message: packets.Message, *descriptors: int) -> None:
-        if self._connection is not None:
-            self._connection.send(message, descriptors)
-            self._watch(self._connection)
-
-    def _watch(self, connection: Connection) -> None:
-        """Hear the child, and wait until more can be sent where anything waits to be.
-
-        One that hangs, and so hears nothing, holds nobody up; what more than a thousand packets say is not said.
-        """
-        if connection.is_broken:
-            self._fail()
-            return
-        waits = selectors.EVENT_WRITE if connection.has_waiting else 0
-        self._selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._hear)
-
-    def _hear(self, _: int) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        connection.flush()
-        self._watch(connection)
-        try:
-            message, descriptors = connection.receive()
-        except BlockingIOError:
-            return
-        except packets.PacketError:
-            message, descriptors = None, []
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if message is None:
-            self._fail()
-        else:
-            self._told(int(message["process"]), dict(message["gauges"]))
-
-    def _told(self, number: int, told: dict[str, Any]) -> None:
+    def _heard(self, message: packets.Message) -> None:
+        number, told = int(message["process"]), dict(message["gauges"])
         process = self._processes.get(number)
         if process is not None:
             if "yours" in told or "ended" in told:
                 del self._processes[number]
             self._tell(process, {"gauges": told})
 
-    def _fail(self) -> None:
-        """The child has ended by a fault, or hears nothing: processes read their gauges themselves from now on."""
-        self._has_failed = True
-        self._forget_child()
-        processes, self._processes = self._processes, {}
-        for process in processes.values():
-            self._leave(process, ENDED)
-
-    def _forget_child(self) -> None:
-        if self._connection is not None:
-            self._selector.unregister(self._connection.fileno())
-            self._connection.close()
-            self._connection = None
-            child.end(self._child)
+    def _go_on(self) -> None:
+        """The child has ended by a fault, or heard nothing: another one goes on, or processes read their gauges."""
+        why = self._why_not_begun() if self._processes else ""
+        for number, process in list(self._processes.items()):
+            if why:
+                del self._processes[number]
+                self._leave(process, why)
+            elif process.facts["gauges"] is None:
+                del self._processes[number]
+                self._tell(process, {"gauges": {"ended": True}})
+            else:
+                self._hand_over(number)
 
 
 def _serve(connection: socket.socket) -> None:
