@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, beside, needs_namespaces
 
 from instrument.agent.gauge_loop import GaugeLoop
-from instrument.agent.gauge_reader import ELSEWHERE, READER
+from instrument.agent.gauge_reader import ELSEWHERE, READER, GaugeReader
 from instrument.agent.peer import Connection
+from instrument.agent.processes import Process, Run
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST
 from instrument.runtime import packets, run_folder
@@ -177,11 +180,49 @@ def test_what_reads_gauges_for_an_agent_has_another_one_in_its_place_where_it_is
     end(service)
 
 
+def test_what_reads_gauges_and_hangs_has_another_one_in_its_place_and_that_is_said() -> None:
+    RECORDER.begin(1 << 20, {})
+    due: list[Callable[[], object]] = []
+    told: list[packets.Message] = []
+    with selectors.DefaultSelector() as selector:
+        reader = GaugeReader(
+            selector, lambda _, action: due.append(action), lambda _, message: told.append(message["gauges"])
+        )
+        facts = {"gauges": {"host_ns": 10**6}}
+        process = Process(
+            run=Run("one"), pid=os.getpid(), started=1, facts=facts, joined_ns=0, memory=RECORDER.memory_fd
+        )
+        before = set(children_of(os.getpid()))
+
+        def hear_one() -> packets.Message:
+            while not told:
+                for key, _ in selector.select(60):
+                    key.data(key.fd)
+            return told.pop()
+
+        reader.add(process)
+        assert hear_one() == {"gpus": [], "notes": []}
+        (child,) = set(children_of(os.getpid())) - before
+        os.kill(child, signal.SIGSTOP)
+        while child in children_of(os.getpid()):
+            due.pop()()  # and the child has said nothing in between
+        (note,) = hear_one()["notes"]
+        assert "no sign of life for 10 s and was begun anew; no gauges were read meanwhile" in note
+        reader.hear(process, {"gauges": None})
+        assert hear_one().keys() == {"ended"}
+        reader.stop()
+
+
 @pytest.mark.slow
-def test_a_process_reads_its_gauges_while_there_is_no_agent_and_the_next_agent_does() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_process_reads_its_gauges_while_there_is_no_agent_and_the_next_agent_does(hangs: bool) -> None:
     service = serve(FUNCTIONS + GAUGES)
+    do(service, "import instrument.sessions.gauge_watch; instrument.sessions.gauge_watch.ALONE_S = 600")
     do(service, "until(samples); until(lambda: threads() == ['instrument-control'])")
     (agent,) = agents()
+    if hangs:
+        (reader,) = children_of(agent, READER)
+        os.kill(reader, signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     do(service, "until(lambda: 'instrument-nvml' in threads()); before = len(samples())")
     do(service, "until(lambda: len(samples()) > before)")
@@ -274,8 +315,10 @@ def test_what_cannot_be_used_of_what_a_process_says_of_its_gauges_leaves_them_to
     def told(number: int, gauges: Any, *, anew: bool = True, name: str = "gauges") -> Any:
         message = {"process": number, "pid": os.getpid(), name: gauges}
         ours.send(message, [RECORDER.memory_fd] if anew else [])
-        assert waiting.poll(60_000)
-        answer, _ = ours.receive()
+        answer: packets.Message | None = {"lives": True}
+        while answer == {"lives": True}:
+            assert waiting.poll(60_000)
+            answer, _ = ours.receive()
         assert answer is not None
         assert answer["process"] == number
         return answer["gauges"]

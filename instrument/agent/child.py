@@ -24,6 +24,8 @@ BEGINNINGS, BEGINNINGS_S = 5, 600.0
 REAP_S, LOOK_S = 2.0, 0.001
 """How long the end of a child that was killed is waited for, and how often it is looked for."""
 
+_SET_PARENT_DEATH_SIGNAL = 1
+
 
 class Child:
     """A child, begun when there is something for it to do, and the agent's end of the connection to it.
@@ -166,6 +168,7 @@ class AgentEnd:
 def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
     """The agent's end of the connection to a new child, and the child's number. Raises `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    agent = os.getpid()
     try:
         pid = os.fork()
     except OSError:
@@ -173,12 +176,12 @@ def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connec
         theirs.close()
         raise
     if pid == 0:
-        _be(theirs, serve, name)
+        _be(theirs, serve, name, agent)
     theirs.close()
     return Connection(ours), pid
 
 
-def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str) -> None:
+def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
     """In the child: serve, with nothing else of the agent's in its hands. Does not return."""
     code = 1
     try:
@@ -187,6 +190,7 @@ def _be(connection: socket.socket, serve: Callable[[socket.socket], object], nam
         descriptor = 3
         os.dup2(connection.fileno(), descriptor)
         os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
+        _end_with(agent)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         with suppress(OSError):
             Path("/proc/self/comm").write_text(name, "ascii")
@@ -195,3 +199,13 @@ def _be(connection: socket.socket, serve: Callable[[socket.socket], object], nam
         code = 0
     finally:
         os._exit(code)
+
+
+def _end_with(agent: int) -> None:
+    """Have this child end as the agent does, also where it hangs: what it has claimed is for others then."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)

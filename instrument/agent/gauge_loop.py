@@ -25,6 +25,9 @@ from instrument.runtime import packets
 AGAIN_S = 1.0
 """How often it is tried to begin where the process still reads its gauges itself."""
 
+LIFE_S = 1.0
+"""How often it says that it lives, while it has anything to read."""
+
 SHORTEST_NS = 10**6
 """No process has its gauges read more often, whatever it asks for."""
 
@@ -115,12 +118,14 @@ class GaugeLoop:
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
         self._watched: dict[int, _Watched] = {}
+        self._lives_at = 0.0
 
     def serve(self) -> None:
         """Do so until the agent has gone."""
         try:
             while True:
-                wait_s = min([one.wait_s() for one in self._watched.values()], default=math.inf)
+                waits = [one.wait_s() for one in self._watched.values()]
+                wait_s = min([*waits, max(self._lives_at - time.monotonic(), 0.0)]) if waits else math.inf
                 for message, descriptors in self._agent.hear(wait_s):
                     try:
                         self._do(int(message["process"]), message, descriptors)
@@ -130,6 +135,9 @@ class GaugeLoop:
                     return
                 for number in list(self._watched):
                     self._look(number)
+                if time.monotonic() >= self._lives_at:
+                    self._lives_at = time.monotonic() + LIFE_S
+                    self._agent.tell({"lives": True})
         finally:
             for number in list(self._watched):
                 self._forget(number)

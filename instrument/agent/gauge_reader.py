@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+from collections import Counter
 from collections.abc import Callable
 
 from instrument.agent.child import Child
@@ -17,20 +18,35 @@ from instrument.runtime import packets
 READER = "instr-gauges"
 """The name of the child."""
 
+LOOK_S = 1.0
+"""How often it is looked whether the child lives; it says so as often."""
+
+SILENT_S = 10.0
+"""How long the child may give no sign of life before it is taken to hang, and another one goes on."""
+
 ELSEWHERE = "the processes of its container are not to be seen from that of the agent"
 
 
 class GaugeReader:
     """The processes whose gauges are read, and the child that does so. `selector` is the agent's own.
 
-    `tell` has a process told a message.
+    `after(wait_s, action)` has the agent do something later, `tell` has a process told a message.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Process, packets.Message], object]) -> None:
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        after: Callable[[float, Callable[[], object]], object],
+        tell: Callable[[Process, packets.Message], object],
+    ) -> None:
         self._child = Child(selector, _serve, READER, self._heard, self._go_on)
+        self._after = after
         self._tell = tell
         self._processes: dict[int, Process] = {}
         self._next = 0
+        self._silent_s = 0.0
+        self._is_watching = False
+        self._hung: Counter[int] = Counter()
 
     def add(self, process: Process) -> None:
         """Read what a process asks for, if it does, or go by what it says now."""
@@ -52,6 +68,9 @@ class GaugeReader:
         process = self._processes[number]
         facts = {"process": number, "pid": process.pid, "gauges": process.facts["gauges"]}
         self._child.send(facts, process.memory)
+        if not self._is_watching:
+            self._is_watching, self._silent_s = True, 0.0
+            self._after(LOOK_S, self._watch)
 
     def hear(self, process: Process, message: packets.Message) -> None:
         """Go by what a process says of its gauges: how they are to be read from now on, that they are to be read for
@@ -91,10 +110,28 @@ class GaugeReader:
         problem = self._child.begin()
         return problem and f"what the agent reads gauges with {problem}"
 
+    def _watch(self) -> None:
+        """Have another child go on where this one hangs. An agent that was stopped itself asks once as it goes on."""
+        self._is_watching = bool(self._processes)
+        if not self._is_watching:
+            return
+        self._silent_s += LOOK_S
+        if self._silent_s > SILENT_S:
+            self._silent_s = 0.0
+            self._hung.update(self._processes.keys())
+            self._child.end()
+            self._go_on()
+        self._after(LOOK_S, self._watch)
+
     def _heard(self, message: packets.Message) -> None:
+        self._silent_s = 0.0
+        if "process" not in message:
+            return  # it lives
         number, told = int(message["process"]), dict(message["gauges"])
         process = self._processes.get(number)
         if process is not None:
+            if "notes" in told and self._hung[number]:
+                told["notes"] = [*told["notes"], _hung_note(self._hung[number])]
             if "yours" in told or "ended" in told:
                 del self._processes[number]
             self._tell(process, {"gauges": told})
@@ -111,6 +148,14 @@ class GaugeReader:
                 self._tell(process, {"gauges": {"ended": True}})
             else:
                 self._hand_over(number)
+
+
+def _hung_note(count: int) -> str:
+    often = "" if count == 1 else f", {count} times"
+    return (
+        f"device: what the agent reads gauges with gave no sign of life for {SILENT_S:g} s and was begun anew{often}; "
+        "no gauges were read meanwhile"
+    )
 
 
 def _serve(connection: socket.socket) -> None:

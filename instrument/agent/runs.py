@@ -78,7 +78,7 @@ class Runs:
         self._jobs = Jobs(loop.selector)
         self.exports = Exports(loop.selector, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
-        self.gauges = GaugeReader(loop.selector, self._tell)
+        self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
         if own is None:

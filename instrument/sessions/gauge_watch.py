@@ -20,11 +20,15 @@ from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recording.gauge_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.unpatched import sleep
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 
 ALONE_S = 3.0
-"""How long nobody must have read them before the process does so itself."""
+"""How long nobody must have read them before the process does so itself, where there is an agent."""
+
+LET_GO_S, LOOK_S = 0.1, 0.005
+"""How long what has read them for an agent that is gone has to let go of that, and how often it is looked."""
 
 LAST_READING_S = 0.5
 """The longest that the end waits for the agent's last reading."""
@@ -77,16 +81,19 @@ class GaugeWatch:
         if not (self._membership.is_joined and self._memory() >= 0):
             self._read_here()
 
-    def _read_here(self) -> None:
-        """Read them on a thread of this process, unless somebody else still does."""
+    def _read_here(self, wait_s: float = 0.0) -> None:
+        """Read them on a thread of this process, unless somebody else still does after such a time."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
         if self._membership.path and self._memory() >= 0:
             with suppress(OSError):
                 self._claim = GaugePlace(self._memory())
-                if not self._claim.take():
-                    self._close_claim()
-                    return
+                end = time.monotonic() + wait_s
+                while not self._claim.take():
+                    if time.monotonic() >= end:
+                        self._close_claim()
+                        return
+                    sleep(LOOK_S)
         self._gauges.begin()
 
     def _close_claim(self) -> None:
@@ -113,7 +120,9 @@ class GaugeWatch:
                 self._joined, self._since = joined, time.monotonic()
             return
         self._joined = joined or self._joined
-        if self._is_taken():
+        if not joined:
+            self._read_here(LET_GO_S)
+        elif self._is_taken():
             self._since = time.monotonic()
             self._tell_changes()
             self._tell_torch()
