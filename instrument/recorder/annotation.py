@@ -81,7 +81,7 @@ def key_text(value: object) -> str:
     try:
         if _is_uuid(kind):
             return str(value)[:KEY_LIMIT]
-        if _is_whole_number(kind):
+        if issubclass(kind, numbers.Integral):
             return key_text(int(cast(Any, value)))
     except Exception:  # of a number of the service's own
         return ""
@@ -94,15 +94,12 @@ def _text_of_bytes(value: bytes) -> str:
     return text if text.isprintable() and text.isascii() else value.hex()[:KEY_LIMIT]
 
 
-@lru_cache(maxsize=256)
-def _is_uuid(kind: type) -> bool:
-    """Whether it is `uuid.UUID` or one of a driver's own, without an import of what only those who use it need."""
+def _is_kind_of_uuid(kind: type) -> bool:
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
-@lru_cache(maxsize=256)
-def _is_whole_number(kind: type) -> bool:
-    return issubclass(kind, numbers.Integral)
+_is_uuid: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_uuid)
+"""Whether it is `uuid.UUID` or one of a driver's own, without an import of what only those who use it need."""
 
 
 def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
