@@ -103,6 +103,20 @@ def test_a_thousand_batches_are_one_line() -> None:
     assert "engine.step x 1000, 50.0% its own of 2" in text_of(life)
 
 
+@pytest.mark.parametrize("stalled", [True, False])
+def test_a_long_stall_or_batch_among_a_thousand_has_a_line_of_its_own(stalled: bool) -> None:
+    spans = [made(1, Site("POST /chat", "request"), 0, 26_100, key="a")]
+    at = 10
+    for number in range(1000):
+        lasts = 6000 if number == 600 and not stalled else 18
+        spans.append(made(number + 2, STEP, at, at + lasts, thread=ENGINE, batch=["a"]))
+        at += lasts + (6000 if number == 600 and stalled else 2)
+    told = [(one.part, one.times, one.length_ns) for one in request_life(recording_of(spans), "a", US).turns]
+    before, long, after = [one for one in told if one[2] > 1000]
+    assert (before[:2], after[:2]) == (("share of batches", 601 - (not stalled)), ("share of batches", 399))
+    assert long == (("stall", 1, 6000) if stalled else ("share of batches", 1, 6000))
+
+
 def test_slow_requests_say_what_made_them_slow() -> None:
     chat, tokenise = Site("POST /chat", "request"), Site("tokenise", "phase")
     spans = []

@@ -1,7 +1,8 @@
 """One request's life: its ledger, what made it slow, and turn by turn what went on, as text with a bar for each.
 
 Turns in batches one after another, and what is short between them, are one line where there are many: a request of a
-thousand tokens is a thousand batches.
+thousand tokens is a thousand batches. What took much longer than its other batches, as where it was preempted, is not
+among them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ FEW = 40
 
 SMALL = 200
 """Where there are many turns, one that is a smaller part of the wall has no line of its own."""
+
+OUTSTANDING = 4
+"""Where there are many turns, a batch or a stall of so many times a usual batch has a line of its own, if its bar has
+more than a column."""
 
 MOST_DIGITS = 19
 """A number of fewer digits is one of 64 bits."""
@@ -183,8 +188,14 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
 
     wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
 
+    lengths = sorted(one.end_ns - one.start_ns for one in moments if one.part == SHARE)
+    usual_ns = lengths[len(lengths) // 2] if lengths else 0
+
     def is_routine(one: Moment) -> bool:
-        return one.part in (SHARE, STALL) or (one.end_ns - one.start_ns) * SMALL < wall_ns
+        length_ns = one.end_ns - one.start_ns
+        if one.part in (SHARE, STALL):
+            return length_ns * BAR < wall_ns or length_ns < OUTSTANDING * usual_ns
+        return length_ns * SMALL < wall_ns
 
     groups: list[list[Moment]] = []
     for together, run in groupby(moments, is_routine):
