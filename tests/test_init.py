@@ -386,10 +386,10 @@ def test_time_of_what_is_too_short_counts_as_that_of_the_function_around_it() ->
     loop = node("app:tokenize", 100, 300, node("app:_one", 90_000, 290))
     choice = choose_functions(observation(request(100, 1000, loop)))
     assert [rule.label for rule in choice.rules] == ["app:tokenize"]
-    assert choice.hot == ["app:_one: 90,000 times, 3.2 us each"]
+    assert choice.hot == {"app:_one": "90,000 times, 3.2 us each"}
     often = node("app:often", 200_000, 2_000)
     choice = choose_functions(observation(request(100, 3000, node("app:loop", 100, 2500, often))))
-    assert choice.hot == ["app:often: 200,000 calls, 20,000 a second"]
+    assert choice.hot == {"app:often": "200,000 calls, 20,000 a second"}
 
 
 def test_the_work_of_threads_is_found_below_the_loops_that_never_end() -> None:
@@ -478,6 +478,20 @@ def test_keys_and_batches_are_paths_whose_values_come_again_elsewhere() -> None:
         "engine:accept": ("item.id", ""),
         "engine:step": ("", "output.num_tokens"),
     }
+
+
+def test_what_is_named_for_its_key_is_not_told_as_left_out() -> None:
+    seen = {
+        "api:chat": {"request_id": keys_of(*IDS)},
+        "engine:accept": {"item.id": keys_of(*IDS)},
+        "engine:step": {"self.running[].id": keys_of(*IDS, many=True)},
+    }
+    short = node("engine:accept", 20, 0.04), node("engine:other", 20, 0.04)
+    found = observation(request(20, 1000, node("api:chat", 20, 900)), *short, node("engine:step", 40, 400), keys=seen)
+    first = first_profile_of(found, ["-m", "chat"], "chat", "profile.yaml")
+    told = " ".join(first.left_out)
+    assert "engine:accept" in [rule.label for rule in first.functions if rule.key]
+    assert ("engine:other" in told, "engine:accept" in told) == (True, False)
 
 
 def test_requests_are_named_where_all_of_them_pass() -> None:

@@ -101,11 +101,14 @@ class FunctionProposal:
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The functions of a first profile, and what was left out and why: labels with words."""
+    """The functions of a first profile, and what was left out: by label why it was `hot`, and labels of the `small`.
+
+    What is left out may become a rule for what it tells of requests.
+    """
 
     rules: list[FunctionProposal]
-    hot: list[str]
-    small: int
+    hot: dict[str, str]
+    small: set[str]
     requests: list[ObservedNode]
     units: list[ObservedNode]
 
@@ -187,11 +190,11 @@ class _Chooser:
         kept = self._largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in kept})
         self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
-        hot = [f"{label}: {words}" for label, words in sorted({**self._short, **self._hot}.items(), key=self._by_calls)]
+        hot = dict(sorted({**self._short, **self._hot}.items(), key=self._by_calls))
         return FunctionChoice(
             sorted(kept, key=lambda rule: rule.order),
             hot,
-            len(self._small),
+            self._small,
             self._requests,
             self._units,
         )

@@ -114,11 +114,13 @@ def _recorded_anyway(observation: Observation) -> Iterator[str]:
 
 
 def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
-    if choice.hot:
-        yield f"Left out, too short or too frequent to be worth a span each: {list_of(choice.hot, SHOWN)}."
-    if choice.small:
-        functions = f"function{'s' * (choice.small != 1)}"
-        yield f"Left out, too little of the time: {choice.small} {functions} of your own that ran."
+    named = {rule.label for rule in choice.rules}
+    hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in named]
+    if hot:
+        yield f"Left out, too short or too frequent to be worth a span each: {list_of(hot, SHOWN)}."
+    small = len(choice.small - named)
+    if small:
+        yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
     early = sorted(_called_at_import(observation))
     if early:
         yield (
