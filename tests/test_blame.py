@@ -107,6 +107,27 @@ def batch_of_another(site: Site) -> Callable[[Service, int, int], object]:
     return plant
 
 
+def blocked_by_another(service: Service, at: int, _: int) -> None:
+    other = service.add(EMBED, at - 5, at + SLOW + 5, key="other")
+    service.add(RENDER, at + 1, at + SLOW - 1, parent=other)
+    service.add(BLOCKED_LOOP, at, at + SLOW)
+    service.spans[-1].attributes = {BLOCKED_BY: RENDER.name}
+
+
+def blocked_by_itself(service: Service, at: int, request: int) -> None:
+    service.add(REGEX, at + 1, at + SLOW - 1, parent=request)
+    service.add(BLOCKED_LOOP, at, at + SLOW)
+    service.spans[-1].attributes = {BLOCKED_BY: REGEX.name}
+
+
+def blocked_twice(service: Service, at: int, _: int) -> None:
+    """By what is recorded itself, too, and before that by something that took longer than that."""
+    service.add(CHECKPOINT, at, at + SLOW * 6 // 10)
+    service.add(LOAD_LORA, at + SLOW * 6 // 10, at + SLOW)
+    service.add(BLOCKED_LOOP, at + SLOW * 6 // 10, at + SLOW)
+    service.spans[-1].attributes = {BLOCKED_BY: LOAD_LORA.name}
+
+
 def blocked(service: Service, at: int, _: int) -> None:
     service.add(BLOCKED_LOOP, at, at + SLOW)
     service.spans[-1].attributes = {BLOCKED_BY: "json.dumps"}
@@ -133,6 +154,9 @@ PLANTED = [
     ("detokenise", blocked, ("detokenise", "json.dumps", "")),
     ("before", blocked, ("unknown", "json.dumps", "")),
     ("before", of_another(RENDER, API), ("unknown", "render_page", "other")),
+    ("detokenise", blocked_by_another, ("detokenise", "render_page", "other")),
+    ("before", blocked_by_itself, ("unknown", "compile_regex", "")),
+    ("before", blocked_twice, ("unknown", "save_checkpoint", "")),
     ("stall 2", alone(RENDER, API), ("transport", "render_page", "")),
     ("tokenise", alone(COLLECTION, API), ("tokenise", "garbage collection", "")),
     ("queue", alone(COLLECTION, 9), ("queue", "garbage collection", "")),  # on a thread beside the engine's

@@ -9,7 +9,7 @@ whichever thread it came: no thread of its process goes on meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,12 +75,14 @@ def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapp
         return None
     moments = timeline(trace, joined, place)
     excess_ns = times[part] - typical.get(part, 0)
-    cause = _collection(trace, joined, part, moments, excess_ns)
+    cause = _collection(trace, joined, place, part, moments, excess_ns)
     cause = cause or _cause(trace, joined, found, place, part, moments)
     return Blame(part, times[part], typical.get(part, 0), cause)
 
 
-def _collection(trace: Trace, joined: Joined, part: str, moments: Sequence[Moment], excess_ns: int) -> Cause | None:
+def _collection(
+    trace: Trace, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
+) -> Cause | None:
     """Garbage collections, where they were at least half of what a part is longer than is typical."""
     wanted = trace.of_sites([is_collection(site) for site in trace.sites])
     if not wanted.any():
@@ -88,7 +90,7 @@ def _collection(trace: Trace, joined: Joined, part: str, moments: Sequence[Momen
     parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
     its = [one for one in moments if one.part in parts]
     when = union(*(np.array([one[edge] for one in its], dtype=np.int64) for edge in (1, 2)))
-    told = _taking_most(trace, joined, when, wanted) if its else None
+    told = _taking_most(trace, joined, place, when, wanted) if its else None
     return told if told is not None and 2 * told.ran_ns >= excess_ns else None
 
 
@@ -102,14 +104,14 @@ def _cause(
     # A request, or a coroutine, may be around what takes the time and only wait itself.
     works = trace.of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
     on_threads = np.isin(trace.thread_id, list(_threads(trace, joined, place, part, its, moments)))
-    others = _taking_most(trace, joined, when, works & on_threads & (joined.of != place))
+    others = _taking_most(trace, joined, place, when, works & on_threads & (joined.of != place))
     rows = np.array(sorted({one.row for _, one in its if one.row != NONE}), dtype=np.int64)
     if not len(rows):
         return others
-    own = _taking_most(trace, joined, when, _below(trace, joined, place, rows))
+    own = _taking_most(trace, joined, place, when, _below(trace, joined, place, rows))
     if own is None or (others is not None and others.ran_ns >= own.ran_ns):
         return others
-    return replace(own, request="")
+    return own
 
 
 def _below(trace: Trace, joined: Joined, place: int, rows: Int64s) -> Bools:
@@ -136,7 +138,7 @@ def _threads(
     return {int(trace.thread_id[root if row == NONE else row]) for row in rows or [root]}
 
 
-def _taking_most(trace: Trace, joined: Joined, when: Union, wanted: Bools) -> Cause | None:
+def _taking_most(trace: Trace, joined: Joined, place: int, when: Union, wanted: Bools) -> Cause | None:
     """Of the topmost of the wanted spans those of one name, and for one request, that ran most of some time."""
     low, high = int(when.starts[0]), int(when.ends[-1])
     rows = np.flatnonzero(wanted & (trace.start_ns < high) & (trace.end_ns > low))
@@ -145,27 +147,45 @@ def _taking_most(trace: Trace, joined: Joined, when: Union, wanted: Bools) -> Ca
     rows = rows[~is_there[trace.parent[rows]]]
     if not len(rows):
         return None
-    ran = when.within(trace.start_ns[rows], trace.end_ns[rows])
-    names = _names(trace, rows)
-    sums: dict[tuple[str, str], int] = {}
-    for row, name, ran_ns in zip(rows.tolist(), names, ran.tolist(), strict=True):
-        if ran_ns:
-            key = (name, called(trace, joined, _for_whom(joined, row)))
-            sums[key] = sums.get(key, 0) + ran_ns
-    if not sums:
+    rows = rows[when.within(trace.start_ns[rows], trace.end_ns[rows]) > 0]
+    alike: dict[tuple[str, str], list[int]] = {}
+    for row, (name, shown) in zip(rows.tolist(), _shown(trace, rows), strict=True):
+        whom = _for_whom(joined, shown)
+        alike.setdefault((name, called(trace, joined, NONE if whom == place else whom)), []).append(row)
+    if not alike:
         return None
+    sums = {key: _ran_ns(trace, when, np.array(its)) for key, its in alike.items()}
     (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
-    return Cause(name, request, min(ran_ns, when.length_ns()))
+    return Cause(name, request, ran_ns)
 
 
-def _names(trace: Trace, rows: Int64s) -> list[str]:
-    """What spans are called: a stretch for which a loop was blocked by what blocked it."""
-    names = [trace.sites[site].name for site in trace.site[rows].tolist()]
+def _ran_ns(trace: Trace, when: Union, rows: Int64s) -> int:
+    """How much of some time any of these spans ran: a stretch of a blocked loop is also the span that blocked it."""
+    ran = union(trace.start_ns[rows], trace.end_ns[rows])
+    return int(when.within(ran.starts, ran.ends).sum())
+
+
+def _shown(trace: Trace, rows: Int64s) -> list[tuple[str, int]]:
+    """What spans are called, and the row that says for whom they were: a stretch for which a loop was blocked is called
+    as what blocked it, and was for whom that was, where a span of that name was there for most of it."""
+    shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     at = np.flatnonzero(is_blocked)
     for index, told in zip(at.tolist(), trace.attributes.values(BLOCKED_BY, rows[at]), strict=True):
-        names[index] = str(told) if told else names[index]
-    return names
+        if told:
+            row = int(rows[index])
+            shown[index] = str(told), _blocking(trace, row, str(told))
+    return shown
+
+
+def _blocking(trace: Trace, stretch: int, name: str) -> int:
+    """The row of the span that blocked a loop for a stretch, by its name; that of the stretch where there is none."""
+    is_one = trace.of_sites([site.name == name for site in trace.sites])
+    its = np.flatnonzero(is_one & (trace.thread_id == trace.thread_id[stretch]))
+    start_ns, end_ns = trace.start_ns[stretch], trace.end_ns[stretch]
+    there_ns = np.minimum(trace.end_ns[its], end_ns) - np.maximum(trace.start_ns[its], start_ns)
+    its = its[2 * there_ns > end_ns - start_ns]
+    return int(its[np.argmax(trace.start_ns[its])]) if len(its) else stretch
 
 
 def _for_whom(joined: Joined, row: int) -> int:
