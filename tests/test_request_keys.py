@@ -27,6 +27,7 @@ import instrument
 from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
+from instrument.recorder.annotation import key_text
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.runtime.faults import FAULTS
@@ -130,7 +131,9 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:submit', key: return.id", ("submit", ("r5",)), "r5"),
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
          ("generate", ("cmpl-r6-0",)), "r6"),
-        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
+        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), key_text("k" * 500)),
+        ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '-[0-9]$'}",
+         ("generate", ("k" * 500 + "-0",)), key_text("k" * 500)),
         ("match: 'keyed_engine:spread', key: request_id", ("spread", ("a", "b", "c")), "left out"),
         ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), "of ASKED"),
         ("match: 'keyed_engine:add', key: request", ("add", (UUID(int=7),)), str(UUID(int=7))),
@@ -245,6 +248,14 @@ def test_a_large_batch_is_whole_wherever_it_is_read(path: str, recorded: Callabl
     (span,) = recorded(f"{{match: 'keyed_engine:step', batch: {path}}}", ("step", (batch,)))
     assert span.attributes[BATCH_KEYS] == tuple(batch)
     assert span.attributes[BATCH_WEIGHTS] == tuple(batch.values())
+
+
+@pytest.mark.parametrize("other", ["k" * 299 + "l", "k" * 301, "l" + "k" * 299, b"k" * 300 + b"l"])
+def test_long_keys_that_begin_alike_are_of_several_requests(other: str | bytes) -> None:
+    keys = key_text("k" * 300), key_text(other)
+    assert keys[0] != keys[1]
+    assert [len(key) for key in keys] == [128, 128]
+    assert key_text(b"k" * 300) == keys[0]
 
 
 def test_scopes_and_bind_name_requests_in_code() -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from instrument import native
 from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
-from instrument.recorder.annotation import key_text, weights_told
+from instrument.recorder.annotation import LOOKED_AT, key_text, weights_told
 from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, KEY_LIMIT, AttributeValue
 from instrument.runtime.faults import FAULTS
@@ -247,18 +247,24 @@ def _text_of(cut: str) -> Callable[[Any], str]:
 
     if not cut:
         return plain
-    without = _without(cut)
-    return lambda value: without(plain(value))
+    without, expression = _without(cut), re.compile(cut)
+
+    def shorter(value: Any) -> str:
+        if type(value) is str and KEY_LIMIT < len(value) <= LOOKED_AT:
+            return key_text(expression.sub("", value))  # what is kept of a long one depends on its end
+        return without(plain(value))
+
+    return shorter
 
 
 def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
     """The same of many keys at once."""
-    without = _without(cut) if cut else None
+    text = _text_of(cut)
 
     def texts(keys: list[Any]) -> tuple[str, ...]:
-        are_plain = set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT
-        found = keys if are_plain else map(key_text, keys)
-        return tuple(found if without is None else map(without, found))
+        if not cut and set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT:
+            return tuple(keys)
+        return tuple(map(text, keys))
 
     return texts
 

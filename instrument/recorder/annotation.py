@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
+from zlib import crc32
 
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
@@ -32,6 +33,9 @@ from instrument.recording.spans import (
 
 REFUSED = "attributes of a kind that no span has"
 """What is counted where a value cannot be kept."""
+
+LOOKED_AT = 4096
+"""Characters of a key's begin and of its end that tell it from others: more would take the service's time."""
 
 Complain = Callable[[str, str], None]
 """Counts what is left out under a text, and tells in words what was asked and found."""
@@ -73,9 +77,9 @@ def key_text(value: object) -> str:
         return str(whole) if whole.bit_length() <= 256 else ""
     text = _text(value)
     if text is not None:
-        return text[:KEY_LIMIT]
+        return text if len(text) <= KEY_LIMIT else _shortened(text)
     if kind is bytes:
-        return _text_of_bytes(cast(bytes, value)[:KEY_LIMIT])
+        return key_text(_text_of_bytes(cast(bytes, value)[:LOOKED_AT]))
     if kind.__module__ == "builtins":
         return ""
     try:
@@ -91,7 +95,13 @@ def key_text(value: object) -> str:
 def _text_of_bytes(value: bytes) -> str:
     """What bytes say where they are printable ASCII, as most keys in bytes are, else their digits."""
     text = value.decode("ascii", "replace")
-    return text if text.isprintable() and text.isascii() else value.hex()[:KEY_LIMIT]
+    return text if text.isprintable() and text.isascii() else value.hex()
+
+
+def _shortened(key: str) -> str:
+    """A long key by its begin and by a checksum: another one that begins alike is of another request."""
+    looked_at = f"{len(key)} {key[:LOOKED_AT]}{key[-LOOKED_AT:]}"
+    return f"{key[: KEY_LIMIT - 9]}~{crc32(looked_at.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def _is_kind_of_uuid(kind: type) -> bool:

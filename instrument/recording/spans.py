@@ -118,7 +118,7 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a span that serves several requests: their keys, and beside them how much of it each one takes."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""Characters of a key, of a longer one the rest is cut; and keys of a batch, of more the rest is counted."""
+"""Characters of a key, of a longer one the rest is a checksum; and keys of a batch, of more the rest is counted."""
 
 BLOCKED_BY = "instrument.blocked_by"
 """The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""

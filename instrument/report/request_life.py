@@ -15,6 +15,7 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
+from instrument.recorder.annotation import key_text
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import (
     LINE,
@@ -165,7 +166,7 @@ def place_of_request(trace: Trace, joined: Joined, asked: str) -> int:
 
     Raises `TraceError` where there is none.
     """
-    by_key = [place for place, keys in joined.keys.items() if asked in keys]
+    by_key = [place for place, keys in joined.keys.items() if asked in keys or key_text(asked) in keys]
     if not by_key and asked.isdecimal() and len(asked) < MOST_DIGITS:
         rows = np.flatnonzero(trace.span_id[joined.rows] == int(asked))
         by_key = rows.tolist()
