@@ -438,6 +438,6 @@ static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dund
     *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
-    *str_error_key, *str_name, *str_module, *str_qualname, *str_file, *str_line, *str_instance, *str_suspends,
-    *str_attributes, *str_key, *str_key_word, *str_batch_word, *str_bind_innermost, *str_batch_keys, *str_batch_weights;
+    *str_error_key, *str_told, *str_attributes, *str_key, *str_key_word, *str_batch_word, *str_bind_innermost,
+    *str_batch_keys, *str_batch_weights;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

@@ -334,21 +334,20 @@ tell_site(Core *core, PyObject *site)
         part->unseen++;
         goto end;
     }
-    PyObject *const names[] = {str_name,   str_kind,   str_module, str_qualname, str_file,       str_line,
-                               str_instance, str_device, str_min_ns, str_suspends, str_attributes};
+    PyObject *names = PyObject_GetAttr(site, str_told);
     text_t text = {.at = (char *)(fact + 1), .end = (char *)fact + most};
     put_word(&text, "{");
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        PyObject *value = PyObject_GetAttr(site, names[i]);
+    for (Py_ssize_t i = 0; names != NULL && PyTuple_CheckExact(names) && i < PyTuple_GET_SIZE(names); i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i), *value = PyObject_GetAttr(site, name);
         char *before = text.at;
         if (value == NULL) {
             PyErr_Clear();
             continue;
         }
-        if (names[i] == str_attributes)
+        if (name == str_attributes)
             put_pairs(&text, value);
         else
-            put_pair(&text, names[i], value);
+            put_pair(&text, name, value);
         Py_DECREF(value);
         if (text.full || text.end - text.at < 1) { /* without this one */
             part->unseen++;
@@ -356,6 +355,7 @@ tell_site(Core *core, PyObject *site)
             text.at = before;
         }
     }
+    Py_XDECREF(names);
     put_word(&text, "}");
     fact->site = (uint64_t)(uintptr_t)site;
     fact->text_bytes = (uint32_t)(text.at - (char *)(fact + 1));

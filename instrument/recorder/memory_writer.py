@@ -194,12 +194,11 @@ class MemoryWriter:
         self.map[at + layout.NODE.fields["is_known"][0]] = 1
 
     def _tell_site(self, site: Site) -> None:
-        names = ("name", "kind", "module", "qualname", "file", "line", "instance", "device", "min_ns", "suspends")
         with self._lock:
             if id(site) in self._sites:
                 return
             self._sites.add(id(site))
-            facts = {name: getattr(site, name, None) for name in names}
+            facts = {name: getattr(site, name, None) for name in site.told}
             text = _text({**facts, "attributes": _told(site.attributes)})
             part, used = self._parts["facts"], self._used["facts"]
             size = _padded(_FACT.size + len(text))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Gpu, Site
+from instrument.recording.spans import Gpu, Site, told_fields
 
 Records = NDArray[np.void]
 
@@ -136,20 +136,17 @@ def attributes_in(text: bytes) -> dict[str, Any]:
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
-    def word(name: str, otherwise: str = "") -> str:
-        found = facts.get(name)
-        return found if isinstance(found, str) else otherwise
+    """The site that these are told of, with those of its fields that are sound."""
+    told = {"name": UNKNOWN, **{name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}}
+    return Site(**{**told, "attributes": tuple(_told(facts.get("attributes")).items())})
 
-    def whole(name: str) -> int:
-        found = facts.get(name)
-        return found if isinstance(found, int) and 0 <= found < 1 << 62 else 0
 
-    attributes = facts.get("attributes")
-    return Site(
-        name=word("name", UNKNOWN), kind=word("kind", "user"), module=word("module"), qualname=word("qualname"),
-        file=word("file"), line=whole("line"), instance=word("instance"), device=facts.get("device") is True,
-        attributes=tuple(_told(attributes).items()), min_ns=whole("min_ns"), suspends=facts.get("suspends") is True,
-    )  # fmt: skip
+_TYPES = {"str": str, "int": int, "bool": bool}
+_SITE = {known.name: _TYPES[str(known.type)] for known in told_fields(Site) if str(known.type) in _TYPES}
+
+
+def _is_sound(value: Any, kind: type) -> bool:
+    return 0 <= value < FARTHEST_NS if kind is int and isinstance(value, int) else isinstance(value, kind)
 
 
 def _told(attributes: Any) -> dict[str, Any]:

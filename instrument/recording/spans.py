@@ -10,9 +10,9 @@ Of many spans there are columns, see `instrument.trace.columns`. As many allocat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from sys import intern
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import LinkedRequest, RemoteParent
@@ -45,8 +45,11 @@ class Site:
     layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
     `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
     an async generator, which may wait while it is open. `work` tells whose device times a span that begins
-    now asks for, None where only the thread's current devices can tell.
+    now asks for, None where only the thread's current devices can tell. `told` names the fields that other processes
+    are told, and files have: the recorders and who reads them go by it, so that a new field of a plain type is told.
     """
+
+    told: ClassVar[tuple[str, ...]]
 
     name: str
     kind: str = "user"
@@ -72,6 +75,13 @@ class Site:
         """Fully qualified name of the code, `module.qualname`, or "" for a scope without one."""
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
+
+def told_fields(kind: type) -> list[Field[Any]]:
+    """The fields of a flat dataclass that can be told: a function lives in its process alone."""
+    return [known for known in fields(kind) if not str(known.type).startswith("Callable")]
+
+
+Site.told = tuple(known.name for known in told_fields(Site))
 
 NO_DEVICE_TIME = "no device time: "
 """How a note begins that says why nothing could be timed on a device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,8 +70,11 @@ class JoinedSites:
 def _joined(same: Sequence[Site]) -> Site:
     first = same[0]
     shared = [one for one in first.attributes if all(one in other.attributes for other in same)]
-    suspends, device = any(site.suspends for site in same), any(site.device for site in same)
-    return replace(first, attributes=tuple(shared), suspends=suspends, device=device)
+    flags: dict[str, Any] = {name: any(getattr(site, name) for site in same) for name in _FLAGS}
+    return replace(first, attributes=tuple(shared), **flags)
+
+
+_FLAGS = [known.name for known in fields(Site) if known.type == "bool"]
 
 
 class ApartFile:

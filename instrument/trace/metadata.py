@@ -6,7 +6,7 @@ Viewers ignore it. Sites stand in it once, and the events name them by their pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, fields
+from dataclasses import fields
 from operator import add
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
+    told_fields,
 )
 from instrument.recording.tally import Tally, Totals
 from instrument.trace import allocation_lists
@@ -62,19 +63,14 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 def _facts(thing: Any) -> dict[str, Any]:
     """The fields of a flat dataclass, without those that are empty by default; `made` is the way back."""
-    values = {known.name: (getattr(thing, known.name), known.default) for known in _kept(type(thing))}
+    values = {known.name: (getattr(thing, known.name), known.default) for known in told_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
-    found = [known for known in _kept(kind) if known.name in facts and known.name not in more]
+    found = [known for known in told_fields(kind) if known.name in facts and known.name not in more]
     return kind(**{known.name: checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
-
-
-def _kept(kind: type) -> list[Field[Any]]:
-    """The fields of a flat dataclass that a file can hold: a function lives in its process alone."""
-    return [known for known in fields(kind) if not str(known.type).startswith("Callable")]
 
 
 def attribute(value: Any) -> Any:
