@@ -15,6 +15,7 @@ import sysconfig
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -967,3 +968,13 @@ def test_a_recorder_that_has_had_a_memory_takes_a_larger_one(recorder: Any) -> N
     function()
     assert os.fstat(recorder.memory_fd).st_size > before
     assert lines(read(recorder).tally()) == lines(recorder.tally())
+
+
+def test_others_are_told_each_field_of_a_site_that_is_a_plain_value(recorder: Any) -> None:
+    values = {"str": "told", "int": 7, "bool": True}
+    plain = {one.name: values[str(one.type)] for one in fields(Site) if str(one.type) in values}
+    site = Site(**plain, attributes=(("rank", 3),))
+    recorder.wrap(lambda: None, site)()
+    found = next(one for one in read(recorder).sites() if one.name == "told")
+    assert {name: getattr(found, name) for name in Site.told} == {name: getattr(site, name) for name in Site.told}
+    assert {*Site.told} >= {*plain, "attributes"}

@@ -106,17 +106,15 @@ def test_our_scripts_make_text_of_what_they_show_never_markup_or_code() -> None:
 
 
 def test_every_kind_of_spans_has_a_colour_of_its_own_in_both_themes() -> None:
-    source, style = (ASSETS.joinpath(name).read_text("utf-8") for name in ("page_parts.js", "page.css"))
-    listed = re.search(r"const KIND_COLOURS = \[(.*?)\];", source, re.DOTALL)
-    assert listed is not None
-    assert set(re.findall(r'"(\w+)"', listed[1])) == {*KINDS, "batch"}  # as which a span that serves others is drawn
+    style = ASSETS.joinpath("page.css").read_text("utf-8")
+    kinds = [*KINDS, "batch"]  # as which a span that serves others is drawn
     themes = re.findall(r"(?ms)^:root(?:\[data-theme=\"dark\"\])? \{(.*?)^\}", style)
     assert len(themes) == 2
     for theme in themes:
         colours = dict(re.findall(r"--([\w-]+): (#\w+);", theme))
-        of_kinds = [colours.get(kind) for kind in KINDS]
-        assert None not in of_kinds, [kind for kind in KINDS if kind not in colours]
-        assert len({*of_kinds}) == len(KINDS)
+        of_kinds = [colours.get(kind) for kind in kinds]
+        assert None not in of_kinds, [kind for kind in kinds if kind not in colours]
+        assert len({*of_kinds}) == len(kinds)
 
 
 def test_the_library_is_the_one_that_is_named_beside_it_and_its_licence_is_in_each_page() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.kinds import KINDS, PHASES
+from instrument.profile.model import Limits
 from instrument.recorder import annotation, callables, chains, pure, wrapping
 from instrument.recorder.generator_span import Stretch
 from instrument.recorder.http_status import ANSWERS
@@ -58,6 +59,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
+RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
 """Room for rings that a memory has at least: what is not touched takes nothing, and a later session may want more."""
 
@@ -314,7 +316,7 @@ class PureRecorder(_Recording, pure.Core):
     `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
     """
 
-    def __init__(self, ring_bytes: int = 64 << 20) -> None:
+    def __init__(self, ring_bytes: int = RING_BYTES) -> None:
         pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
         self._begin()
 
@@ -426,7 +428,7 @@ else:
 
         native = True
 
-        def __init__(self, ring_bytes: int = 64 << 20) -> None:
+        def __init__(self, ring_bytes: int = RING_BYTES) -> None:
             _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
             self.answers = ANSWERS
             self._begin()

@@ -54,7 +54,6 @@ const PART_COLOURS = {
   queue: "queue", stall: "stall", transport: "transport", unknown: "unknown", "share of batches": "share",
   "waiting in batches": "waiting",
 };
-const KIND_COLOURS = ["request", "step", "batch", "op", "layer", "phase", "copy", "loader", "comm", "user"];
 const colourOfPart = new Map();
 let ownParts = 0;
 
@@ -67,7 +66,8 @@ function partColour(name) {
   return colourOfPart.get(name);
 }
 
-const kindColour = (kind) => (KIND_COLOURS.includes(kind) ? kind : "user");
+/** The colour of a kind of spans has its name: `page.css` alone lists them. */
+const kindColour = (kind) => (colour(kind) ? kind : "user");
 
 let colours = new Map();
 /** The value of a colour in the theme that is on. */

@@ -229,9 +229,9 @@ function addWaterfall(life, request) {
 }
 
 function legendOf(lanes) {
-  const kinds = new Map();
-  for (const lane of lanes) for (const bar of lane.bars) if (bar.span !== undefined) kinds.set(bar.colour, bar.colour);
-  return element("div", { class: "legend" }, ...KIND_COLOURS.filter((kind) => kinds.has(kind)).map((kind) => element("span", {}, swatch(kind), kind)));
+  const kinds = new Set();
+  for (const lane of lanes) for (const bar of lane.bars) if (bar.span !== undefined) kinds.add(bar.colour);
+  return element("div", { class: "legend" }, ...[...kinds].sort().map((kind) => element("span", {}, swatch(kind), kind)));
 }
 
 /** What there is to say of a bar: a title, and facts with names. */
