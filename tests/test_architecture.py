@@ -252,6 +252,18 @@ def test_the_public_names_are_these() -> None:
         instrument.nothing  # noqa: B018 - the access is the test
 
 
+def test_what_help_says_of_names_that_are_in_c_is_what_it_says_of_their_twins_in_python() -> None:
+    names = "scope", "bind", "annotate", "annotate_request"
+    source = f"import inspect, instrument; print([inspect.getdoc(getattr(instrument, name)) for name in {names}])"
+    told = [
+        subprocess.run([sys.executable, "-c", source], env={**os.environ, "INSTRUMENT_PURE": pure}, check=True,
+                       capture_output=True, text=True).stdout
+        for pure in ("", "1")
+    ]  # fmt: skip
+    assert told[0] == told[1]
+    assert "tokenise" in told[0]
+
+
 PROBE = """
 import sys, threading
 before = set(sys.modules), list(sys.meta_path), threading.active_count()

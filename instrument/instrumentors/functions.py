@@ -181,14 +181,16 @@ def profiled(name: T, *, kind: str | None = None, device: bool = False, phase: s
 
 
 def profiled(name: Any = None, *, kind: str | None = None, device: bool = False, phase: str | None = None) -> Any:
-    """Record each call of a function: ``@profiled``, ``@profiled("conv_layer")``, ``@profiled(phase="compute")``.
+    """Record each call of a function, or of each public method of a class.
 
-    Works on functions, coroutines, generators, async generators, methods; above or below `classmethod`, `staticmethod`,
-    `property`, `cached_property`, `lru_cache`, `singledispatchmethod` and `contextmanager`; and on a class, where it
-    takes the public methods. Without a name the qualified name is used. `kind` is one of
-    `instrument.profile.kinds.KINDS`, else `op`; `phase`, one of `instrument.profile.kinds.PHASES` or a name of your
-    own, says what part of the work it is and makes the kind `phase`. Returns the very same object when
-    `INSTRUMENT=off`. Raises `TargetError` for anything else.
+        @profiled  # named after the function
+        @profiled("conv_layer")
+        @profiled(phase="compute", device=True)
+
+    `kind` (left out: "op"), `phase` and `device` are those of `scope`. Works on functions, coroutines, generators,
+    async generators and methods; above or below `classmethod`, `staticmethod`, `property`, `cached_property`,
+    `lru_cache`, `singledispatchmethod` and `contextmanager`. Returns the very same object when `INSTRUMENT=off`. Raises
+    `TargetError` for what cannot be recorded.
     """
     if kind is not None and kind not in KINDS:
         raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")

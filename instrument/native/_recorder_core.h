@@ -149,11 +149,26 @@ Core_annotate_request(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObj
 
 PyDoc_STRVAR(annotate_doc,
              "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
-             "Set attributes of the innermost open span; see instrument.recorder.scopes.annotate.");
+             "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n"
+             "\n"
+             "The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.\n"
+             "Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.\n"
+             "What is none of these is left out and counted; what is set again has the new value. Does nothing where no span is\n"
+             "open or nothing is recorded. Never raises.");
 
 PyDoc_STRVAR(annotate_request_doc,
              "annotate_request($self, attributes=None, /, **more)\n--\n\n"
-             "Set attributes of the open request; see instrument.recorder.scopes.annotate_request.");
+             "Add facts to the request that is open around the innermost span: ``annotate_request(tier=\"gold\")``.\n"
+             "\n"
+             "Otherwise as `annotate`.");
+
+PyDoc_STRVAR(bind_doc,
+             "bind($self, key, /)\n--\n\n"
+             "Say which request the innermost open span serves, by the id by which other processes know it, too.\n"
+             "\n"
+             "    bind(request_id)  # in the handler, and again where an engine works for it\n"
+             "\n"
+             "Reports put together what bears one id: text of at most 128 characters, or a whole number. Never raises.");
 
 /* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
 static PyObject *
@@ -238,7 +253,7 @@ static PyMethodDef Core_methods[] = {
     {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
     {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
      annotate_doc},
-    {"bind", (PyCFunction)Core_bind, METH_O, "Name the request that the innermost open span serves; see instrument.bind."},
+    {"bind", (PyCFunction)Core_bind, METH_O, bind_doc},
     {"annotate_request", (PyCFunction)(void (*)(void))Core_annotate_request, METH_FASTCALL | METH_KEYWORDS,
      annotate_request_doc},
     {"rename_innermost", (PyCFunction)Core_rename_innermost, METH_O, "Rename the innermost open span of this context."},

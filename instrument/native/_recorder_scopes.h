@@ -611,6 +611,20 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 }
 
 PyDoc_STRVAR(scope_doc,
-             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None,\n"
-             "      batch=None)\n--\n\n"
-             "A span around a block; see instrument.recorder.scopes.scope.");
+             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None, batch=None)\n--\n\n"
+             "Time a block, as a span: ``with scope(\"tokenise\"):``, also ``async with``.\n"
+             "\n"
+             "    with scope(\"tokenise\", attributes={\"model\": \"7b\"}):\n"
+             "        tokens = tokenizer(text)\n"
+             "\n"
+             "- `name`: what reports group by, of a small set; data belongs into `attributes`\n"
+             "- `attributes`: facts of this span; `annotate` adds more from within\n"
+             "- `kind`: what sort of work it is, \"user\" if left out; the error for a wrong one lists all\n"
+             "- `phase`: which part of the work it is, such as \"prepare\" or \"post\"; it makes the kind \"phase\"\n"
+             "- `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream, such as\n"
+             "  `torch.cuda.current_stream(1)`, or its address\n"
+             "- `key`: the id of the request that it serves, by which other processes know that, too\n"
+             "- `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes\n"
+             "\n"
+             "Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a\n"
+             "name, kind, phase or stream that cannot be one.");

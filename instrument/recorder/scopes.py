@@ -24,18 +24,22 @@ def scope(
     key: str | int | None = None,
     batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
 ) -> Scope:
-    """A span around a block: ``with scope("tokenise"):`` or ``async with scope("tokenise"):``.
+    """Time a block, as a span: ``with scope("tokenise"):``, also ``async with``.
 
-    `name` groups the spans in reports and should come from a small set; data belongs into `attributes`. `kind` is one
-    of `instrument.profile.kinds.KINDS`, else `user`; `phase`, one of `instrument.profile.kinds.PHASES` or a name of
-    your own, says what part of the work it is and makes the kind `phase`. `device` asks for device time too, on the
-    current stream of torch, cupy or numba on the device that is current; `stream` names another one, of whichever
-    device: an object with `__cuda_stream__`, such as `torch.cuda.current_stream(1)`, or its address. Exceptions pass
-    untouched and mark the span. Safe around ``await``. Costs one branch while recording is off. Raises `TargetError`
-    for a name, kind, phase or stream that cannot be one.
+        with scope("tokenise", attributes={"model": "7b"}):
+            tokens = tokenizer(text)
 
-    `key` names the request that the span serves, by what other processes know it by, too: text or a whole number.
-    `batch` has the keys of the requests of a span that serves several; a mapping says how much of it each takes.
+    - `name`: what reports group by, of a small set; data belongs into `attributes`
+    - `attributes`: facts of this span; `annotate` adds more from within
+    - `kind`: what sort of work it is, "user" if left out; the error for a wrong one lists all
+    - `phase`: which part of the work it is, such as "prepare" or "post"; it makes the kind "phase"
+    - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream, such as
+      `torch.cuda.current_stream(1)`, or its address
+    - `key`: the id of the request that it serves, by which other processes know that, too
+    - `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes
+
+    Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a
+    name, kind, phase or stream that cannot be one.
     """
     return RECORDER.make_scope(
         name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
@@ -71,27 +75,30 @@ def scope_end(opened: Scope | str | None = None, *, error: BaseException | None 
 
 
 def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
-    """Set attributes of the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
+    """Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
 
-    The span may be of a decorated or selected function, a coroutine, a generator, a layer, a scope or a request, opened
-    here or in what this task or thread continues. Values are text (of at most 256 characters, longer ones are cut),
-    bools, numbers of 64 bits, or lists of one of these; at most 128 attributes for each span. What is none of these is
-    left out and counted. An attribute that is set again has the new value. Outside of any span, and while nothing is
-    recorded, it does nothing. Never raises.
+    The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.
+    Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.
+    What is none of these is left out and counted; what is set again has the new value. Does nothing where no span is
+    open or nothing is recorded. Never raises.
     """
     RECORDER.annotate_innermost(attributes, **more)
 
 
 def annotate_request(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
-    """As `annotate`, of the request that the innermost open span is in, as long as that is open."""
+    """Add facts to the request that is open around the innermost span: ``annotate_request(tier="gold")``.
+
+    Otherwise as `annotate`.
+    """
     RECORDER.annotate_request(attributes, **more)
 
 
 def bind(key: str | int) -> None:
-    """Name the request that the innermost open span serves, by a key that other processes know it by, too.
+    """Say which request the innermost open span serves, by the id by which other processes know it, too.
 
-    ``bind(request_id)`` in the handler, and again where an engine works for it: reports put together what bears one
-    key. A key is text of at most 128 characters or a whole number. Never raises.
+        bind(request_id)  # in the handler, and again where an engine works for it
+
+    Reports put together what bears one id: text of at most 128 characters, or a whole number. Never raises.
     """
     RECORDER.bind_innermost(key)
 

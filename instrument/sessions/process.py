@@ -58,12 +58,12 @@ def tell_that_it_is_off() -> None:
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
-    """Begin a session: attach what the profile names and record from now on.
+    """Record from now on what a profile asks for, until `stop`: ``instrument.start("profile.yaml")``.
 
-    `profile` is a path, a `Profile`, or None for the file that `INSTRUMENT_PROFILE` names, else for no rules at all
-    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off` and
-    while `check` imports the service.
-    Raises `ProfileError` for a bad file and `StateError` when a session runs already.
+    `profile` is a path or a `Profile`. Left out, it is the file that `INSTRUMENT_PROFILE` names; where that names none,
+    decorators and scopes record, and nothing is exported. Returns the session, or None, having done nothing, when
+    `INSTRUMENT=off` and while `check` imports the service. Raises `ProfileError` for a bad file and `StateError` when a
+    session runs already.
     """
     global _session, _fork_hook_registered
     if OFF or _checking:

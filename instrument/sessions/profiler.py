@@ -52,33 +52,31 @@ _ANY_THREAD = 0
 
 
 class Profiler:
-    """A loop's windows: ``with Profiler(schedule=(2, 10), on_trace_ready=...) as p:``, and `p.step()` after each step.
+    """Record windows of a loop's steps.
 
-    `profile` is that of a session of its own, as for `start`. Left out, the session that runs is looked at, and left as
-    it is; where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names, else with `EVERYTHING`:
-    phases, the wait for batches, communication, every layer, copies, and what process and machine use. It ends with the
-    last Profiler that uses it. A process has one session, so a Profiler with a profile cannot start beside one. The
-    `schedule` of a profile counts requests, not these steps.
+        with Profiler(schedule=(2, 10), on_trace_ready=export_chrome("traces")) as profiler:
+            for batch in batches:
+                train(batch)
+                profiler.step()
 
-    `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from a
-    step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
-    a function of a `Window`, or several in a list: it runs within `step` or `stop`, between two windows, so that its
-    own work is in neither. `export_chrome` and `export_otlp` are handed over to a thread of ours instead, which takes
-    the windows in their order; `stop` waits for it, at most `WAIT_LIMIT_NS`. A handler that fails is noted, counted in
-    `failures`, and never stops the loop; so is a window that is given up because newer ones came too fast. `state` and
-    `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
-    says.
-
-    `torch` has torch.profiler run within the windows, where torch is imported, and joins what it sees to them: torch's
-    operators as spans, kernels, allocations, and floating-point operations. It is True or False, or options, see
-    `TorchOptions`: ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. Left out, it does where a
-    session is begun with `EVERYTHING`. What that costs, one or two us for each operator and between windows some 15 us
-    for each, is said in each window's notes; on a GPU it waits for the device at a window's end. A torch.profiler of
-    the program's own goes first.
-
-    May be nested and used side by side. `step` may be called from any thread or task. A Profiler is stopped with its
-    session, by the interpreter's exit too, and by SIGTERM under `instrument run`; in a forked child, whose session is
-    another one, it does nothing. Raises `ProfileError` for an argument that cannot be used.
+    - `profile` is that of a session of its own, as for `start`: none may run already. Left out, the session that runs
+      is looked at, and left as it is. Where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names,
+      else with `EVERYTHING`: phases, the wait for batches, communication, every layer, copies, and what process and
+      machine use. It ends with the last Profiler that uses it. The `schedule` of a profile counts requests, not these
+      steps.
+    - `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from
+      a step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN). Left out, all steps are one window.
+    - `on_trace_ready` is a function of a `Window`, or several in a list. It runs within `step` or `stop`, between two
+      windows, so that its own work is in neither; `export_chrome` and `export_otlp` run on a thread of ours, in the
+      order of the windows, for which `stop` waits at most `WAIT_LIMIT_NS`. A handler that fails, and a window that is
+      given up because newer ones came too fast, is noted and counted in `failures`, and never stops the loop.
+    - `state` and `tracer_option` are those of the profile.
+    - `timer_only` measures the steps and records nothing, whatever the profile says.
+    - `torch` has torch.profiler run within the windows, where torch is imported, and adds what it sees: operators as
+      spans, kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
+      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. Left out, it does so where a session is begun
+      with `EVERYTHING`. Its cost is said in each window's notes; on a GPU it waits for the device at a window's end. A
+      torch.profiler of the program's own goes first.
     """
 
     def __init__(
