@@ -206,7 +206,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans sent to a collector whose answer nobody has heard": "unanswered",
         "spans that had been read and not sent as their exporter was ended": "abandoned",
         UNTIMED: "untimed",
-        "spans that no agent had read as it was ended": "unread",
+        "spans that nobody had read as their export ended": "unread",
         "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
         "keys of open requests beyond those that the OTLP export knows": UNLINKED,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,

@@ -146,7 +146,8 @@ class Account:
         if self.exporter is not None:
             counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
             counts.update(self.reader.losses())
-            sent = self.exporter.counts()
+            self.exporter.counts()  # takes in what was just offered
+            sent = self.exporter.own.counts  # of what is sent by the recording that tells
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
             counts["spans overwritten before the export read them"] = self.reader.lost
             counts.update({export_place.UNTIMED: self.outbox.untimed if self.outbox is not None else 0})

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from instrument import otlp
@@ -24,11 +25,14 @@ from instrument.recording.distributions import Snapshot
 from instrument.recording.meter_place import DAMAGED, MeterState
 from instrument.recording.rows import END_NS
 from instrument.recording.spans import Span
+from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.gauge_watch import GaugeWatch
+from instrument.sessions.generation import FORK_WAIT_S, Generations
 from instrument.sessions.handover import Standing
+from instrument.sessions.keyed_export import KeyedExport, has_keys
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership
 from instrument.sessions.outbox import Outbox
@@ -56,6 +60,7 @@ class Exporting(Recorded):
     _saving: Saving
     _membership: Membership
     _gauge_watch: GaugeWatch
+    _generations: Generations
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
@@ -67,10 +72,12 @@ class Exporting(Recorded):
 
     # ---------------------------------------------------------------- who exports
 
-    def _leave_export_to_agent(self) -> None:
-        """Where there is an agent it exports what this process records."""
+    def _choose_who_exports(self) -> None:
+        """Where there is an agent it exports what this process records, else the session: by what, goes by the keys."""
         if self._membership.path and self.profile.agent != "off":
             self.handover.leave_to_agent()
+        elif has_keys(self.profile):
+            self.handover.read_back()
 
     def _is_left_to_agent(self) -> bool:
         """Whether an agent is there that the session before this one has left its export to."""
@@ -130,6 +137,56 @@ class Exporting(Recorded):
             exporter.stop(HAND_BACK_NS)
         return standing
 
+    def _begin_back(self) -> None:
+        keyed, lock = self._keyed, self._generations.lock
+        held = lock.acquire(timeout=FORK_WAIT_S)  # which a fork waits for
+        try:
+            if keyed is not None:
+                keyed.prepare()
+        finally:
+            if held:
+                lock.release()
+        with self._lock.held():
+            self.handover.is_own, self.handover.is_read_back = False, True
+            if keyed is not None:
+                self._read_back(keyed.look)  # so that it knows all that begins from now on
+        if self._exporter is not None and not self._stopped and self._threads.have_begun:
+            self._exporter.start()
+            self._threads.start()
+
+    def _end_back(self) -> None:
+        keyed, exporter = self._keyed, self._exporter
+        if keyed is None or exporter is None:
+            return
+        with self._lock.held():
+            self._read_back(partial(keyed.look, meters=True))
+            keyed.send_waiting()
+            self.handover.is_read_back = False
+        exporter.stop(HAND_BACK_NS)
+        keyed.release()
+
+    @property
+    def _reading_back(self) -> KeyedExport | None:
+        """What exports by the recording; None where nothing does so, or it has ended."""
+        keyed = self._keyed
+        return keyed if keyed is not None and self.handover.is_read_back and not keyed.is_over else None
+
+    def _read_back(self, read: Callable[[], bool]) -> bool:
+        """Read on in the recording, and tell what `read` does; where it cannot be read the session's reader goes on."""
+        keyed = self._reading_back
+        if keyed is None:
+            return True
+        try:
+            keyed.begin(RECORDER.memory_fd)
+            return read()
+        except Exception as fault:
+            try:
+                keyed.release()
+            finally:
+                self.handover.read_by_rings()
+            FAULTS.note("export by the recording", fault)
+            return True
+
     def _send_settled(self, outbox: Outbox) -> None:
         """Send what waits for its device times as they come, and after a while without."""
         end_ns = time.monotonic_ns() + HAND_BACK_NS
@@ -175,8 +232,8 @@ class Exporting(Recorded):
             metrics.offer(samples, self._gauges.gpus())
 
     def _tell_resource(self) -> None:
-        """Tell the agent of a tracer provider that the service has configured by now: both are the same service."""
-        if self._exporter is None or not self.handover.has_agent:
+        """Tell who exports of a tracer provider that the service has configured by now: both are the same service."""
+        if self._exporter is None or not (self.handover.has_agent or self.handover.is_read_back):
             return
         resource = dict(self._exporter.resource())
         if resource != self._resource_told:
@@ -202,6 +259,10 @@ class Exporting(Recorded):
                 "this process records; those that the profile's `capture` keeps are sent by it"
             )
         with self._lock.held():
+            if (keyed := self._reading_back) is not None:
+                self._read_back(keyed.look)
+            if (keyed := self._reading_back) is not None:
+                return keyed.unsent(spans)
             found = self._reader.unsent(spans)
             self._send_kept()
             return found
@@ -213,7 +274,7 @@ class Exporting(Recorded):
 
     def _export_at_end(self, deadline: Deadline) -> None:
         """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
-        if self.handover.is_own or not self.handover.has_agent:
+        if self.handover.is_here or not self.handover.has_agent:
             return
         is_left = self.handover.is_left()
         while message := self._membership.heard():
@@ -232,11 +293,12 @@ class Exporting(Recorded):
 
     def _is_looked_after(self) -> bool:
         """Whether anything is to be done while the service runs. Otherwise no thread does."""
-        return self._is_read() or self.profile.budget is not None or self._ticks.are_used
+        is_read = self._is_read() or self.handover.is_read_back
+        return is_read or self.profile.budget is not None or self._ticks.are_used
 
     def _sends(self) -> bool:
         """Whether the session itself sends to a collector what no agent exports."""
-        return self.handover.is_own
+        return self.handover.is_here
 
     def _pump(self, timeout_s: float = -1, *, meters: bool = False) -> Snapshot | None:
         """Look through the spans that have finished since the last time.
@@ -262,6 +324,10 @@ class Exporting(Recorded):
                 snapshot = self._take_metrics(ended)
             if self._outbox is not None:
                 self._outbox.send_settled(is_last=self._stopped)
+            if (keyed := self._reading_back) is not None:
+                self._tell_resource()
+                self._tell_books()
+                self._read_back(keyed.look)
             while self._reader.cut:
                 window, origin = self._reader.cut.popleft()
                 self._saving.write_window(*window, origin)
@@ -314,10 +380,24 @@ class Exporting(Recorded):
         self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
-        if not self.handover.is_own:
+        if (keyed := self._reading_back) is not None:
+            self._flush_back(keyed, end)
+        elif not self.handover.is_here:
             return self._flush_by_agent(end)[0]
         self._tell_readings_of_agent()
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
+
+    def _flush_back(self, keyed: KeyedExport, end: float) -> None:
+        """Offer all that has finished, as far as there is room in the exporter before the time is up."""
+        if self._timing is not None:
+            self._timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + SETTLE_NS / 1e9))
+        self._tell_books(at_once=True)
+        is_done = False
+        while not is_done:
+            with self._lock.held(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as held:
+                is_done = not held or self._read_back(keyed.send_now) or time.monotonic() > end
+            if not is_done:
+                time.sleep(FLUSH_S)
 
     def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
         """Have the agent send all that has finished, and wait until that is settled, or the time is up.

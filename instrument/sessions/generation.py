@@ -21,6 +21,9 @@ from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 
+FORK_WAIT_S = 1.0
+"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
+
 NAMES_TOLD = 100
 """The most names of a kind in the answer to a caller of the control socket."""
 

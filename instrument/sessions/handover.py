@@ -1,9 +1,10 @@
 """The handover: who exports what this process records, the agent of its run or the session itself.
 
 A process that has joined an agent leaves it to that one: it reads the recording, and the session has neither a reader
-nor an export thread for spans. Without an agent, and where it has gone for good, the session does so; where an agent
-comes again it goes on where the session stops. A lock on the recording says who does, so there is one at a time, and
-what is written in it how far that one has come.
+nor an export thread for spans. Without an agent, and where it has gone for good, the session does so: by its reader of
+the rings or, where requests have keys, by its recording as an agent would. Where an agent comes again it goes on where
+the session stops. A lock on the recording says who does, so there is one at a time, and what is written in it how far
+that one has come.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.runtime.unpatched import RLock
 from instrument.sessions.deadline import Deadline
+from instrument.sessions.keyed_export import KeyedExport
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
 """How long nobody must have exported what this process records before it does so itself: where there is no agent, and
@@ -55,11 +57,12 @@ class Standing(NamedTuple):
 
 
 class Handover:
-    """Says who exports: `is_own` is whether the session does.
+    """Says who exports: `is_own` is whether the session does by its reader, `is_read_back` whether by its recording.
 
     `memory` tells the descriptor of the recording, -1 for none. `begin(rows, metered)` has the session read on from
     these rows, by the native ids of threads, and export, with metrics as they stood at such rows, and `end()` has it
-    stop; both set `is_own` as nobody else reads.
+    stop; both set `is_own` as nobody else reads. `keyed` reads the recording where `wants_keys()`; then `begin_back()`
+    and `end_back()` do so, and set `is_read_back`.
     """
 
     def __init__(
@@ -68,17 +71,26 @@ class Handover:
         memory: Callable[[], int],
         begin: Callable[[Mapping[int, int], MeterState | None], object],
         end: Callable[[], Standing],
+        keyed: KeyedExport | None,
+        wants_keys: Callable[[], bool],
+        begin_back: Callable[[], object],
+        end_back: Callable[[], object],
     ) -> None:
         self._exporter = exporter
         self._memory = memory
         self._begin_own = begin
         self._end_own = end
+        self._keyed = keyed
+        self._wants_keys = wants_keys
+        self._begin_back = begin_back
+        self._end_back = end_back
         self._place: ExportPlace | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._lock = RLock()
         self.is_own = True
+        self.is_read_back = False
         self.has_agent = False
         """Whether the process is one of a run, whose agent exports what it can read."""
         self.undelivered = 0
@@ -107,13 +119,23 @@ class Handover:
             self.is_own, self.has_agent = False, True
             self._since = time.monotonic()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process exports, in whatever way."""
+        return self.is_own or self.is_read_back
+
+    def read_back(self) -> None:
+        """The session begins in a process without an agent, and requests have keys."""
+        if self._keyed is not None and self._memory() >= 0:
+            self.is_own, self.is_read_back = False, True
+
     def look(self, joined: int) -> None:
         """Take over where nobody exports for long; give back where there is another agent. For one thread, now and
         then. `joined` is the number of the connection to an agent, 0 for none.
         """
         if not self.has_agent:
             return
-        if self.is_own:
+        if self.is_here:
             if joined not in (0, self._joined) and not self._insists:
                 self.give_back()
             return
@@ -152,7 +174,7 @@ class Handover:
             is_taken, found = self._is_taken(), self.progress()
             left = recorded - found.fates["seen"] - found.fates["missed"]
             awaits_metrics = metered and recorded > 0 and not found.is_told and self._metered_rows() < recorded
-            if left <= 0 and not awaits_metrics:
+            if found.is_told or (left <= 0 and not awaits_metrics):
                 return 0
             if not is_taken and (found.generation or not is_left()):
                 return max(left, 0) if found.generation else 0
@@ -180,7 +202,9 @@ class Handover:
     def take_over(self) -> bool:
         """Export from where whoever did so before has come to. Returns whether the session exports now."""
         with self._lock:
-            return self.is_own if self._is_ending else self._take_over(Deadline(LOCK_S))
+            if self._is_ending:
+                return self.is_here
+            return self._take_over(Deadline(LOCK_S), by_recording=self._wants_keys())
 
     def end(self, deadline: Deadline) -> None:
         """The session is about to end: nobody but `take_over_at_end` changes anything from now on.
@@ -195,7 +219,7 @@ class Handover:
         """Export what nobody exports, after `end`."""
         if self._lock.acquire(timeout=deadline.left_s(LOCK_S)):
             try:
-                self._take_over(deadline)
+                self._take_over(deadline, by_recording=False)
             finally:
                 self._lock.release()
 
@@ -207,8 +231,17 @@ class Handover:
         except OSError:
             return False
 
-    def _take_over(self, deadline: Deadline) -> bool:
-        if self.is_own:
+    def read_by_rings(self) -> None:
+        """The recording cannot be read: have the session go on by its reader. For one who holds the session's lock."""
+        if self._lock.acquire(timeout=LOCK_S):
+            try:
+                self.is_read_back = False
+                self._take_over(Deadline(LOCK_S), by_recording=False)
+            finally:
+                self._lock.release()
+
+    def _take_over(self, deadline: Deadline, *, by_recording: bool) -> bool:
+        if self.is_here:
             return True
         try:
             place = self._opened()
@@ -220,6 +253,10 @@ class Handover:
                 place.close()
                 return False
             time.sleep(LOOK_S)
+        if place is not None and by_recording:
+            place.close()
+            self._begin_back()
+            return True
         found = self._found = Progress() if place is None else _of_session(place)
         rows: Mapping[int, int] = {}
         if place is not None:
@@ -242,6 +279,10 @@ class Handover:
         """Have the agent export from here on."""
         with self._lock:
             place, exporter = self._place, self._exporter
+            if self.is_read_back and not self._is_ending:
+                self._end_back()
+                self._since = time.monotonic()
+                return
             if not self.is_own or self._is_ending or place is None or exporter is None:
                 return
             standing = self._end_own()
@@ -347,10 +388,11 @@ class Handover:
         return found
 
     def losses(self) -> Mapping[str, int]:
-        """What was lost while the session did not export itself."""
-        if not self.has_agent:
-            return {}
-        fates = self._fates if self.is_own else self.progress().fates
+        """What was lost while the session did not export by its reader."""
+        if self.is_here:
+            fates = self._fates if self.is_own or self._keyed is None else self._keyed.fates
+        else:
+            fates = self.progress().fates if self.has_agent else {}
         found = dict(export_place.told({fate: count - self._written[fate] for fate, count in fates.items()}))
         if self.undelivered:
             found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered

@@ -33,13 +33,10 @@ from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import is_main
-from instrument.sessions.generation import Reload
+from instrument.sessions.generation import FORK_WAIT_S, Reload
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import EXIT_LIMIT_NS, Session
 from instrument.sessions.session_threads import SessionThreads
-
-FORK_WAIT_S = 1.0
-"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
 SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
 

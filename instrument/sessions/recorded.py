@@ -27,6 +27,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import MeteredFacts
 from instrument.otlp.metrics import asked_of_metrics
+from instrument.otlp.span_queue import Source
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.meter import Books, Meter, mark_of, queued_tasks
@@ -59,6 +60,7 @@ from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
+from instrument.sessions.keyed_export import KeyedExport, has_keys
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
@@ -94,12 +96,21 @@ class Recorded:
             )
         self._exporter: otlp.Exporter | None = None
         self._outbox: Outbox | None = None
+        self._keyed: KeyedExport | None = None
         if profile.export.otlp is not None:
-            self._exporter = otlp.Exporter(
-                profile.export.otlp, self.origin(), RECORDER.threads, lambda _: self.handover.note_sent()
-            )
+            self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, self._note_sent)
             self._outbox = Outbox(self._exporter, self._timing)
-        self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._begin_export, self._end_export)
+            self._keyed = KeyedExport(self._exporter)
+        self.handover = Handover(
+            self._exporter,
+            lambda: RECORDER.memory_fd,
+            self._begin_export,
+            self._end_export,
+            self._keyed,
+            lambda: has_keys(self.profile),
+            self._begin_back,
+            self._end_back,
+        )
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
         self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns, queued_tasks))
@@ -144,6 +155,18 @@ class Recorded:
     def _end_export(self) -> Standing:
         """Export no more; tells where that stands."""
         return self._standing()
+
+    def _begin_back(self) -> None:
+        """Export by the recording from now on."""
+
+    def _end_back(self) -> None:
+        """Export no more by the recording."""
+
+    def _note_sent(self, source: Source) -> None:
+        """Note what has been sent of a source. By the thread that sends."""
+        self.handover.note_sent()
+        if self._keyed is not None:
+            self._keyed.note_sent(source)
 
     def _standing(self) -> Standing:
         return Standing(dict(self._reader.places), self._reader.lost, self._reader.held, self._kept_count)
@@ -264,7 +287,7 @@ class Recorded:
         )
 
     def _tell_marks(self) -> None:
-        """Where another process tells the metrics, tell it which functions they are of: for one part in 20 of the time.
+        """Where the metrics are told by the recording, tell there which functions they are of: for a 20th of the time.
 
         Called as modules are imported, of which there may be hundreds, and now and then.
         """
@@ -276,7 +299,7 @@ class Recorded:
             self._marks_until_ns = began_ns + MARKS_SHARE * (time.monotonic_ns() - began_ns)
 
     def _tell_books(self, *, at_once: bool = False) -> None:
-        """Where another process tells the metrics, tell it now and then what only this one knows of them."""
+        """Where the metrics are told by the recording, tell there now and then what only the session knows of them."""
         now_ns = time.monotonic_ns()
         if not (at_once or now_ns - self._books_ns >= otlp.METRICS_EVERY_NS):
             self._tell_marks()

@@ -47,6 +47,9 @@ say what was lost. The first process waits as long as it may: where it is in a c
 UNSEEN_S = 0.5
 """How long it then waits for an agent that takes no notice: one that is stopped."""
 
+LAST_SEND_S = 1.0
+"""So much of that time is left to send what was read last, where the session reads its recording."""
+
 EXIT_LIMIT_NS = 5 * 10**9
 """The longest that `stop`, interpreter exit and SIGTERM wait in all: for threads of ours, drivers, the agent, the
 collector, and somebody to read the summary. Files are written to their end, however long that takes."""
@@ -127,7 +130,9 @@ class Session(Exporting):
                 self._undos.append(self._imports.install())
             if self._exporter is not None:
                 self._exporter.prepare()
-                self._leave_export_to_agent()
+                self._choose_who_exports()
+                if self._keyed is not None and self.handover.is_read_back:
+                    self._keyed.prepare()
                 RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
@@ -307,6 +312,8 @@ class Session(Exporting):
                 FAULTS.attempt("last window", partial(self._deliver, deadline))
             elif self._exporter is not None:
                 self._exporter.stop(0)
+            if self._keyed is not None:
+                FAULTS.attempt("end of the export by the recording", self._keyed.finish)
             FAULTS.attempt("end of the export", lambda: self.handover.close(self._last_standing()))
             RECORDER.say_goodbye()
             FAULTS.attempt("goodbye", partial(self._leave_run, deadline, tells=bool(tells)))
@@ -343,7 +350,12 @@ class Session(Exporting):
         if self._exporter is not None:
             if self._sends():  # which may not have begun yet
                 self._exporter.start()
-            if not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
+            if (keyed := self._reading_back) is not None:
+                read_by = time.monotonic() + deadline.earlier(LAST_SEND_S).left_s()
+                self._read_back(partial(keyed.end, read_by))
+                if self.handover.is_own:  # it could not be read
+                    self._pump(meters=True)
+            elif not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
             self._exporter.stop(round(deadline.left_s() * 1e9))
@@ -405,11 +417,13 @@ class Session(Exporting):
         self._begin()
         if self._outbox is not None:
             self._outbox.after_fork_in_child()
+        if self._keyed is not None:
+            self._keyed.after_fork_in_child()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
         self.handover.after_fork_in_child()
-        self._leave_export_to_agent()
+        self._choose_who_exports()
         RECORDER.tell(self._facts())
         self._gauges.after_fork_in_child(begins=False)
         self._gauge_watch.after_fork_in_child()

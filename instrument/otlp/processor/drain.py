@@ -20,7 +20,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
 from instrument.recording.paths import CallTree
-from instrument.recording.rows import NODE, REQUEST_BIT, Row, span_of
+from instrument.recording.rows import NODE, REQUEST_BIT, Row, row_of, span_of
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, KEY, Site, Span
 
 ROWS_AT_ONCE = 10_000
@@ -70,8 +70,8 @@ class Drain:
         return _Cursor(self, read_on)
 
     def open_rows(self) -> list[tuple[int, Row]]:
-        """None: who asks wants to keep some that are open, which only the process itself does."""
-        return []
+        """The spans that are open now, as rows that have not ended."""
+        return [(span.thread_id, row_of_open(span)) for span in self._mapped.open_spans()]
 
     def span(self, row: Row, thread_id: int) -> Span:
         """The span that a row stands for."""
@@ -250,6 +250,12 @@ class WatchedRows:
         """What has come since the last time."""
         rows, self._rows = self._rows, []
         return [(0, rows)]
+
+
+def row_of_open(span: OpenSpan) -> Row:
+    """The row that an open span would be, without what it bears."""
+    its = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns)
+    return row_of(*its, end_ns=0)
 
 
 def _is_request(site: Site) -> bool:

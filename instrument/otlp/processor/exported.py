@@ -58,8 +58,8 @@ CLOCK_DRIFT_NS = 10**6
 """How often the machine's wall clock is read anew, and from what difference on spans are sent by that reading."""
 
 WAITING_SPANS = 4_000
-"""With so many spans on their way others wait in the recording: there they outlive the agent, take no memory of it, and
-the newest are kept."""
+"""With so many spans on their way others wait in the recording: there they outlive who exports them, take no memory of
+that one, and the newest are kept."""
 
 LAST_METRICS_S = 5.0
 """How long the session after one waits to be exported for the last metrics of that one to be sent."""
@@ -118,6 +118,11 @@ class Exported:
                     self.is_ours = False
                 if self._reading is not None:
                     self._requests.leave(self._reading.source.ids)
+
+    def after_fork_in_child(self) -> None:
+        """In a child of the process that exports: let go of the parent's recording, which that one goes on with."""
+        self._place.close()
+        self._mapped.close()
 
     # ---------------------------------------------------------------- looking
 
@@ -303,6 +308,23 @@ class Exported:
         if self._reading is not None:
             self._reading.keyed.note_work(at_once=at_once)
 
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those of these spans that neither are sent nor will be, once all was read that had ended.
+
+        A request of theirs that has not ended is kept.
+        """
+        return list(spans) if self._reading is None else self._reading.unsent(spans)
+
+    def keep_open(self, spans: Sequence[Span]) -> None:
+        """Keep those requests of these spans that are open now, whatever their end is like."""
+        if self._reading is not None:
+            self._reading.keep_open(spans)
+
+    @property
+    def fates(self) -> Mapping[str, int]:
+        """What has become of its rows, as `instrument.recording.export_place` names it."""
+        return self._progress.fates
+
     @property
     def lag_ns(self) -> int:
         """How far what was read of it lies behind what is there, for device times that are still to come."""
@@ -438,6 +460,14 @@ class _Reading:
         facts = self.drain.keys.taken()
         self._requests.learn(self._facts.ids, facts, self._facts.capture.sample)
         self.queues.learn(facts, at_once=at_once)
+
+    def keep_open(self, spans: Sequence[Span]) -> None:
+        """Keep those requests of these spans that are open now."""
+        self._trees.keep_open({span.root_id for span in spans})
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those of these spans that neither are sent nor will be."""
+        return [span for span in self._trees.left_out(spans) if not self.keyed.is_sent_elsewhere(span)]
 
     @property
     def is_behind(self) -> bool:

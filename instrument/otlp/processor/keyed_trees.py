@@ -147,6 +147,12 @@ class KeyedTrees:
         self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
         return ready
 
+    def is_sent_elsewhere(self, span: Span) -> bool:
+        """Whether a span has left the tree that it lies in for that of a request, which is kept or may yet be."""
+        top = self._moved.get(span.span_id)
+        request = None if top is None else self._requests.of(top[1], top[2])
+        return request is not None and (request.is_kept or request.is_open)
+
     # ---------------------------------------------------------------- what is below spans with keys
 
     def _place(

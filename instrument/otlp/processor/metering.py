@@ -1,4 +1,4 @@
-"""The metrics of one recording, counted and told by the agent's exporter: by the session's own meter, over its drain.
+"""The metrics of one recording, as who exports it counts and tells them: by the session's own meter, over its drain.
 
 What has been counted and told is written into the recording before it is sent and after, so that whoever exports it
 next, another agent or the process itself, goes on from there.
@@ -7,7 +7,7 @@ next, another agent or the process itself, goes on from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from instrument.otlp.export_facts import ExportFacts, facts_from
@@ -22,7 +22,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
-from instrument.recording.rows import Row, is_request_root, row_of
+from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
@@ -50,10 +50,8 @@ class _DrainedRows:
     def cursor(self) -> WatchedRows:
         return self._drain.watch()
 
-    def open_rows(self) -> Iterator[tuple[int, Row]]:
-        for span in () if self.has_ended else self._mapped.open_spans():
-            its = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns)
-            yield span.thread_id, row_of(*its, end_ns=0)
+    def open_rows(self) -> Sequence[tuple[int, Row]]:
+        return [] if self.has_ended else self._drain.open_rows()
 
     def lines(self, *, merged: bool = False) -> Lines:
         return self._drain.lines(merged=merged, wanted=self._are_metered)
@@ -229,7 +227,7 @@ class Metering:
     def _has_recorded(self) -> bool:
         """Whether the process has: many only begin others, and have no metrics."""
         has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
-        return bool(has_rows) or next(self._rows.open_rows(), None) is not None
+        return bool(has_rows or self._rows.open_rows())
 
     # ---------------------------------------------------------------- the end
 

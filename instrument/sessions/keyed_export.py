@@ -1,0 +1,176 @@
+"""The export of a session whose requests have keys, where there is no agent: as an agent's, by the recording.
+
+Whose a key is, and what a request waited for, is told by all that was recorded, and not by what is kept alone. So the
+session reads its recording by the very class by which an agent does. What that needs, numpy among it, is imported
+where a session does so, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from instrument import otlp
+from instrument.errors import ExportError
+from instrument.otlp.span_queue import Source
+from instrument.profile.model import Profile
+from instrument.recording.claim import FIRST_FD
+from instrument.recording.export_place import UNLINKED
+from instrument.recording.spans import Span
+
+if TYPE_CHECKING:
+    from instrument.otlp.processor.exported import Exported
+
+LOOKS = 20
+"""So often at most the recording is read on in one go, by some thousand rows each."""
+
+ROOM_S = 0.02
+"""How often it is looked whether there is room for what waits in the recording."""
+
+LAST_LOOKS = 3
+"""What is known once all was read decides about what waits for that, and what follows from it."""
+
+UNREAD_S = 1.0
+"""The longest that a window waits for all that it has to be read."""
+
+
+def has_keys(profile: Profile) -> bool:
+    """Whether a profile tells of keys of requests, or of batches."""
+    return any(rule.key is not None or rule.batch is not None for rule in profile.functions)
+
+
+class KeyedExport:
+    """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
+
+    `note_sent` alone may be called by another one meanwhile.
+    """
+
+    def __init__(self, exporter: otlp.Exporter) -> None:
+        self._exporter = exporter
+        self._exported: Exported | None = None
+        self._fates: Mapping[str, int] = {}
+        self.is_over = False
+        """Whether the session has ended, and its recording was let go of."""
+
+    def prepare(self) -> None:
+        """Import what is needed, where no fork can come in: a child would be left with half of it."""
+        import instrument.otlp.processor.exported  # noqa: F401
+
+    def begin(self, memory_fd: int) -> None:
+        """Be ready to read this recording on, from where whoever exported it before has come to. Raises `OSError`."""
+        if self._exported is not None or self.is_over:
+            return
+        from instrument.otlp.processor.exported import Exported
+        from instrument.otlp.processor.keyed_requests import KeyedRequests
+        from instrument.recorder.shared_decisions import Decisions
+
+        requests = KeyedRequests()
+        try:
+            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+        except OSError:
+            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
+        self._exported = Exported(memory, self._exporter, Decisions(requests.decided), requests)
+        requests.members[0] = self._exported
+
+    def after_fork_in_child(self) -> None:
+        """What is read is the parent's."""
+        exported, self._exported, self._fates, self.is_over = self._exported, None, {}, False
+        if exported is not None:
+            exported.after_fork_in_child()
+
+    # ---------------------------------------------------------------- while it records
+
+    def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
+        """Read on and offer what is kept, and take metrics where it is time to, or it `meters`.
+
+        What is to be sent `at_once` waits for open requests alone. Returns whether there is more.
+        """
+        exported, looks = self._exported, 0
+        if exported is None:
+            return False
+        while exported.look(at_once=at_once, is_last=is_last, meters=meters):
+            looks += 1
+            if looks == LOOKS:
+                return True
+        return False
+
+    def send_now(self) -> bool:
+        """Have the exporter send what has been recorded until now; returns whether all of it was read."""
+        exported = self._exported
+        if exported is None:
+            return True
+        has_more = False
+        for meters in (False, False, True):  # what waits is known by the second time, what follows from it by the third
+            has_more = self.look(at_once=True, meters=meters)
+        exported.is_settled()
+        return not (has_more or exported.is_behind)
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those of these spans that neither are sent nor will be; a request that has not ended is kept.
+
+        Raises `ExportError` where what was recorded until now cannot be read, for want of room in the exporter.
+        """
+        exported, end = self._exported, time.monotonic() + UNREAD_S
+        if exported is None:
+            return list(spans)
+        self.look()
+        exported.keep_open(spans)
+        while self.look() or exported.is_behind:
+            if time.monotonic() > end:
+                raise ExportError(
+                    f"asked to send {len(spans)} spans of a window, found that the collector has not taken what was "
+                    "recorded before them; what the profile's `capture` keeps is sent once it does"
+                )
+            time.sleep(ROOM_S)
+        return exported.unsent(spans)
+
+    def note_sent(self, source: Source) -> None:
+        """The exporter has sent something of a source, or is about to."""
+        exported = self._exported
+        if exported is not None and exported.is_of(source):
+            exported.note_sent()
+
+    @property
+    def fates(self) -> Mapping[str, int]:
+        """What has become of what was recorded."""
+        return self._fates if self._exported is None else self._exported.fates
+
+    # ---------------------------------------------------------------- the end
+
+    def end(self, end: float) -> bool:
+        """The session records no more: offer all that there is by then, while the exporter sends, or tell of more."""
+        exported = self._exported
+        if exported is None:
+            return False
+        exported.has_ended = True
+        while (self.look() or exported.is_behind) and time.monotonic() < end:
+            time.sleep(ROOM_S if exported.is_behind else 0)
+        for _ in range(LAST_LOOKS):
+            self.look(is_last=True)
+        exported.is_settled()
+        return not exported.is_over
+
+    def finish(self) -> None:
+        """What could be sent was: count the rest, and let go of the recording."""
+        exported, self.is_over = self._exported, True
+        if exported is None:
+            return
+        try:
+            untold = exported.finish()
+            self._fates = Counter({**exported.fates, **{name: untold.get(name, 0) for name in ("unread", UNLINKED)}})
+        finally:
+            self.release()
+
+    def send_waiting(self) -> None:
+        """Offer what waits for requests, without them: another one exports from here on."""
+        if self._exported is not None:
+            self._exported.send_waiting()
+
+    def release(self) -> None:
+        """Let go of the recording, for another one to go on from here."""
+        exported, self._exported = self._exported, None
+        if exported is not None:
+            exported.close()
