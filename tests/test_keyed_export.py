@@ -20,7 +20,9 @@ from test_agent import INSTRUMENT, folder, until
 from test_handover import agent, taken
 
 import instrument
+from instrument import scope
 from instrument.otlp.processor.exported import Exported
+from instrument.otlp.snapshots import PREFERENCE
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import run_folder
@@ -99,6 +101,18 @@ def serve_all():
         thread.start()
     for thread in threads:
         thread.join()
+"""
+
+IN_CODE = """
+
+def scoped(function, kind, *words):
+    def call(one):
+        with instrument.scope(function.__name__, kind=kind, **dict.fromkeys(words, one)):
+            return function(one)
+    return call
+
+serve, tokenise, submit = scoped(serve, "request"), scoped(tokenise, "phase"), scoped(submit, "op", "key")
+accept, step = scoped(accept, "phase", "key"), scoped(step, "op", "batch")
 """
 
 MAIN = """
@@ -185,9 +199,15 @@ def serve(collector: Collector, *command: str, profile: str, main: str = MAIN) -
     return of(collector)
 
 
-@pytest.mark.parametrize("capture", ["sample: 1", "sample: 0, where: {tenant: x}"])
-def test_a_collector_gets_the_same_with_an_agent_and_without(collector: Collector, capture: str) -> None:
-    profile = PROFILE % (RULES, capture, collector.server_port)
+@pytest.mark.parametrize(
+    ("rules", "capture"),
+    [(RULES, "sample: 1"), (RULES, "sample: 0, where: {tenant: x}"), ("requests: auto", "sample: 1")],
+    ids=["by rules", "by rules, and not all are kept", "in code"],
+)
+def test_a_collector_gets_the_same_with_an_agent_and_without(collector: Collector, rules: str, capture: str) -> None:
+    if rules is not RULES:
+        Path("shop.py").write_text(SHOP + IN_CODE)
+    profile = PROFILE % (rules, capture, collector.server_port)
     alone = serve(collector, sys.executable, profile=profile)
     collector.spans.clear()
     collector.metrics.clear()
@@ -308,6 +328,50 @@ def test_the_export_goes_to_an_agent_and_back_and_nothing_is_sent_twice(
     instrument.stop()
     assert names_of(collector) == ONCE + ONCE + ONCE
     assert session.losses() == {}
+
+
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+def test_a_session_goes_over_to_its_recording_with_the_first_key_and_nothing_is_lost_or_sent_twice(
+    preference: str, collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREFERENCE, preference)
+    export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}}}'
+    rules = "functions: [{match: 'shop:tidy', metrics: true}]\ndevice: {host: 10ms}"
+    session = instrument.start(loads(f"{rules}\n{export}\ncapture: {{sample: 1}}", environ={}))
+    assert session is not None
+    Path("shop.py").write_text(SHOP + IN_CODE)
+    tidy = import_module("shop").tidy
+    with scope("long", kind="request"):
+        with scope("part"):
+            tidy()
+        for _ in range(3):
+            with scope("plain", kind="request"):
+                tidy()
+            assert is_flushed(session)
+        assert session.handover.is_own
+        shop.serve_all()
+        assert is_flushed(session)
+        assert session.handover.is_read_back
+        with scope("part"):
+            tidy()
+    instrument.stop()
+    plain = Counter({"long": 1, "part": 2, "plain": 3, "tidy": 5})
+    assert names_of(collector) == ONCE + plain
+    assert session.losses() == {}
+    calls = [
+        point.count
+        for metric in collector.metrics
+        if metric.name == "instrument.call.duration"
+        for point in metric.exponential_histogram.data_points
+    ]
+    assert (sum(calls) if preference == "delta" else calls[-1]) == 6
+    read = [
+        (point.time_unix_nano, tuple(one.value.string_value for one in point.attributes))
+        for metric in collector.metrics
+        if metric.name == "process.memory.usage"
+        for point in metric.sum.data_points
+    ]
+    assert len(read) == len(set(read)) > 1
 
 
 def test_the_next_session_of_a_process_begins_anew(collector: Collector, shop: Any) -> None:

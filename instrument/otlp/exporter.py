@@ -132,7 +132,8 @@ class Exporter:
     def add_metrics(self, source: Source) -> None:
         """From now on send the metrics of a source, too."""
         with self._trees.lock:
-            self._metered = (*self._metered, source)
+            if source not in self._metered:
+                self._metered = (*self._metered, source)
 
     def remove_metrics(self, source: Source, limit_s: float) -> None:
         """Send no more metrics of a source; what is just being sent is waited for, at most so long."""

@@ -32,7 +32,7 @@ from instrument.sessions.deadline import Deadline
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import FORK_WAIT_S, Generations
 from instrument.sessions.handover import Standing
-from instrument.sessions.keyed_export import KeyedExport, has_keys
+from instrument.sessions.keyed_export import KeyedExport
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership
 from instrument.sessions.outbox import Outbox
@@ -42,6 +42,9 @@ from instrument.sessions.session_threads import SessionThreads
 
 HAND_BACK_NS = 10**9
 """The longest that the session still sends what it has read for, as an agent takes over."""
+
+METRICS_S = 0.5
+"""The longest that metrics which are just being sent are waited for, as they are to be counted in another way."""
 
 FLUSH_S = 0.01
 """How often it is looked whether the agent has sent everything."""
@@ -76,7 +79,7 @@ class Exporting(Recorded):
         """Where there is an agent it exports what this process records, else the session: by what, goes by the keys."""
         if self._membership.path and self.profile.agent != "off":
             self.handover.leave_to_agent()
-        elif has_keys(self.profile):
+        elif self._reads_for_keys():
             self.handover.read_back()
 
     def _is_left_to_agent(self) -> bool:
@@ -96,6 +99,7 @@ class Exporting(Recorded):
             self._kept_count = 0
             self.handover.is_own = True
             if self._exporter is not None:
+                self._exporter.add_metrics(self._exporter.own)
                 self._go_on_telling(self._exporter.metrics, metered)
         if self._exporter is not None and not self._stopped and self._threads.have_begun:
             self._exporter.start()
@@ -138,21 +142,40 @@ class Exporting(Recorded):
         return standing
 
     def _begin_back(self) -> None:
-        keyed, lock = self._keyed, self._generations.lock
-        held = lock.acquire(timeout=FORK_WAIT_S)  # which a fork waits for
-        try:
-            if keyed is not None:
-                keyed.prepare()
-        finally:
-            if held:
-                lock.release()
+        self._prepare_keyed()
         with self._lock.held():
             self.handover.is_own, self.handover.is_read_back = False, True
-            if keyed is not None:
-                self._read_back(keyed.look)  # so that it knows all that begins from now on
+            if self._keyed is not None:
+                self._read_back(self._keyed.look)  # so that it knows all that begins from now on
         if self._exporter is not None and not self._stopped and self._threads.have_begun:
             self._exporter.start()
             self._threads.start()
+
+    def _prepare_keyed(self) -> None:
+        """Import what is needed to read the recording, while no fork comes in, if that can be had."""
+        lock = self._generations.lock
+        held = lock.acquire(timeout=FORK_WAIT_S)
+        try:
+            if self._keyed is not None:
+                self._keyed.prepare()
+        finally:
+            if held:
+                lock.release()
+
+    def _go_over_where_keys_are_met(self) -> None:
+        """Export by the recording from the first key on: what was read until then has none, and is sent as it is."""
+        keyed, exporter, handover = self._keyed, self._exporter, self.handover
+        if keyed is None or exporter is None or not handover.is_own or handover.has_agent:
+            return
+        if not self._reads_for_keys():
+            return
+        self._prepare_keyed()
+        exporter.remove_metrics(exporter.own, METRICS_S)
+        meter, rows = self._counted
+        if handover.go_over(self._standing()._replace(meter=meter), rows):
+            keyed.begin(RECORDER.memory_fd, knows_all=True)
+        else:
+            exporter.add_metrics(exporter.own)
 
     def _end_back(self) -> None:
         keyed, exporter = self._keyed, self._exporter
@@ -180,6 +203,7 @@ class Exporting(Recorded):
             keyed.begin(RECORDER.memory_fd)
             return read()
         except Exception as fault:
+            keyed.is_broken = True
             try:
                 keyed.release()
             finally:
@@ -314,6 +338,7 @@ class Exporting(Recorded):
             self._ticks.check(time.monotonic_ns())
             self._budget.step()
             RECORDER.learn_paths()
+            self._go_over_where_keys_are_met()
             meters = self._has_metrics() and (meters or time.monotonic_ns() - self._metered_ns >= otlp.METRICS_EVERY_NS)
             ended = self._meter.ended() if meters else {}
             if self._is_read():
@@ -343,7 +368,8 @@ class Exporting(Recorded):
         self._meter.settle(ended)
         snapshot = self._meter.snapshot(requests=bool(self.profile.requests), marks=self._metered())
         if self._exporter is not None and self.handover.is_own:
-            self.handover.note_meter(self._meter.state(), self._reader.places)
+            self._counted = self._meter.state(), dict(self._reader.places)
+            self.handover.note_meter(*self._counted)
             self._exporter.metrics.put(snapshot)
         self._snapshot = snapshot
         return snapshot

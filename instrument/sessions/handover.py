@@ -61,7 +61,7 @@ class Handover:
 
     `memory` tells the descriptor of the recording, -1 for none. `begin(rows, metered)` has the session read on from
     these rows, by the native ids of threads, and export, with metrics as they stood at such rows, and `end()` has it
-    stop; both set `is_own` as nobody else reads. `keyed` reads the recording where `wants_keys()`; then `begin_back()`
+    stop; both set `is_own` as nobody else reads. `keyed` reads the recording where it `is_keyed()`; then `begin_back()`
     and `end_back()` do so, and set `is_read_back`.
     """
 
@@ -72,7 +72,7 @@ class Handover:
         begin: Callable[[Mapping[int, int], MeterState | None], object],
         end: Callable[[], Standing],
         keyed: KeyedExport | None,
-        wants_keys: Callable[[], bool],
+        is_keyed: Callable[[], bool],
         begin_back: Callable[[], object],
         end_back: Callable[[], object],
     ) -> None:
@@ -81,7 +81,7 @@ class Handover:
         self._begin_own = begin
         self._end_own = end
         self._keyed = keyed
-        self._wants_keys = wants_keys
+        self._is_keyed = is_keyed
         self._begin_back = begin_back
         self._end_back = end_back
         self._place: ExportPlace | None = None
@@ -126,8 +126,32 @@ class Handover:
 
     def read_back(self) -> None:
         """The session begins in a process without an agent, and requests have keys."""
-        if self._keyed is not None and self._memory() >= 0:
+        self.is_own, self.is_read_back = False, True
+
+    def go_over(self, standing: Standing, metered_rows: Mapping[int, int]) -> bool:
+        """From here on the session exports by its recording, and no more by its reader. Returns whether that is so.
+
+        What the reader has handed over is still sent, and told of by the session itself. The standing's `meter` is
+        what was counted up to the `metered_rows`.
+        """
+        try:
+            place = self._opened()
+        except OSError:
+            return False
+        with closing(place):
+            if self.has_agent or self._exporter is None or not place.take():
+                return False
+            generation, ended_rows = export_place.counted(place)
+            rings = export_place.threads(place)
+            read = {ring: standing.rows[thread] for ring, thread in rings.items() if thread in standing.rows}
+            progress, seen = Progress(generation, read), sum(read.values()) + ended_rows
+            progress.fates.update(seen=seen, passed=max(seen - standing.held, 0))
+            place.write(progress)
+            if standing.meter is not None:
+                places = {ring: metered_rows[thread] for ring, thread in rings.items() if thread in metered_rows}
+                self._write_meter(place, self._exporter, standing.meter, places)
             self.is_own, self.is_read_back = False, True
+        return True
 
     def look(self, joined: int) -> None:
         """Take over where nobody exports for long; give back where there is another agent. For one thread, now and
@@ -204,7 +228,7 @@ class Handover:
         with self._lock:
             if self._is_ending:
                 return self.is_here
-            return self._take_over(Deadline(LOCK_S), by_recording=self._wants_keys())
+            return self._take_over(Deadline(LOCK_S), by_recording=self._is_keyed())
 
     def end(self, deadline: Deadline) -> None:
         """The session is about to end: nobody but `take_over_at_end` changes anything from now on.

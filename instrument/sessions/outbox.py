@@ -1,7 +1,4 @@
-"""The outbox: kept trees on their way to the collector, which wait here until their device times have come.
-
-Batches wait for the requests that they serve before that (`instrument.sessions.batch_links`).
-"""
+"""The outbox: kept trees on their way to the collector, which wait here until their device times have come."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from instrument import otlp
 from instrument.device.timer import Timing
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recording.spans import Origin, Span
-from instrument.sessions.batch_links import BatchLinks
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
@@ -33,7 +29,6 @@ class Outbox:
     def __init__(self, exporter: otlp.Exporter, timing: Timing | None) -> None:
         self._exporter = exporter
         self._timing = timing
-        self._links = BatchLinks(self._put_linked)
         self._begin()
 
     def _begin(self) -> None:
@@ -44,7 +39,6 @@ class Outbox:
 
     def after_fork_in_child(self) -> None:
         """Begin anew: what waited is the parent's."""
-        self._links.begin()
         self._begin()
 
     @property
@@ -59,9 +53,6 @@ class Outbox:
 
     def put(self, spans: list[Span]) -> None:
         """Take in one tree, or a part of it."""
-        self._links.put(spans)
-
-    def _put_linked(self, spans: list[Span]) -> None:
         if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
             self._waiting.append((max(span.end_ns for span in spans), spans))
         else:
@@ -69,7 +60,6 @@ class Outbox:
 
     def send_settled(self, *, is_last: bool) -> None:
         """Send the trees that have their device times, or have waited for them long enough; the last time, all."""
-        self._links.send_due(is_last=is_last)
         timing, times = self._timing, self._times
         if timing is None or times is None:
             return

@@ -60,7 +60,7 @@ from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
-from instrument.sessions.keyed_export import KeyedExport, has_keys
+from instrument.sessions.keyed_export import KeyedExport, KeysMet, has_keys
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
@@ -107,7 +107,7 @@ class Recorded:
             self._begin_export,
             self._end_export,
             self._keyed,
-            lambda: has_keys(self.profile),
+            self._reads_for_keys,
             self._begin_back,
             self._end_back,
         )
@@ -142,6 +142,9 @@ class Recorded:
         """Spans that were kept since the session exports them itself."""
         self._reader.begin(self.profile, self.start_ns)
         self._meter.begin(self.start_ns)
+        self._keys_met = KeysMet(partial(RECORDER.room_for, "details"))
+        self._counted: tuple[Mapping[str, Any], Mapping[int, int]] = self._meter.state(), {}
+        """What was counted for the metrics that were taken last, and up to which rows."""
         self._watch_generations()
         self._metered_ns = self.start_ns
         self._books_ns, self._marks_until_ns, self._books_told = 0, 0, MeteredFacts(0)
@@ -155,6 +158,15 @@ class Recorded:
     def _end_export(self) -> Standing:
         """Export no more; tells where that stands."""
         return self._standing()
+
+    def _has_keys(self) -> bool:
+        """Whether requests have keys: by the profile, or by what was recorded until now."""
+        return has_keys(self.profile) or self._keys_met.look()
+
+    def _reads_for_keys(self) -> bool:
+        """Whether the session is to export by its recording, for requests have keys and it can be read."""
+        keyed = self._keyed
+        return keyed is not None and RECORDER.memory_fd >= 0 and not keyed.is_broken and self._has_keys()
 
     def _begin_back(self) -> None:
         """Export by the recording from now on."""

@@ -71,13 +71,22 @@ CROWDED = 0.5
 class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
-    Where a later one has begun this one has ended. Raises `TraceError` and `OSError`. `look` and `finish` are for one
-    thread; `note_settled` and `note_sent` may be called by another one.
+    Where a later one has begun this one has ended. What was read before this one goes on was another one's, which
+    knew of all requests with keys; where it `knows_all` there were none. Raises `TraceError` and `OSError`. `look` and
+    `finish` are for one thread; `note_settled` and `note_sent` may be called by another one.
     """
 
     def __init__(
-        self, fd: int, exporter: Exporter, decisions: Decisions, requests: KeyedRequests, generation: int = 0
+        self,
+        fd: int,
+        exporter: Exporter,
+        decisions: Decisions,
+        requests: KeyedRequests,
+        generation: int = 0,
+        *,
+        knows_all: bool = False,
     ) -> None:
+        self._knows_all = knows_all
         self._exporter = exporter
         self._decisions = decisions
         self._requests = requests
@@ -238,7 +247,7 @@ class Exported:
         reading = _Reading(self._mapped, found, facts, _origin_now(header), self._decisions, self._requests, start)
         with self._lock:
             self._progress, self._reading, self._heads = found, reading, {}
-        if found.places:
+        if found.places and not self._knows_all:
             self._requests.known_since_ns = time.monotonic_ns()
         give_up(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
