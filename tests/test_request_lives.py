@@ -69,9 +69,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return ask_all(port)
 
 
-def profile_of(collector: Collector) -> str:
+def profile_of(collector: Collector, agent: str) -> str:
     """That of the demonstration, with recordings, and with everything sent to a collector."""
     document = yaml.safe_load((CONFIGS / "chat.yaml").read_text())
+    document["agent"] = agent
     recording = {"path": "traces/{service}-{pid}-{window}.npz"}
     otlp = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
     document["export"] = {"recording": recording, "otlp": otlp, "summary": {"to": "stderr"}}
@@ -173,12 +174,16 @@ def with_fault(served: Served, what: str) -> tuple[set[str], Trace]:
     return {name for one in its for name in joined.keys[one]}, replace(trace, end_ns=ends)
 
 
-@pytest.mark.parametrize("engine", [[], ["--engine-process"]], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    ("engine", "agent"),
+    [([], "auto"), (["--engine-process"], "auto"), ([], "off")],
+    ids=["thread", "process", "thread without an agent"],
+)
 def test_each_request_is_one_tree_whose_parts_are_those_of_the_services_own_log(
-    engine: list[str], expected: list[str], tmp_path: Path
+    engine: list[str], agent: str, expected: list[str], tmp_path: Path
 ) -> None:
     with collecting(take) as collector:
-        (tmp_path / "profile.yaml").write_text(profile_of(collector))
+        (tmp_path / "profile.yaml").write_text(profile_of(collector, agent))
         environ = {**ENVIRON, "CHAT_DEBUG_LOG": str(tmp_path / "service.log")}
         with serving([*COMMAND, *engine], tmp_path, environ, ours=True) as (port, _):
             assert ask_all(port) == expected
