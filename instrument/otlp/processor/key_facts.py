@@ -22,7 +22,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site
 from instrument.trace.joined import batch_keys, batch_weights
 from instrument.trace.ledger import phase_of
 
-_KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
+_KEY, _BATCH_KEYS, _REMOTE = KEY.encode(), BATCH_KEYS.encode(), REMOTE.encode()
 _PHASE, _REQUEST = 1, 2
 
 Details = Mapping[int, tuple[int, bytes]]
@@ -244,7 +244,7 @@ def _told(detail: tuple[int, bytes]) -> Mapping[str, Any]:
 def _remote_of(attributes: Mapping[str, Any], detail: tuple[int, bytes] | None) -> RemoteParent | None:
     """The caller of a request, which stands in its details where its attributes were too many."""
     found = attributes.get(REMOTE)
-    if found is None and detail is not None:
+    if found is None and detail is not None and _REMOTE in detail[1]:
         found = _told(detail).get(REMOTE)
     return remote_of(tuple(found) if isinstance(found, list) else found)
 
