@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +18,31 @@ from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
 from instrument.otlp.packing import Ids, identify, links_of
 from instrument.otlp.processor import kept_stages, keyed_requests, keyed_trees, own_work, queue_times, served_batches
+from instrument.otlp.processor.column_shelf import ColumnShelf
 from instrument.otlp.processor.key_facts import Batch, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.otlp.processor.queue_times import QueueTimes
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
+from instrument.otlp.processor.stray_spans import LetGo
+from instrument.profile.model import Capture
+from instrument.recorder import tail_sampler
+from instrument.recorder.shared_decisions import Decisions
+from instrument.recorder.shelf import is_sampled
+from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place
 from instrument.recording.export_place import UNQUEUED, UNTOLD
+from instrument.recording.lines import Lines
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
-from instrument.recording.rows import REQUEST_BIT
-from instrument.recording.spans import Site, Span
+from instrument.recording.rows import REQUEST_BIT, Row, span_of
+from instrument.recording.spans import KEY, Site, Span
 from instrument.trace import stages as trace_stages
 from instrument.trace.by_process import spans_by_process
+from instrument.trace.columns import Trace as Columns
 from instrument.trace.grafted import grafted
-from instrument.trace.joined import join
+from instrument.trace.joined import Joined, join, strays_of
 from instrument.trace.merge import merge
 from instrument.trace.stages import stage_spans
 
@@ -55,7 +65,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (keyed_trees, keyed_requests, kept_stages, queue_times):
+    for module in (keyed_trees, keyed_requests, kept_stages, queue_times, tail_sampler):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -150,20 +160,133 @@ def run_of(seed: int) -> Run:
     return run
 
 
+def with_strays(seed: int, run: Run | None = None) -> Run:
+    """The same, where loops of both began in the context of requests, and have what they do for others in their trees:
+    some of it lasts longer than these, and bears names of its own below it."""
+    run = run_of(seed) if run is None else run
+    rng = random.Random(seed)
+    tops = [one for one in run.front if one.site is CHAT and one.span_id == one.root_id]
+    keys = {one.root_id: str(one.attributes[KEY]) for one in reversed(run.front) if KEY in one.attributes}
+    asked = [(keys[one.span_id], one.start_ns, one.end_ns) for one in tops if one.span_id in keys]
+    for where in (run.front, run.engine):
+        for top in rng.sample(tops, min(2, len(tops))):
+            around = top
+            if top.end_ns - top.start_ns < S or (where is run.front and top.span_id not in keys):
+                continue
+            if where is run.engine:
+                key = keys.get(top.span_id, "nobody's")
+                around = run.add(run.engine, WORKER, top.start_ns + S // 10, top.end_ns - S // 100, key=key)
+            loop = run.add(where, LOOP, around.start_ns + 4, around.end_ns - 10, around)
+            for key, start_ns, end_ns in asked:
+                at_ns = max(start_ns, around.start_ns) + S // 20 + rng.randrange(S // 3)
+                if at_ns > around.end_ns - 20 or at_ns > end_ns or rng.random() < 0.3:
+                    continue
+                until_ns = at_ns + rng.choice([S // 1000, S // 10, S, 30 * S])
+                until_ns = max(min(until_ns, end_ns - 40), at_ns + 50)
+                own = run.add(where, rng.choice([ACCEPT, LOOP]), at_ns, until_ns, loop, key=key)
+                below = run.add(where, TOKENISE, at_ns + 5, until_ns - 7, own)
+                if rng.random() < 0.3:
+                    name = f"{key} own {len(where)}"
+                    run.add(where, ACCEPT, at_ns + 9, until_ns - 9, below, key=name)
+                    run.add(run.engine, SCHEDULE, at_ns + S, at_ns + S + 1000, batch=[name, key])
+                    run.add(run.engine, EXECUTE, at_ns + S + 2000, at_ns + S + S // 100, batch=[name, key])
+                if rng.random() < 0.3:
+                    others = [one[0] for one in asked if one[1] + S // 20 < at_ns < one[2] + 5 * S]
+                    run.add(where, TOKENISE, at_ns + 11, until_ns - 11, below, key=rng.choice(others or [key]))
+    return run
+
+
+class Rows:
+    """What one process records, as the drain of its recording reads it on: up to a time that is set."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans, key=lambda one: one.end_ns)
+        self.sites = list({span.site: None for span in spans})
+        self.node_of = {site: node for node, site in enumerate(self.sites)}
+        self.keys = KeyFactsReader(self.sites.__getitem__)
+        self.shelves: list[ColumnShelf] = []
+        self.read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None
+        self.lost, self.places = 0, dict[int, int]()
+        self.since_ns = self.now_ns = 0
+        self.opened: dict[int, OpenSpan] = {}
+
+    def shelf(self, sample: float, spans_per_request: int) -> ColumnShelf:
+        self.shelves.append(ColumnShelf(sample, spans_per_request))
+        return self.shelves[-1]
+
+    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]]) -> Rows:
+        self.read_on = read_on
+        return self
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        return []
+
+    def site_of(self, row: Row) -> Site:
+        return self.sites[row[0]]
+
+    def span(self, row: Row, thread_id: int) -> Span:
+        return span_of(row, self.site_of(row), thread_id)
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        raise NotImplementedError
+
+    def read(self) -> list[tuple[int, list[Row]]]:
+        now_ns = self.now_ns
+        ended = [one for one in self.spans if self.since_ns <= one.end_ns < now_ns]
+        self.opened = {
+            one.span_id: OpenSpan(
+                one.site, 0, one.span_id, one.parent_id, one.root_id, 0, one.thread_id, one.start_ns, 0, one.attributes
+            )
+            for one in sorted(self.spans, key=lambda one: one.start_ns)
+            if one.start_ns < now_ns <= one.end_ns
+        }
+        rows = np.zeros(len(ended), ROWS)
+        for name in ("span_id", "parent_id", "root_id", "start_ns", "end_ns"):
+            rows[name] = [getattr(one, name) for one in ended]
+        rows["node"] = [self.node_of[one.site] for one in ended]
+        details = {
+            one.span_id: (-1, json.dumps({"attributes": one.attributes}).encode()) for one in ended if one.attributes
+        }
+        thread_id = self.spans[0].thread_id if self.spans else 0
+        ring = RingRows(1, thread_id, rows, 0, 0, 0)
+        below = set[int]()
+        for one in self.opened.values():
+            is_open = one.root_id & REQUEST_BIT and one.root_id in self.opened
+            if not is_open and (KEY in one.attributes or one.parent_id in below):
+                below.add(one.span_id)
+        for shelf in self.shelves:
+            shelf.details, shelf.open_below_keys = details, below
+        self.keys.read(self.opened, [ring], details, has_more=False)
+        assert self.read_on is not None
+        return [(thread_id, self.read_on(ring, 0)[0])]
+
+
 class Told:
     """One process, as the agent reads its rows, sends its trees, derives its stages, and counts its queue times."""
 
-    def __init__(self, requests: KeyedRequests, spans: Sequence[Span], number: int, sample: float = 1.0) -> None:
+    def __init__(
+        self,
+        requests: KeyedRequests,
+        spans: Sequence[Span],
+        number: int,
+        sample: float = 1.0,
+        decisions: Decisions | None = None,
+    ) -> None:
         self.sample = sample
         self.is_over = self.is_behind = False
         self.lag_ns = 0
         self.ids = Ids([number, number, number], str(number))
         requests.members[number] = self
         self.requests, self.spans = requests, spans
-        sites = list({span.site: None for span in spans})
-        self.node_of = {site: node for node, site in enumerate(sites)}
-        self.reader = KeyFactsReader(sites.__getitem__)
+        self.rows = Rows(spans)
         self.trees = KeyedTrees(requests, self.ids)
+        self.let_go = LetGo(self.rows.keys, requests, self.ids)
+        self.kept: list[list[Span]] = []
+        self.ended: list[Row] = []
+        self.sampler = Trees(
+            self.rows, Capture(sample=sample), 10_000, self.kept.append, self.ended.extend,
+            decisions or Decisions(requests.decided), self.ids.trace_id, self.let_go,
+        )  # fmt: skip
         self.sent: list[Span] = []
         self.derived: list[Span] = []
         self.queued: dict[int, int] = {}
@@ -178,38 +301,17 @@ class Told:
 
     def look(self, since_ns: int, now_ns: int, *, is_last: bool = False) -> None:
         """Read what has ended since a time."""
-        ended = sorted((one for one in self.spans if since_ns <= one.end_ns < now_ns), key=lambda one: one.end_ns)
-        opened = {
-            one.span_id: OpenSpan(
-                one.site, 0, one.span_id, one.parent_id, one.root_id, 0, one.thread_id, one.start_ns, 0, one.attributes
-            )
-            for one in self.spans
-            if one.start_ns < now_ns <= one.end_ns
-        }
-        rows = np.zeros(len(ended), ROWS)
-        for name in ("span_id", "parent_id", "root_id", "start_ns", "end_ns"):
-            rows[name] = [getattr(one, name) for one in ended]
-        rows["node"] = [self.node_of[one.site] for one in ended]
-        details = {
-            one.span_id: (-1, json.dumps({"attributes": one.attributes}).encode()) for one in ended if one.attributes
-        }
-        ring = RingRows(1, self.spans[0].thread_id if self.spans else 0, rows, 0, 0, 0)
-        self.reader.read(opened, [ring], details, has_more=False)
-        facts = self.reader.taken()
+        self.rows.since_ns, self.rows.now_ns = since_ns, now_ns
+        self.sampler.take()
+        facts = self.rows.keys.taken()
         self.requests.learn(self.ids, facts, self.sample)
-        self.queues.note_ended([
-            (0, one.span_id, one.parent_id, one.root_id, 0, one.start_ns, one.end_ns, 0, -1, None, None)
-            for one in ended
-            if one.span_id == one.root_id and one.root_id & REQUEST_BIT
-        ])  # fmt: skip
+        self.queues.note_ended(list(self.ended))
+        self.ended.clear()
         self.queues.learn(facts, at_once=is_last)
-        over = [one.span_id for one in ended if one.span_id == one.root_id and one.root_id & REQUEST_BIT]
-        over = over if self.sample else []
-        trees = [[replace(one) for one in self.spans if one.root_id == root_id] for root_id in over]
-        trees = [sorted(its, key=lambda one: one.span_id != one.root_id) for its in trees]
-        trees += [[replace(one)] for one in ended if not one.root_id & REQUEST_BIT]
-        for kept in self.trees.take(trees, opened, self.sample, is_last=is_last):
-            self.sent += kept
+        kept, let_go = list(self.kept), self.let_go.taken()
+        self.kept.clear()
+        for its in self.trees.take(kept, self.rows.opened, self.sample, let_go=let_go, is_last=is_last):
+            self.sent += its
         for spans in self.trees.stages.due(at_once=is_last):
             self.derived += spans
         self.queues.due(at_once=is_last)
@@ -221,7 +323,11 @@ def by_agent(
     """What the agent sends that looks every so often, and keeps such a share."""
     requests = KeyedRequests()
     requests.known_since_ns = known_since_ns
-    front, engine = Told(requests, run.front, FRONT, sample), Told(requests, run.engine, ENGINE, sample)
+    decisions = Decisions(requests.decided)
+    decisions.members = 2
+    front, engine = (
+        Told(requests, its, number, sample, decisions) for its, number in ((run.front, FRONT), (run.engine, ENGINE))
+    )
     for at_ns in range(0, 80 * S, every_ns):
         clock.at_ns = at_ns + every_ns
         front.look(at_ns, at_ns + every_ns)
@@ -284,8 +390,11 @@ def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_stages_and_links_of_random_engines_are_those_of_their_recordings(seed: int, clock: Clock) -> None:
-    run = run_of(seed)
+@pytest.mark.parametrize("make", [run_of, with_strays])
+def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
+    make: Callable[[int], Run], seed: int, clock: Clock
+) -> None:
+    run = make(seed)
     front, engine = by_agent(run, clock)
     stages, links, parents = by_convert(run)
     derived = [*front.derived, *engine.derived]
@@ -296,16 +405,72 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(seed: 
     assert len(own) == len(found) == len(run.front) + len(run.engine) + len(stages)
     assert all(not parent or own[parent] == trace_id for trace_id, _, parent, *_ in found)
     number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
-    assert {
-        number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent and one in number_of
-    } == parents  # fmt: skip
+    above = {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent and one in number_of}
+    strays = strays_in(run)
+    assert make is with_strays or not strays
+    # What hands a request over as a stray is sent once the request around it has ended: others have gone by then.
+    assert {one: parents[one] if parents.get(one) in strays else parent for one, parent in above.items()} == parents
+    assert front.requests.misplaced() == 0
+    roots = {its.ids.trace_id(span.root_id): span.root_id for its in (front, engine) for span in its.spans}
+    assert {number_of[one]: roots[trace_id] for one, trace_id in own.items() if one in number_of} == roots_in(run)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_own_alone(
+    seed: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_strays(seed)
+    rng = random.Random(seed)
+    roots = roots_in(run)
+    kept = {one.span_id for one in run.front if roots[one.span_id] == one.span_id and rng.random() < 0.5}
+    for module in (keyed_trees, keyed_requests, tail_sampler):
+        monkeypatch.setattr(
+            module, "is_sampled", lambda root, share: root in kept if root & REQUEST_BIT else is_sampled(root, share)
+        )
+    front, engine = by_agent(run, clock, sample=0.5)
+    sent = [span.span_id for its in (front, engine) for span in its.sent]
+    assert len(sent) == len(set(sent))
+    expected = {
+        number for number, root in roots.items() if (root in kept if root & REQUEST_BIT else is_sampled(root, 0.5))
+    }
+    ends_ns = {span.span_id: span.end_ns for span in run.front}
+    starts_ns = {span.span_id: span.start_ns for span in run.engine}
+    # A request that is not kept is forgotten: what bears its key long after it stays where it lies, by its own sample.
+    late = {
+        number
+        for number, root in roots.items()
+        if starts_ns.get(number, 0) > ends_ns.get(root, 1 << 62) + keyed_requests.ENDED_NS
+    }
+    assert set(sent) - late == expected - late
+    assert front.requests.misplaced() == 0
+    assert [one.trees.waiting for one in (front, engine)] == [0, 0]
+
+
+def strays_in(run: Run) -> set[int]:
+    """The spans that are done for one request in the tree of another one."""
+    columns, _ = of_files(run)
+    is_stray = strays_of(columns, lambda row, key, at_ns: False)
+    return {int(str(number)) for number in columns.attributes.values("number", is_stray)}
+
+
+def roots_in(run: Run) -> dict[int, int]:
+    """Of each span the root of its trace, as files have it."""
+    columns, joined = of_files(run)
+    columns = grafted(columns, joined, "run")
+    numbers = [int(str(one)) for one in columns.attributes.values("number", np.arange(len(columns)))]
+    number_of = dict(zip(columns.span_id.tolist(), numbers, strict=True))
+    return {number: number_of[root] for number, root in zip(numbers, columns.root_id.tolist(), strict=True)}
+
+
+def of_files(run: Run) -> tuple[Columns, Joined]:
+    """What both processes recorded, as files."""
+    merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
+    return merged.saved.columns, join(merged.saved.columns)
 
 
 def queued(run: Run) -> dict[int, int]:
     """How long each request was in the queue, as the recordings tell."""
-    merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
-    columns = merged.saved.columns
-    joined = join(columns)
+    columns, joined = of_files(run)
     found = trace_stages.queue_times(columns, joined)
     numbers = columns.attributes.values("number", joined.rows)
     return {int(str(numbers[place])): queue_ns for place, queue_ns in found.items()}
@@ -313,8 +478,11 @@ def queued(run: Run) -> dict[int, int]:
 
 @pytest.mark.parametrize("sample", [0.0, 1.0])
 @pytest.mark.parametrize("seed", range(12))
-def test_queue_times_of_random_engines_are_those_of_their_recordings(seed: int, sample: float, clock: Clock) -> None:
-    run = run_of(seed)
+@pytest.mark.parametrize("make", [run_of, with_strays])
+def test_queue_times_of_random_engines_are_those_of_their_recordings(
+    make: Callable[[int], Run], seed: int, sample: float, clock: Clock
+) -> None:
+    run = make(seed)
     front, engine = by_agent(run, clock, sample=sample)
     assert {**front.queued, **engine.queued} == queued(run)
     assert [one.queues.left_out + len(one.queues) for one in (front, engine)] == [0, 0]

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
+from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, made
 
 from instrument.otlp.packing import Ids, identify, links_of
 from instrument.otlp.processor import keyed_requests, keyed_trees
-from instrument.otlp.processor.key_facts import KeyedRoot, KeyFacts, KeyFactsReader
+from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
+from instrument.recording import export_place
 from instrument.recording.mapped import ROWS
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, Span
@@ -35,7 +36,9 @@ class Serving:
 
     def open(self, key: str, root_id: int = REQUEST, *, sample: float = 1.0) -> None:
         """A request begins."""
-        self.requests.learn(self.ids, KeyFacts([KeyedRoot(root_id, 0, None, None)], [(root_id, key)]), sample)
+        self.requests.learn(
+            self.ids, KeyFacts([KeyedRoot(root_id, 0, None, None)], [BorneKey(root_id, key, 0)]), sample
+        )
 
     def close(self) -> None:
         """All requests end."""
@@ -122,17 +125,95 @@ def test_a_request_whose_key_a_span_in_the_tree_of_another_one_bears_is_no_part_
     front, engine = both
     other = REQUEST + 2
     begun = [KeyedRoot(REQUEST, 0, None, None), KeyedRoot(other, 5, None, None)]
-    front.requests.learn(front.ids, KeyFacts(begun, [(REQUEST, "a"), (other, "b"), (REQUEST, "b")]), 1.0)
+    keys = [BorneKey(REQUEST, "a", 0), BorneKey(other, "b", 5), BorneKey(REQUEST, "b", 20)]
+    front.requests.learn(front.ids, KeyFacts(begun, keys), 1.0)
     assert engine.take([made(10, STEP, 45, 46, thread=ENGINE, key="b")]) == []
     ended = [KeyedRoot(REQUEST, 0, 100, None), KeyedRoot(other, 5, 80, None)]
     front.requests.learn(front.ids, KeyFacts(ended), 1.0)
     first = [made(REQUEST, CHAT, 0, 100, key="a"), made(4, TOKENISE, 20, 40, REQUEST, key="b")]
-    assert front.take(first, [made(other, CHAT, 5, 80, key="b")]) == [[REQUEST, 4], [other]]
-    assert [found[0] for found in parents(front.sent, front.ids).values()] == [
-        front.ids.trace_id(root) for root in (REQUEST, REQUEST, other)
-    ]
+    assert front.take(first, [made(other, CHAT, 5, 80, key="b")]) == [[REQUEST], [other], [4]]
+    assert parents(front.sent, front.ids) == {
+        REQUEST: (front.ids.trace_id(REQUEST), 0),
+        other: (front.ids.trace_id(other), 0),
+        4: (front.ids.trace_id(other), front.ids.span_id(other)),
+    }
     assert engine.take() == [[10]]
     assert parents(engine.sent, engine.ids)[10][0] == front.ids.trace_id(other)
+
+
+OTHER = REQUEST + 2
+
+
+def with_stray() -> list[Span]:
+    """A request in whose tree a span bears the key of another one, and has one below it."""
+    tree = [
+        made(REQUEST, CHAT, 0, 100, key="a"),
+        made(4, TOKENISE, 20, 40, REQUEST, key="b"),
+        made(6, ACCEPT, 21, 22, 4),
+        made(8, ACCEPT, 50, 60, REQUEST),
+    ]
+    for span in tree:
+        span.root_id = REQUEST
+    return tree
+
+
+def begin(serving: Serving, root_id: int, start_ns: int, *keys: tuple[str, int], end_ns: int | None = None) -> None:
+    borne = [BorneKey(root_id, key, at_ns) for key, at_ns in keys]
+    serving.requests.learn(serving.ids, KeyFacts([KeyedRoot(root_id, start_ns, end_ns, None)], borne), 0.0)
+
+
+def test_spans_of_a_request_that_is_known_too_late_stay_in_the_tree_that_they_lie_in_and_are_counted(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    begin(engine, REQUEST, 0, ("a", 0), ("b", 20), end_ns=100)
+    assert engine.take(with_stray()) == [[REQUEST, 4, 6, 8]]
+    assert front.requests.misplaced() == 0
+    begin(front, OTHER, 10, ("b", 12))
+    assert front.requests.misplaced() == 2
+    assert front.requests.misplaced() == 0
+    found = front.requests.of("b", 30)
+    assert found is not None
+    assert (found.instance, found.start_ns) == (front.ids.instance, 10)
+    assert export_place.told({export_place.MISPLACED: 2}) == {
+        "spans in the tree of another request that the OTLP export did not send with their own": 2
+    }
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_spans_in_the_tree_of_another_request_that_are_too_many_to_wait_are_counted(
+    is_kept: bool, both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, engine = both
+    begin(front, OTHER, 10, ("b", 12))
+    begin(engine, REQUEST, 0, ("a", 0), ("b", 20), end_ns=100)
+    trees = ([with_stray()], []) if is_kept else ([], [with_stray()])
+    assert [len(its) for its in engine.trees.take(trees[0], {}, 1.0, let_go=trees[1])] == [2] * is_kept
+    assert engine.trees.waiting == 2
+    monkeypatch.setattr(keyed_trees, "MOST_WAITING", 0)
+    assert engine.take() == [[4, 6]] * is_kept
+    assert front.requests.misplaced() == 2
+    assert engine.trees.waiting == 0
+    if is_kept:
+        assert parents(engine.sent, engine.ids)[4] == (engine.ids.trace_id(REQUEST), engine.ids.span_id(REQUEST))
+
+
+def test_what_was_taken_from_a_request_that_was_let_go_is_not_sent_again_where_that_is_kept_later(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    begin(front, OTHER, 10, ("b", 12), end_ns=90)
+    begin(engine, REQUEST, 0, ("a", 0), ("b", 20), end_ns=100)
+    assert front.take([made(OTHER, CHAT, 10, 90, key="b")]) == [[OTHER]]
+    sent = engine.trees.take([], {}, 1.0, let_go=[with_stray()])
+    assert [[span.span_id for span in tree] for tree in sent] == [[4, 6]]
+    assert parents(sent, engine.ids)[4] == (front.ids.trace_id(OTHER), front.ids.span_id(OTHER))
+    late = made(12, ACCEPT, 30, 120, 4)
+    late.root_id = REQUEST
+    sent = engine.trees.take([], {}, 1.0, let_go=[[late]])
+    assert parents(sent, engine.ids) == {12: (front.ids.trace_id(OTHER), engine.ids.span_id(4))}
+    assert engine.take(with_stray()) == [[REQUEST, 8]]
+    assert front.requests.misplaced() == 0
 
 
 def test_keys_are_told_in_the_order_in_which_the_spans_that_bear_them_began() -> None:
@@ -141,7 +222,7 @@ def test_keys_are_told_in_the_order_in_which_the_spans_that_bear_them_began() ->
     rows["span_id"], rows["start_ns"], rows["root_id"] = [2, 3, 4], [30, 10, 20], REQUEST
     details = {span_id: (-1, json.dumps({"attributes": {KEY: f"of {span_id}"}}).encode()) for span_id in (2, 3, 4)}
     reader.read_rows([(rows[:1], 1), (rows[1:], 2)], details)
-    assert reader.taken().keys == [(REQUEST, "of 3"), (REQUEST, "of 4"), (REQUEST, "of 2")]
+    assert [one.key for one in reader.taken().keys] == ["of 3", "of 4", "of 2"]
 
 
 def test_what_was_done_for_a_request_that_is_not_kept_is_let_go(both: tuple[Serving, Serving]) -> None:

@@ -7,13 +7,30 @@ what it keeps; what it would let go it holds for a while, for another part may b
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from instrument.recording.spans import Span
 
 TRACES_KNOWN = 50_000
 """Traces that were kept and are remembered; the oldest go first."""
 
 LINGER_NS = 2 * 10**9
 """How long after its end a request is held that nothing speaks for, where other processes may serve it, too."""
+
+
+class Strays(Protocol):
+    """What is done for other requests in the trees of those of one process."""
+
+    def may_be_in(self, root_id: int) -> bool:
+        """Whether there may be any in the tree of a request that has just ended."""
+
+    def keys(self, root_id: int) -> Set[str]:
+        """The keys that they bear in the tree of a request, as far as is known."""
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """A request is let go, its own span first, or more comes of one that was."""
 
 
 class Decisions:

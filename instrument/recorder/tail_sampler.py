@@ -14,12 +14,22 @@ from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.profile.model import Capture, Rate, Usual, Where
-from instrument.recorder.shared_decisions import LINGER_NS, Decisions
+from instrument.recorder.shared_decisions import LINGER_NS, Decisions, Strays
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row, is_request_root
+from instrument.recording.rows import (
+    ATTRIBUTES,
+    END_NS,
+    ERROR,
+    REQUEST_BIT,
+    ROOT_ID,
+    SPAN_ID,
+    START_NS,
+    Row,
+    is_request_root,
+)
 from instrument.recording.spans import KEY, Site, Span
 
 if TYPE_CHECKING:
@@ -64,7 +74,8 @@ class Trees:
     `keep(spans)` gets the spans of one tree. Spans of a kept request that end after it are handed over as they come;
     they bear the `remote` of their root, so that they still find its trace. `note_ended(rows)` gets each request that
     has ended, kept or not. Where other processes serve the same requests they decide together by `decisions`;
-    `trace_id` tells the trace of a root that nobody else has called.
+    `trace_id` tells the trace of a root that nobody else has called. What others may keep in the tree of a request that
+    is let go is handed to the `strays`.
     """
 
     def __init__(
@@ -76,6 +87,7 @@ class Trees:
         note_ended: Callable[[Sequence[Row]], object] | None = None,
         decisions: Decisions | None = None,
         trace_id: Callable[[int], int] = lambda root_id: root_id,
+        strays: Strays | None = None,
     ) -> None:
         self._recorder = recorder
         self._capture = capture
@@ -83,6 +95,7 @@ class Trees:
         self._note_ended = note_ended
         self._decisions = decisions
         self._trace_id = trace_id
+        self._strays = strays
         self._lingering: deque[tuple[int, int, set[str], list[Held]]] = deque()
         """Requests that others may keep: until when, of which trace, by which keys, and their rows."""
         self._lingering_rows = 0
@@ -166,6 +179,9 @@ class Trees:
         self._judge_early()
         self._judge_lingering()
         for root_id, spans in loose.items():
+            if self._strays is not None and root_id & REQUEST_BIT and root_id not in self._remotes:
+                self._strays.take(spans)
+                continue
             remote = self._remotes.get(root_id)
             for span in spans:
                 span.remote = remote
@@ -217,18 +233,29 @@ class Trees:
                 self._keep_before(row[START_NS])
                 self._hand_over(root, self._decide(row, keep=True), remote)
             else:
-                self._decide(row, keep=False)
+                self._let_go(root, self._decide(row, keep=False, wanted=self._may_have_strays(row)))
                 self._counts["requests beyond the capture limit"] += 1
         else:
             is_early = self._usual.is_early(row)
-            held = self._decide(row, keep=False, wanted=is_early or is_shared)
+            has_strays = self._may_have_strays(row)
+            held = self._decide(row, keep=False, wanted=is_early or is_shared or has_strays)
             if is_early:
                 self._wait(root, held)
             if is_shared and self._decisions is not None:
                 both, until_ns = [root, *held], time.monotonic_ns() + LINGER_NS + self._decisions.lag_ns
                 self._lingering.append((until_ns, self._trace_of(row, remote), _keys_of(both), both))
                 self._lingering_rows += len(held) + 1
+            elif has_strays:
+                self._let_go(root, held)
             self._pass(root, held)
+
+    def _may_have_strays(self, row: Row) -> bool:
+        return self._strays is not None and self._strays.may_be_in(row[ROOT_ID])
+
+    def _let_go(self, root: Held, held: Sequence[Held]) -> None:
+        """Hand on what other requests may keep in the tree of one that is let go."""
+        if self._strays is not None and len(_keys_of([root, *held])) > 1:
+            self._strays.take([self._recorder.span(row, thread_id) for row, thread_id in (root, *held)])
 
     def _decide(self, row: Row, *, keep: bool, wanted: bool = False) -> list[Held]:
         held: list[Held] = self._shelf.decide(row[ROOT_ID], keep, keep or wanted or bool(self._capture.before_ns))
@@ -277,7 +304,8 @@ class Trees:
         self._lingering = deque()
         for until_ns, trace_id, keys, (root, *held) in waiting:
             row = root[0]
-            decided = self._by_keys(keys, row[START_NS])
+            own_keys = keys if self._strays is None or len(keys) < 2 else keys - self._strays.keys(row[ROOT_ID])
+            decided = self._by_keys(own_keys, row[START_NS])
             if row[ROOT_ID] in self._remotes:
                 is_over = True
             elif self._is_kept_by_others(trace_id) or True in decided:
@@ -286,6 +314,8 @@ class Trees:
                 self._hand_over(root, held, remote_of((row[ATTRIBUTES] or {}).get(REMOTE)))
             else:
                 is_over = (now_ns >= until_ns and None not in decided) or self._lingering_rows > HELD_ROWS
+                if is_over:
+                    self._let_go(root, held)
             if is_over:
                 self._lingering_rows -= len(held) + 1
             else:

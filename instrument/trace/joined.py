@@ -10,7 +10,7 @@ as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -104,6 +104,22 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
         served=_served(trace, numbers, bound, place_of),
         unbound=unbound,
     )
+
+
+def strays_of(trace: Trace, is_of_another: Callable[[int, str, int], bool]) -> Int64s:
+    """The rows of strays, and of what lies below them, in a trace that has not all requests.
+
+    `is_of_another(row, key, at_ns)` tells whether a request that is not in it is known by a key first that the request
+    of the row bore first at that time.
+    """
+    owner = owners(trace, trace.of_kind("request"))
+    keyed, key_of, numbers = _keys(trace)
+    names = list(numbers)
+    owner = with_sub_requests(trace, owner, keyed, key_of)
+    left = without_strays(
+        trace, owner, keyed, key_of, lambda row, key, at_ns: is_of_another(row, names[key], at_ns)
+    )  # fmt: skip
+    return np.flatnonzero((owner != NONE) & (left == NONE))
 
 
 def _keys(trace: Trace) -> tuple[Int64s, Int64s, dict[str, int]]:

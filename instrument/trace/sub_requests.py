@@ -9,6 +9,8 @@ the request that came first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from instrument.trace.columns import Int32s, Int64s, Trace
@@ -45,11 +47,28 @@ def with_sub_requests(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s
     return np.where(is_within, own, owner).astype(np.int32)
 
 
-def without_strays(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
+def are_strays(at_ns: int, start_ns: int, other_start_ns: int, other_end_ns: int) -> bool:
+    """Whether what bears a key in the tree of a request is of another one, which is known by that key first.
+
+    The request around it began at `start_ns`, is known by another key first, and bore this one first at a time at which
+    the other one had begun: had that one ended by then it is its key all the same if it began after the one around.
+    """
+    return other_start_ns <= at_ns and (other_end_ns > at_ns or other_start_ns >= start_ns)
+
+
+def without_strays(
+    trace: Trace,
+    owner: Int32s,
+    keyed: Int64s,
+    key_of: Int64s,
+    elsewhere: Callable[[int, int, int], bool] = lambda row, key, at_ns: False,
+) -> Int32s:
     """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
 
     They bear the key by which another request was known first, and which the request around them, known by another one,
     did not bear before that one began. Else it is a further name of the request around them, which handed it over.
+    `elsewhere` tells whether that other one is not in the trace, for the row of a request, the number of a key that is
+    not its first, and when it bore that first.
     """
     borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
     order = np.lexsort((trace.level[borne], trace.start_ns[borne]))
@@ -67,8 +86,9 @@ def without_strays(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s) -
         (request, key)
         for request, key, at_ns in zip(*pairs.tolist(), starts[borne[began]].tolist(), strict=True)
         if key != first[request]
-        and any(
-            starts[one] <= at_ns and (ends[one] > at_ns or starts[one] >= starts[request]) for one in known.get(key, ())
+        and (
+            any(are_strays(at_ns, int(starts[request]), int(starts[one]), int(ends[one])) for one in known.get(key, ()))
+            or elsewhere(request, key, at_ns)
         )
     }
     if not strays:

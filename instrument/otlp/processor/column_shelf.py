@@ -26,8 +26,8 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 class ColumnShelf:
     """Used by one thread at a time. What belongs to a request is told by the id of its root.
 
-    `details` are those of the rows that are sorted next, `open_below_keys` the spans outside of requests that are open
-    and bear a key, or lie below what does.
+    `details` are those of the rows that are sorted next, `open_below_keys` the spans outside of open requests that are
+    open and bear a key, or lie below what does.
     """
 
     def __init__(self, sample: float, spans_per_request: int) -> None:
@@ -58,8 +58,12 @@ class ColumnShelf:
             with np.errstate(over="ignore"):
                 scrambled = roots * _MULTIPLIER
             is_found |= ~is_request & (scrambled <= np.uint64(min(int(self._sample * 2.0**64), (1 << 64) - 1)))
-        if self._sample < 1:
-            is_found |= self._below_keys(rows, ~is_request & ~is_found)
+        may_be_kept = ~is_request if self._sample < 1 else np.zeros(len(rows), np.bool_)
+        if len(below) and (self.details or self.open_below_keys):  # for others, in the tree of one that was let go
+            passed = [root for root in np.unique(roots[below]).tolist() if root in self._passed]
+            may_be_kept[below] |= np.isin(roots[below], np.array(passed, np.uint64))
+        if may_be_kept.any():
+            is_found |= self._below_keys(rows, may_be_kept & ~is_found)
         return rows_of(rows[is_found], self.details), ring.head, ring.first - since
 
     def _below_keys(self, rows: Records, is_asked: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -142,7 +142,8 @@ class Drain:
     def _below_keys(self) -> set[int]:
         found: set[int] = set()
         for span in self.opened.values():  # in the order in which they began
-            if not span.root_id & REQUEST_BIT and (KEY in span.attributes or span.parent_id in found):
+            is_open = span.root_id & REQUEST_BIT and span.root_id in self.opened
+            if not is_open and (KEY in span.attributes or span.parent_id in found):
                 found.add(span.span_id)
         return found
 

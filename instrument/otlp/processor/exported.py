@@ -24,12 +24,14 @@ from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.otlp.processor.metering import Metering
 from instrument.otlp.processor.queue_times import LOOKS, QueueTimes
+from instrument.otlp.processor.stray_spans import LetGo
 from instrument.otlp.span_queue import Source
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place
 from instrument.recording.export_place import (
     DERIVED_LOST,
+    MISPLACED,
     SENT,
     UNLINKED,
     UNQUEUED,
@@ -386,6 +388,7 @@ class Exported:
             found.subtract(self._told)
             if reading is not None:
                 found[UNLINKED] += self._requests.forgotten()
+                found[MISPLACED] += self._requests.misplaced()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 found["unread"] += export_place.unread(self._place)  # nobody counts it once this is told
             progress.is_told, progress.before = True, Progress().before
@@ -420,6 +423,7 @@ class _Reading:
         self.times = DeviceTimes(lambda: MappedIntervals(mapped))
         self._requests = requests
         self.keyed = KeyedTrees(requests, facts.ids)
+        self._let_go = LetGo(self.drain.keys, requests, facts.ids)
         self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
         self.derived = replace(self.source, counts=Counter())
         """The same process, for spans that it has not recorded."""
@@ -433,6 +437,7 @@ class _Reading:
             self._note_ended,
             decisions,
             facts.ids.trace_id,
+            self._let_go,
         )
 
     def _note_ended(self, rows: Sequence[Row]) -> None:
@@ -499,13 +504,15 @@ class _Reading:
             self.is_spoilt = True
             return None
         self.learn(at_once=is_last or at_once or self._requests.are_over)
-        self.times.join([span for spans in self._kept for span in spans], settled_ns or NOTHING_TO_COME)
+        let_go = self._let_go.taken()
+        its_spans = [span for spans in (*self._kept, *let_go) for span in spans]
+        self.times.join(its_spans, settled_ns or NOTHING_TO_COME)
         self._threads = self._mapped.threads()
         opened = self.drain.opened
         if any(not spans[0].root_id & REQUEST_BIT for spans in self._kept):  # which may lie below what began meanwhile
             opened = {**opened, **{span.span_id: span for span in self._mapped.open_spans()}}
         sample = self._facts.capture.sample
-        kept = self.keyed.take(self._kept, opened, sample, is_last=is_last, at_once=at_once)
+        kept = self.keyed.take(self._kept, opened, sample, let_go=let_go, is_last=is_last, at_once=at_once)
         self._kept.clear()
         for spans in kept:
             self.metering.note_kept(spans)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instrument.otlp.packing import Ids
-from instrument.otlp.processor.keyed_requests import KeyedRequest, KeyedRequests
+from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Span
@@ -84,7 +85,8 @@ class KeptStages:
             if one.request.start_ns < self._requests.known_since_ns or not batches.lost.isdisjoint(one.request.keys):
                 self.untold += 1
             elif len(pairs := pairs_of(one.request, of_keys, self._requests)):
-                its = one.request.start_ns, one.request.end_ns, one.request.work or ()
+                work = [*(one.request.work or ()), *one.request.elsewhere]  # some twice, which alters nothing
+                its = one.request.start_ns, one.request.end_ns, work
                 served.append((one, ServedRequest(*its, pairs, one.first.attributes)))
         if served:
             trace, joined = trace_of_served([its for _, its in served], batches)

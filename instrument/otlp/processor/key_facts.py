@@ -6,7 +6,7 @@ to, is told by all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from instrument.trace.ledger import phase_of
 _KEY, _BATCH_KEYS, _REMOTE = KEY.encode(), BATCH_KEYS.encode(), REMOTE.encode()
 _PHASE, _REQUEST = 1, 2
 
+_Above = Mapping[int, tuple[int, bool]]
+
 Details = Mapping[int, tuple[int, bytes]]
 """What few spans have beside their numbers, by their ids, as it was written."""
 
@@ -39,6 +41,27 @@ class Batch(NamedTuple):
     keys: Sequence[str]
     weights: Sequence[int]
     says_weight: bool
+
+
+class BorneKey(NamedTuple):
+    """A key that spans of a request's tree bear, the first of which began then.
+
+    `above` are the other keys of the spans above each of them, where these are not the same.
+    """
+
+    root_id: int
+    key: str
+    start_ns: int
+    above: frozenset[frozenset[str]] = frozenset([frozenset()])
+
+
+class WorkBelow(NamedTuple):
+    """A phase in a request's tree that lies below a key which was not the first one there."""
+
+    root_id: int
+    key: str
+    start_ns: int
+    end_ns: int
 
 
 class KeyedRoot(NamedTuple):
@@ -59,17 +82,18 @@ class KeyedRoot(NamedTuple):
 class KeyFacts:
     """What has been told since the last time.
 
-    `keys` are borne by spans of requests, each with the id of its root, in the order of their begins; `gone` are those
-    that are open no more, and whose rows nobody will read. `work` are the phases of requests' own trees,
+    `keys` are borne by spans of requests, in the order of their begins; `gone` are those requests that are open no
+    more, and whose rows nobody will read. `work` are the phases of requests' own trees, but for those `below_others`,
     `around_others` the roots of those in whose tree there are others with keys, and `opened` of those that are open
     now.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
-    keys: list[tuple[int, str]] = field(default_factory=list)
+    keys: list[BorneKey] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     work: list[NDArray[Any]] = field(default_factory=list)
+    below_others: list[WorkBelow] = field(default_factory=list)
     around_others: set[int] = field(default_factory=set)
     opened: Set[int] = frozenset()
 
@@ -90,24 +114,39 @@ class KeyFactsReader:
         self._facts = KeyFacts()
         self._parts: dict[int, int] = {}
         """By a call path's number what spans of it are of a request: `_PHASE`, `_REQUEST` or nothing."""
-        self._borne: list[tuple[int, int, str]] = []
-        """When spans began that bear keys, the roots of their requests, and their keys."""
-        self._bearing: list[tuple[int, int]] = []
-        """The spans whose keys were just told, and their roots."""
+        self._borne: list[tuple[int, BorneKey]] = []
+        """Spans that bear keys."""
+        self._bearing: list[tuple[int, BorneKey]] = []
+        """Those that were just read."""
+        self._first_keys: dict[int, str] = {}
+        """A key of each request that bears any, and had not ended for long."""
+        self._several: set[int] = set()
+        """Those of them that bear several."""
+        self._over: tuple[list[int], list[int]] = [], []
+        """Those that have ended since the last time, and since the one before: phases of theirs may come after that."""
 
     def taken(self) -> KeyFacts:
         """What has been told since the last time."""
         found, self._facts = self._facts, KeyFacts()
         found.opened = self._open.keys()
-        found.keys = [(root_id, key) for _, root_id, key in sorted(self._borne)]
-        self._borne = []
+        borne = [*self._borne, *self._bearing]
+        found.keys = [one for _, one in sorted(borne, key=lambda one: (one[1].start_ns, one[0]))]
+        self._borne, self._bearing = [], []
         return found
+
+    def have_several(self, root_id: int) -> bool:
+        """Whether a request that has just ended bears several keys, so that there may be strays in its tree."""
+        return root_id in self._several
 
     def read(
         self, opened: Mapping[int, OpenSpan], rings: Sequence[RingRows], details: Details, *, has_more: bool
     ) -> None:
         """Go through what was open, and through the rows that were read right after that."""
         facts = self._facts
+        for root_id in self._over[1]:
+            self._first_keys.pop(root_id, None)
+        self._several.difference_update(self._over[1])
+        self._over = [], self._over[0]
         before, self._open = self._open, {}
         for span in opened.values():
             if not span.root_id & REQUEST_BIT:
@@ -122,15 +161,14 @@ class KeyFactsReader:
                     span.span_id, span.start_ns, None, remote, within, remote_around
                 )  # fmt: skip
             if isinstance(key := span.attributes.get(KEY), str) and key:
-                self._borne.append((span.start_ns, span.root_id, key))
-                self._bearing.append((span.span_id, span.root_id))
+                self._bears(span.span_id, span.root_id, key, span.start_ns)
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
-        self._read_work([ring.rows for ring in rings], details)
-        self._find_others(opened, [ring.rows for ring in rings])
+        key_of = self._look_above(opened, [ring.rows for ring in rings])
+        self._read_work(opened, [ring.rows for ring in rings], details, key_of)
         ended = [
             rows[(rows["root_id"] == rows["span_id"]) & _are_in_requests(rows)] for rows in (one.rows for one in rings)
         ]
-        self._keyed.update(root_id for _, root_id, _ in self._borne)
+        self._keyed.update(one.root_id for _, one in self._borne)
         root_around = partial(_root_around, opened=opened, rings=rings)
         self._tell_ended([*self._ended, *ended], details, before, root_around)
         facts.roots += [one for root_id, one in self._open.items() if root_id in self._keyed]
@@ -139,6 +177,7 @@ class KeyFactsReader:
         if not has_more:
             facts.gone += missing & self._missing
             self._keyed -= missing & self._missing
+            self._over[0].extend(missing & self._missing)
             self._missing = missing - self._missing
 
     def read_rows(self, of_threads: Iterable[tuple[Records, int]], details: Details) -> None:
@@ -155,8 +194,12 @@ class KeyFactsReader:
         for span_id, root_id, start_ns in zip(*columns, strict=True):
             key = _told(details[span_id]).get(KEY) if root_id & REQUEST_BIT else None
             if isinstance(key, str) and key:
-                self._borne.append((start_ns, root_id, key))
-                self._bearing.append((span_id, root_id))
+                self._bears(span_id, root_id, key, start_ns)
+
+    def _bears(self, span_id: int, root_id: int, key: str, start_ns: int) -> None:
+        self._bearing.append((span_id, BorneKey(root_id, key, start_ns)))
+        if self._first_keys.setdefault(root_id, key) != key:
+            self._several.add(root_id)
 
     def _read_batches(self, rows: Records, serving: Sequence[int], thread_id: int, details: Details) -> None:
         its = rows[_are_among(rows["span_id"], serving)]
@@ -168,8 +211,12 @@ class KeyFactsReader:
                 name, says_weight = self._site_of(node).name, BATCH_WEIGHTS in told
                 self._facts.batches.append(Batch(name, thread_id, start_ns, end_ns, keys, weights, says_weight))
 
-    def _read_work(self, of_rings: Iterable[Records], details: Details) -> None:
+    def _read_work(
+        self, opened: Mapping[int, OpenSpan], of_rings: Sequence[Records], details: Details, key_of: Mapping[int, str]
+    ) -> None:
         serving = [span_id for span_id, (_, text) in details.items() if _BATCH_KEYS in text]
+        several = self._several
+        above = self._above(of_rings, several) if several else {}
         for rows in of_rings:
             below = rows[_are_in_requests(rows) & (rows["root_id"] != rows["span_id"])]
             if not len(below):
@@ -177,33 +224,53 @@ class KeyFactsReader:
             nodes, of = np.unique(below["node"], return_inverse=True)
             parts = np.array([self._part_of(node) for node in nodes.tolist()])[of]
             its = below[(parts == _PHASE) & ~_are_among(below["span_id"], serving)]
+            if several:
+                its = its[~self._find_below_others(its, several, opened, above, key_of)]
             if len(its):
                 work = np.empty(len(its), PHASES)
                 for name in PHASES.names or ():
                     work[name] = its[name]
                 self._facts.work.append(work)
 
-    def _find_others(self, opened: Mapping[int, OpenSpan], of_rings: Sequence[Records]) -> None:
-        """Find the requests in whose trees others bear keys: what is around these is open, or was just read."""
+    def _find_below_others(
+        self, rows: Records, several: Set[int], opened: Mapping[int, OpenSpan], above: _Above, key_of: Mapping[int, str]
+    ) -> NDArray[np.bool_]:
+        """Note the phases below keys that were not the first ones of their requests; returns which they are."""
+        found = np.zeros(len(rows), np.bool_)
+        for at in np.flatnonzero(_are_among(rows["root_id"], set(several))).tolist():
+            span_id, root_id, start_ns, end_ns = (
+                int(rows[name][at]) for name in ("span_id", "root_id", "start_ns", "end_ns")
+            )
+            key = next((key_of[one] for one, _ in _way_up(span_id, root_id, opened, above) if one in key_of), None)
+            if key is not None and key != self._first_keys[root_id]:
+                found[at] = True
+                self._facts.below_others.append(WorkBelow(root_id, key, start_ns, end_ns))
+        return found
+
+    def _look_above(self, opened: Mapping[int, OpenSpan], of_rings: Sequence[Records]) -> Mapping[int, str]:
+        """Find which keys lie below others, and the requests in whose trees there are others that bear keys: what is
+        around these is open, or was just read. Returns the keys of spans."""
         bearing, self._bearing = self._bearing, []
-        above: dict[int, tuple[int, bool]] = {}
-        if not bearing:
-            return
+        key_of = {span_id: one.key for span_id, one in bearing}
+        above = self._above(of_rings, {one.root_id for _, one in bearing}) if bearing else {}
+        for span_id, borne in bearing:
+            keys = set[str]()
+            for at, is_request in _way_up(span_id, borne.root_id, opened, above):
+                keys.add(key_of.get(at, borne.key))
+                if is_request:
+                    self._facts.around_others.add(borne.root_id)
+            self._borne.append((span_id, borne._replace(above=frozenset([frozenset(keys - {borne.key})]))))
+        return key_of
+
+    def _above(self, of_rings: Sequence[Records], roots: Set[int]) -> _Above:
+        """Of rows of these requests their parents, and whether they are requests themselves."""
+        found: dict[int, tuple[int, bool]] = {}
         for rows in of_rings:
-            its = rows[_are_among(rows["root_id"], {root_id for _, root_id in bearing})]
+            its = rows[_are_among(rows["root_id"], set(roots))]
             columns = (its[name].tolist() for name in ("span_id", "parent_id", "node"))
             for span_id, parent_id, node in zip(*columns, strict=True):
-                above[span_id] = parent_id, self._part_of(node) == _REQUEST
-        for span_id, root_id in bearing:
-            at, seen = span_id, set[int]()
-            while at and at != root_id and at not in seen:  # parents of another process may go in a circle
-                seen.add(at)
-                one = opened.get(at)
-                at, is_request = (
-                    above.get(at, (0, False)) if one is None else (one.parent_id, one.site.kind == "request")
-                )
-                if is_request:
-                    self._facts.around_others.add(root_id)
+                found[span_id] = parent_id, self._part_of(node) == _REQUEST
+        return found
 
     def _part_of(self, node: int) -> int:
         found = self._parts.get(node)
@@ -233,7 +300,21 @@ class KeyFactsReader:
                     known = KeyedRoot(root_id, start_ns, None, remote, within, remote_around)
                 self._facts.roots.append(known._replace(end_ns=end_ns))
                 self._keyed.discard(root_id)
+                self._over[0].append(root_id)
                 self._open.pop(root_id, None)
+
+
+def _way_up(span_id: int, root_id: int, opened: Mapping[int, OpenSpan], above: _Above) -> Iterator[tuple[int, bool]]:
+    """The spans from one up to its root, which is not among them, and whether each is a request."""
+    at, seen = span_id, set[int]()
+    while at and at != root_id and at not in seen:  # parents of another process may go in a circle
+        seen.add(at)
+        one = opened.get(at)
+        parent_id, is_request = (
+            above.get(at, (0, False)) if one is None else (one.parent_id, one.site.kind == "request")
+        )
+        yield at, is_request
+        at = parent_id
 
 
 def _told(detail: tuple[int, bytes]) -> Mapping[str, Any]:

@@ -3,27 +3,28 @@
 What is known of keys comes from rows as they are read, see `instrument.otlp.processor.key_facts`: of all requests, for
 those that are not kept have their keys, too. A request that lies within another one of its key, in another process, is
 a part of that one. Of those that have not ended the ones of other processes than the first one's count as parts.
-What bears the key of one request in the tree of another one of its process makes it no key of that other one.
+What bears the key of one request in the tree of another one, a stray, makes it no key of that other one; it is the
+rule of `instrument.trace.sub_requests`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from instrument.otlp.packing import Ids
-from instrument.otlp.processor.key_facts import KeyedRoot, KeyFacts
-from instrument.otlp.processor.own_work import NEVER_NS, NO_PHASES, OwnPhases
+from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts
+from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest
+from instrument.otlp.processor.own_work import NO_PHASES, OwnPhases
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import BATCH_KEYS, KEY, Site, Span
-from instrument.trace.ledger import phase_of
+from instrument.recording.spans import BATCH_KEYS, Span
 from instrument.trace.step_kinds import StepKinds
+from instrument.trace.sub_requests import are_strays
 
 KEYS_KNOWN = 20_000
 """Keys of requests that are remembered; the oldest go first, of requests that have ended before others."""
@@ -31,20 +32,8 @@ KEYS_KNOWN = 20_000
 UNDER_ONE_KEY = 8
 """Requests that are known by one key, for keys come again."""
 
-GIVERS = 64
-"""Spans of a request that may have handed it over: the newest."""
-
 ENDED_NS = 10**10
 """How long a request is remembered that has ended, and that nobody has kept yet."""
-
-MOST_EDGES = 256
-"""Phases of other processes that are remembered of a request: the first ones that were read."""
-
-OPEN_NS = 1 << 62
-"""When a request ends that is open."""
-
-Edges = list[tuple[int, int]]
-"""Begin and end of a request's own phases."""
 
 
 class ReadProcess(Protocol):
@@ -68,85 +57,6 @@ class ReadProcess(Protocol):
         """Note what it did for requests of others, as far as it is known whose these are."""
 
 
-class _Giver(NamedTuple):
-    """A span with a key that may have handed a request over, and whether it is of that one's own tree."""
-
-    start_ns: int
-    end_ns: int
-    span_id: int
-    is_own: bool
-    key: str
-
-
-@dataclass(slots=True, eq=False)
-class KeyedRequest:
-    """A request that bears keys. `caller` is its own span, as spans below it in other processes have it for a parent.
-
-    `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its
-    spans with keys. `work` are its own phases until its stages are known. It began in the tree of the one that it is
-    `within`, and `is_around_others` in its own one. Also of one that is not kept there are its `own` phases, once it
-    has ended, and those `elsewhere`, of which there are others that began after `missing_ns`.
-    """
-
-    instance: str
-    start_ns: int
-    end_ns: int
-    caller: RemoteParent
-    is_sure: bool = False
-    is_kept: bool = False
-    keys: dict[str, None] = field(default_factory=dict)
-    givers: list[_Giver] = field(default_factory=list)
-    work: Edges | None = None
-    within: KeyedRequest | None = None
-    has_caller: bool = False
-    is_around_others: bool = False
-    own: OwnPhases = NO_PHASES
-    elsewhere: Edges = field(default_factory=list)
-    missing_ns: int = NEVER_NS
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has not ended."""
-        return self.end_ns == OPEN_NS
-
-    def is_around(self, other: KeyedRequest) -> bool:
-        """Whether another one of its key, which has ended, is a part of it."""
-        if other is self or other.is_open or other.start_ns < self.start_ns:
-            return False
-        return other.end_ns <= self.end_ns and (self.start_ns, self.end_ns) != (other.start_ns, other.end_ns)
-
-    def note_elsewhere(self, phases: OwnPhases) -> None:
-        """Other processes did this for it."""
-        room = max(MOST_EDGES - len(self.elsewhere), 0)
-        self.elsewhere += phases.edges[:room]
-        missing = [phases.missing_ns, *(start_ns for start_ns, _ in phases.edges[room:])]
-        self.missing_ns = min(self.missing_ns, *missing)
-
-    def below(self, start_ns: int, instance: str, key: str = "") -> RemoteParent:
-        """What a span that began then lies below, by its key if it has one."""
-        before = [one for one in self.givers if one.start_ns < start_ns and key in ("", one.key)]
-        still_open = [one for one in before if one.end_ns > start_ns]
-        ended = [one for one in before if one.is_own]
-        span_id = self.caller.span_id
-        if still_open:
-            span_id = max(still_open, key=lambda one: (one.start_ns, -one.end_ns)).span_id
-        elif ended:
-            span_id = max(ended, key=lambda one: one.end_ns).span_id
-        is_local, caller = instance == self.instance, self.caller
-        return RemoteParent(caller.trace_id, span_id, caller.flags, is_local, is_local, caller.state)
-
-    def take_in(self, spans: Sequence[Span], ids: Ids, *, is_own: bool) -> Iterator[str]:
-        """Note what more is the request's: the keys that these spans bear come out, what they are of it stays."""
-        for span in spans:
-            if isinstance(key := span.attributes.get(KEY), str) and key:
-                yield key
-                if not is_own or span.span_id != span.root_id:
-                    self.givers.append(_Giver(span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own, key))
-            if self.work is not None and is_phase(span):
-                self.work.append((span.start_ns, span.end_ns))
-        del self.givers[:-GIVERS]
-
-
 class KeyedRequests:
     """Used by one thread. `members` are the processes."""
 
@@ -158,7 +68,7 @@ class KeyedRequests:
         self._staged: dict[KeyedRequest, None] = {}
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
-        self._forgotten = 0
+        self._forgotten = self._misplaced = 0
         self.known_since_ns = 0
         """What was done for requests before was read by another one."""
 
@@ -169,10 +79,16 @@ class KeyedRequests:
         now_ns = time.monotonic_ns()
         for root in sorted(facts.roots, key=lambda one: one.start_ns):  # what one began within comes before it
             self._learn_root(ids, root, sample, now_ns)
-        for root_id, key in facts.keys:
-            request = self._by_root.get((ids.seeds, root_id))
-            if request is not None and key not in request.keys:
-                self._bind(key, request)
+        for borne in facts.keys:
+            request = self._by_root.get((ids.seeds, borne.root_id))
+            if request is not None:
+                self._bear(request, borne)
+        for below in facts.below_others:
+            request = self._by_root.get((ids.seeds, below.root_id))
+            if request is not None and request.is_astray(below.key):
+                self._note_work(below.key, [(below.start_ns, below.end_ns)])
+            elif request is not None:
+                request.note_below(below.key, (below.start_ns, below.end_ns))
         for root_id in facts.gone:
             self._end((ids.seeds, root_id), now_ns, now_ns)
         self.batches.add(ids.instance, facts.batches)
@@ -182,7 +98,7 @@ class KeyedRequests:
                 del self._by_root[root_of]
             if (whole := self.whole_of(request)) is not None:
                 whole.note_elsewhere(self.work_of(request))
-                request.own, request.elsewhere = NO_PHASES, []
+                request.own, request.elsewhere, request.below_others = NO_PHASES, [], {}
             if not request.is_kept:
                 self._unbind(request)
 
@@ -214,6 +130,71 @@ class KeyedRequests:
             request.end_ns = end_ns
             self._ended.append((now_ns, root_of, request))
 
+    # ---------------------------------------------------------------- which keys are whose
+
+    def _bear(self, request: KeyedRequest, borne: BorneKey) -> None:
+        """A span of a request's own tree bears a key."""
+        key = borne.key
+        request.bear(borne)
+        if request.is_astray(key):
+            if key not in request.strays:
+                self._give_up(request, key)
+        elif key not in request.keys:
+            self._bind(key, request)
+            self._find_strays(key)
+
+    def _find_strays(self, key: str) -> None:
+        """Find the requests that bear a key by which another one is known first."""
+        found = self._by_key.get(key, ())
+        named = [one for one in found if one.first_key == key] if len(found) > 1 else ()
+        for one in list(found) if named else ():
+            borne = one.borne.get(key)
+            if borne is not None and one not in named:
+                its = borne.start_ns, one.start_ns
+                if any(are_strays(*its, other.start_ns, other.end_ns) for other in named):
+                    one.strays.add(key)
+                    for further in [
+                        key,
+                        *(its.key for its in one.borne.values() if any(key in keys for keys in its.above)),
+                    ]:
+                        if one.is_astray(further):
+                            self._give_up(one, further)
+
+    def _give_up(self, request: KeyedRequest, key: str) -> None:
+        """A key that a request bears is of another one: by itself, or by what lies above it."""
+        self._release(key, request)
+        if key not in request.strays:
+            start_ns = request.borne[key].start_ns
+            above = frozenset().union(*request.borne[key].above) & request.strays
+            for one in above:
+                self.note_names(one, start_ns, [key])
+            found = self.of(key, start_ns)
+            if found is not None and all(found is not self.of(one, start_ns) for one in above):
+                request.below_strays.add(key)  # of a third one, which may be forgotten before this one ends
+        self._misplaced += request.sent.pop(key, 0)
+        self._note_work(key, request.below_others.pop(key, ()))
+
+    def _note_work(self, key: str, edges: Iterable[tuple[int, int]]) -> None:
+        """Phases in the tree of another one were done for the request of a key."""
+        for edge in edges:
+            request = self.of(key, edge[0])
+            if request is not None:
+                request.note_elsewhere(OwnPhases([edge]))
+
+    def is_known_first(self, key: str, at_ns: int, start_ns: int, but: KeyedRequest | None) -> bool:
+        """Whether a request is known by a key first that one bore at a time which began at `start_ns`."""
+        found = (one for one in self._by_key.get(key, ()) if one is not but and one.first_key == key)
+        return any(are_strays(at_ns, start_ns, one.start_ns, one.end_ns) for one in found)
+
+    def note_misplaced(self, count: int) -> None:
+        """So many spans are not sent in the trace of their request, for it was not known in time."""
+        self._misplaced += count
+
+    def misplaced(self) -> int:
+        """How many spans were not sent in the traces of their requests since the last time."""
+        found, self._misplaced = self._misplaced, 0
+        return found
+
     def _bind(self, key: str, request: KeyedRequest) -> None:
         request.keys[key] = None
         found = self._by_key.setdefault(key, [])
@@ -235,7 +216,7 @@ class KeyedRequests:
         """What is done for the request of a key bears other keys, too, and is not below it yet."""
         request = self.of(key, at_ns)
         for other in others:
-            if request is not None and self.of(other, at_ns) is None:
+            if request is not None and self.of(other, at_ns) is None and not request.is_astray(other):
                 self._bind(other, request)
 
     def _unbind(self, request: KeyedRequest) -> None:
@@ -275,7 +256,9 @@ class KeyedRequests:
         if known is not None:
             request.work = []
             self._staged[request] = None
-        for key in {**request.keys, **dict.fromkeys(request.take_in(spans, ids, is_own=True))}:
+        for borne in list(request.take_in(spans, ids, is_own=True)):
+            self._bear(request, borne)
+        for key in list(request.keys):
             if request not in self._by_key.get(key, ()):
                 self._bind(key, request)
         return request
@@ -287,16 +270,18 @@ class KeyedRequests:
         if request.work is not None:
             found.work = []
             self._staged[found] = None
-        for key in dict.fromkeys(found.take_in(spans, ids, is_own=True)):
-            self._release(key, request)
-            self._bind(key, found)
+        for borne in list(found.take_in(spans, ids, is_own=True)):
+            self._release(borne.key, request)
+            self._bear(found, borne)
         return found
 
     def add(self, request: KeyedRequest, spans: Sequence[Span], ids: Ids, *, is_own: bool = False) -> None:
         """Spans have come below a request, or more of its own tree: their keys are the request's, too."""
-        for key in dict.fromkeys(request.take_in(spans, ids, is_own=is_own)):
-            if key not in request.keys:
-                self._bind(key, request)
+        for borne in list(request.take_in(spans, ids, is_own=is_own)):
+            if is_own:
+                self._bear(request, borne)
+            elif borne.key not in request.keys and not request.is_astray(borne.key):
+                self._bind(borne.key, request)
 
     def settle(self, request: KeyedRequest) -> None:
         """What became of a request's time is known: nothing of that is needed any more."""
@@ -305,22 +290,19 @@ class KeyedRequests:
 
     # ---------------------------------------------------------------- whose a key is
 
-    def _bearers(self, key: str) -> list[KeyedRequest]:
-        """The requests that a key names, but those that bore it after another one of their process that was known by
-        it first: what is done for that one lies in their trees. The same rule for files: `without_strays`."""
-        found: list[KeyedRequest] = []
-        named: set[str] = set()
-        for one in self._by_key.get(key, ()):
-            if next(iter(one.keys), key) == key:
-                named.add(one.instance)
-            elif one.instance in named:
-                continue
-            found.append(one)
-        return found
-
     def of(self, key: str, at_ns: int) -> KeyedRequest | None:
         """The request that a key names at a time: of those that had begun, and are parts of none, the last one."""
-        before = [one for one in self._bearers(key) if one.start_ns <= at_ns]
+        found = self._of(key, at_ns)
+        if found is None or found.has_caller:
+            return found
+        for other in found.keys if len(found.keys) > 1 else ():  # by another key it may be a part of one
+            whole = self._of(other, found.start_ns) if other != key else None
+            if whole is not None and whole.instance != found.instance and (whole.is_open or whole.is_around(found)):
+                return whole
+        return found
+
+    def _of(self, key: str, at_ns: int) -> KeyedRequest | None:
+        before = [one for one in self._by_key.get(key, ()) if one.start_ns <= at_ns]
         first = min((one for one in before if one.is_open), key=lambda one: one.start_ns, default=None)
         whole = [
             one
@@ -342,15 +324,17 @@ class KeyedRequests:
         found = self.of(key, at_ns)
         if found is not None and found.is_kept and at_ns <= found.end_ns:
             return True
-        return None if any(one.is_open for one in self._bearers(key)) else False
+        return None if any(one.is_open for one in self._by_key.get(key, ())) else False
 
     def around(self, root: Span, ids: Ids, keys: Iterable[str]) -> KeyedRequest | None:
         """The request within which one lies that has ended, by one of its keys: of several the outermost."""
         own = self._by_root.get((ids.seeds, root.root_id)) or _ended_as(root, ids)
-        return self._around(own, keys)
+        return self._around(own, [key for key in keys if not own.is_astray(key)])
 
     def _around(self, request: KeyedRequest, keys: Iterable[str]) -> KeyedRequest | None:
-        found = [one for key in keys for one in self._bearers(key) if one is not request and one.is_around(request)]
+        found = [
+            one for key in keys for one in self._by_key.get(key, ()) if one is not request and one.is_around(request)
+        ]
         return min(found, key=lambda one: (one.start_ns, -one.end_ns), default=None)
 
     def whole_of(self, request: KeyedRequest) -> KeyedRequest | None:
@@ -368,9 +352,10 @@ class KeyedRequests:
 
     def work_of(self, request: KeyedRequest) -> OwnPhases:
         """What was done for a request that has ended, in whatever process, but for what its batches did."""
-        near = {one: None for key in request.keys for one in self._bearers(key)}
+        near = {one: None for key in request.keys for one in self._by_key.get(key, ())}
         its = [request, *(one for one in near if request.is_around(one) and self.whole_of(one) is request)]
         edges = [edge for one in its for edge in (*one.own.edges, *one.elsewhere)]
+        edges += [edge for one in its for below in one.below_others.values() for edge in below]
         return OwnPhases(edges, min(at_ns for one in its for at_ns in (one.own.missing_ns, one.missing_ns)))
 
     def began_within(self, root: Span, ids: Ids) -> KeyedRequest | None:
@@ -380,7 +365,7 @@ class KeyedRequests:
 
     def followers(self, request: KeyedRequest, key: str) -> list[int]:
         """When others began, and were no parts of it, that a request's key named from then on."""
-        found = (one for one in self._bearers(key) if one is not request)
+        found = (one for one in self._by_key.get(key, ()) if one is not request)
         return [one.start_ns for one in found if one.start_ns > request.start_ns and not request.is_around(one)]
 
     @property
@@ -413,16 +398,6 @@ def _caller_of(root_id: int, remote: RemoteParent | None, ids: Ids) -> RemotePar
 
 def _ended_as(root: Span, ids: Ids) -> KeyedRequest:
     return KeyedRequest(ids.instance, root.start_ns, root.end_ns, RemoteParent(*ids.of(root)))
-
-
-def is_phase(span: Span) -> bool:
-    """Whether a span is a phase of the request's own work that it is of, and no batch."""
-    return _is_phase(span.site) and BATCH_KEYS not in span.attributes
-
-
-@lru_cache(maxsize=4096)
-def _is_phase(site: Site) -> bool:
-    return phase_of(site) is not None
 
 
 def batch_of(attributes: Mapping[str, object]) -> Sequence[str]:

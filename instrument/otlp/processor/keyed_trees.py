@@ -7,6 +7,10 @@ of its key is a part of that one. Batches stay where they lie, and are linked to
 `instrument.trace.grafted`, here for rows as they come: a tree waits until its request is kept, for as long as that is
 open, and is let go where that is not kept.
 
+Strays, which lie in the tree of another request, go to their own all the same: as a tree is sent, or is let go, they
+are taken from it, and wait for their own request, which decides about them. Those of which it is not known by then
+whose they are, or that are too many, stay where they lie, and are counted once it is.
+
 A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
 which that is not known after some seconds. Their stages follow as they end, see
 `instrument.otlp.processor.kept_stages`.
@@ -16,23 +20,22 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
+from heapq import heapify, heappop, heappush
 
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.kept_stages import KeptStages
-from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests, batch_of, is_phase
+from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, batch_of
+from instrument.otlp.processor.known_request import KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import OwnPhases
+from instrument.otlp.processor.stray_spans import count_sent, find_strays, keys_of, sub_requests
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
+from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.remote_parents import LINK, LinkedRequest, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
-from instrument.trace.joined import join
-from instrument.trace.of_spans import trace_of
+from instrument.recording.spans import BATCH_KEYS, KEY, Span
 
 MOST_WAITING = 50_000
 """Spans of a process that wait for their requests; of more the oldest go on without."""
@@ -47,31 +50,23 @@ _Top = tuple[int, str, int]
 """A span that goes below its request: its id, its key and when it began."""
 
 
-class _OpenSpan(Protocol):
-    """A span that is open."""
-
-    @property
-    def parent_id(self) -> int: ...
-    @property
-    def root_id(self) -> int: ...
-    @property
-    def start_ns(self) -> int: ...
-    @property
-    def attributes(self) -> Mapping[str, AttributeValue]: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Spans that wait for requests: the one that they serve, or those of the batches among them."""
+    """Spans that wait for requests: the one that they serve, or those of the batches among them.
+
+    Of a request that is not kept, and of what is in no tree that is, those alone are sent whose own request is kept.
+    """
 
     spans: list[Span]
     keys: set[str]
     top: _Top | None = None
     is_request: bool = False
     is_kept: bool = True
+    is_stray: bool = False
     is_noted: bool = False
     since_ns: int = field(default_factory=lambda: time.monotonic_ns())
-    was_open: bool = False
+    was_known: bool = False
+    kept_ns: int = 0
     came_ns: int = field(default_factory=lambda: time.monotonic_ns())
     around: KeyedRequest | None = None
     """The request that one is a part of, as was known when it was last looked at."""
@@ -80,6 +75,11 @@ class _Waiting:
     def key(self) -> str:
         """The key of the request that spans wait for."""
         return "" if self.top is None else self.top[1]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it goes below a request, as far as is known."""
+        return not self.is_request or self.around is not None
 
     @property
     def start_ns(self) -> int:
@@ -99,6 +99,10 @@ class KeyedTrees:
         self._moved: OrderedDict[int, _Top] = OrderedDict()
         self._callers: OrderedDict[int, RemoteParent] = OrderedDict()
         """Of requests that are parts of others what they lie below: of them there may be more to come."""
+        self._several: OrderedDict[int, KeyedRequest] = OrderedDict()
+        """Requests with several keys whose trees were sent, or let go: of them there may be more to come."""
+        self._taken: OrderedDict[int, set[int]] = OrderedDict()
+        """The strays that were taken from requests that were let go: these may yet be kept, as what came before."""
         self._waiting: list[_Waiting] = []
         self._unnoted: list[_Waiting] = []
         """Those of them whose work is not noted yet."""
@@ -107,16 +111,17 @@ class KeyedTrees:
 
     @property
     def undecided(self) -> int:
-        """Requests that wait, for they may be parts of others."""
-        return sum(one.is_request for one in self._waiting)
+        """Kept requests that wait, for they may be parts of others."""
+        return sum(one.is_request and one.is_kept for one in self._waiting)
 
     def take(
-        self, trees: Sequence[list[Span]], opened: Mapping[int, _OpenSpan], sample: float, *,
-        is_last: bool = False, at_once: bool = False,
+        self, trees: Sequence[list[Span]], opened: Mapping[int, OpenSpan], sample: float, *,
+        let_go: Sequence[list[Span]] = (), is_last: bool = False, at_once: bool = False,
     ) -> list[list[Span]]:  # fmt: skip
         """Take in what is kept, and of other trees what is below spans with keys; returns what can be sent.
 
-        What is to be sent `at_once` waits for open requests alone, the last time for nothing.
+        Of requests that are `let_go`, or parts of such that come late, strays alone. What is to be sent `at_once` waits
+        for open requests alone, the last time for nothing.
         """
         unplaced, self._unplaced = self._unplaced, []
         ready: list[list[Span]] = []
@@ -126,23 +131,27 @@ class KeyedTrees:
             first = spans[0]
             if not first.root_id & REQUEST_BIT:
                 loose.setdefault(first.root_id, []).extend(spans)
+            elif first.span_id == first.root_id and (keys := set(keys_of(spans))):
+                self._take_request(spans, keys, undecided.get(first.root_id), is_kept=True)
             elif first.root_id in undecided:
                 undecided[first.root_id].spans.extend(spans)
-            elif first.span_id == first.root_id and (keys := set(_keys_of(spans))):
-                top = (first.span_id, min(keys), first.start_ns)
-                self._waiting.append(_Waiting(spans, keys, top, is_request=True))
-            else:
+            elif spans := self._without_late_strays(spans, opened, is_kept=True):
                 for span in spans:
                     span.remote = self._callers.get(span.root_id, span.remote)
                 self.stages.add_late(spans, self._ids)
                 self._link(spans)
                 ready.append(spans)
+        for spans in let_go:
+            if spans[0].span_id == spans[0].root_id:
+                self._take_request(spans, set(keys_of(spans)), None, is_kept=False)
+            else:
+                self._without_late_strays(spans, opened, is_kept=False)
         again = {span.span_id for span in unplaced}
         for span in unplaced:
             loose.setdefault(span.root_id, []).append(span)
         for root_id, spans in loose.items():
             self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
-        ready.extend(self._due(is_last=is_last, at_once=at_once))
+        ready.extend(self._due(opened, is_last=is_last, at_once=at_once))
         self.note_work(at_once=False)
         self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
         return ready
@@ -156,50 +165,70 @@ class KeyedTrees:
     # ---------------------------------------------------------------- what is below spans with keys
 
     def _place(
-        self, spans: list[Span], opened: Mapping[int, _OpenSpan], again: set[int], *, is_kept: bool,
+        self, spans: list[Span], opened: Mapping[int, OpenSpan], again: set[int], *, is_kept: bool,
         ready: list[list[Span]],
     ) -> None:  # fmt: skip
         """Take what is below spans with keys from the tree that it lies in."""
-        self._has_keys = self._has_keys or any(
-            KEY in one.attributes or BATCH_KEYS in one.attributes for one in (*opened.values(), *spans)
-        )
+        told = (one.attributes for some in (opened.values(), spans) for one in some)
+        self._has_keys = self._has_keys or any(KEY in one or BATCH_KEYS in one for one in told)
         if not self._has_keys:
             if is_kept:
                 ready.append(spans)
             return
-        by_id: dict[int, _OpenSpan] = {**opened, **{span.span_id: span for span in spans}}
+        by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
         tops: dict[int, _Top | None] = {}
         lost: set[int] = set()
         for span in spans:
             self._find_top(span.span_id, by_id, tops, lost)
         stay: list[Span] = []
+        below: list[Span] = []
+        for span in spans:
+            if tops[span.span_id] is not None:
+                below.append(span)
+            elif span.span_id in lost and span.span_id not in again:
+                self._unplaced.append(span)  # what lies above it ended as this was read, and comes next
+            elif is_kept:
+                stay.append(span)
+        self._waiting += self._pieces(below, tops, is_kept=is_kept)
+        if keys := {key for span in stay for key in batch_of(span.attributes)}:
+            self._waiting.append(_Waiting(stay, keys))
+        elif stay:
+            ready.append(stay)
+
+    def _pieces(
+        self, spans: Sequence[Span], tops: Mapping[int, _Top | None], *, is_kept: bool, is_stray: bool = False
+    ) -> list[_Waiting]:
+        """What is below spans with keys, by these."""
         pieces: dict[_Top, list[Span]] = {}
         for span in spans:
             top = tops[span.span_id]
             if top is not None:
                 self._moved[span.span_id] = top
                 pieces.setdefault(top, []).append(span)
-            elif span.span_id in lost and span.span_id not in again:
-                self._unplaced.append(span)  # what lies above it ended as this was read, and comes next
-            elif is_kept:
-                stay.append(span)
         while len(self._moved) > KEYS_KNOWN:
             self._moved.popitem(last=False)
+        found = []
         for top, piece in pieces.items():
-            self._requests.note_names(top[1], top[2], _keys_of(piece))
-            self._waiting.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept))
-            self._unnoted.append(self._waiting[-1])
-        if keys := {key for span in stay for key in batch_of(span.attributes)}:
-            self._waiting.append(_Waiting(stay, keys))
-        elif stay:
-            ready.append(stay)
+            self._requests.note_names(top[1], top[2], keys_of(piece))
+            found.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept, is_stray=is_stray))
+            if is_stray:
+                self._note_work(found[-1])
+        self._unnoted += found
+        return found
 
     def _find_top(
-        self, span_id: int, by_id: Mapping[int, _OpenSpan], tops: dict[int, _Top | None], lost: set[int]
+        self,
+        span_id: int,
+        by_id: Mapping[int, OpenSpan | Span],
+        tops: dict[int, _Top | None],
+        lost: set[int],
+        strays: Container[object] = (),
+        *,
+        is_late: bool = False,
     ) -> None:
-        """Find the topmost span with a key at or above one, or the lowest whose key names another request than those
-        above it; and whether what is above it is not at hand."""
-        path: list[tuple[int, _OpenSpan]] = []
+        """Find the topmost span with a key at or above one, of what `is_late` with the key of `strays`, or the lowest
+        whose key names another request than those above it; and whether what is above it is not at hand."""
+        path: list[tuple[int, OpenSpan | Span]] = []
         at, found, is_lost = span_id, None, False
         while at and at not in tops:
             one = by_id.get(at)
@@ -214,22 +243,84 @@ class KeyedTrees:
             found, is_lost = tops.get(at), at in lost
         for at, one in reversed(path):
             key = one.attributes.get(KEY)
-            if isinstance(key, str) and key and (found is None or self._is_of_another(key, one.start_ns, found)):
-                found = at, key, one.start_ns
+            if isinstance(key, str) and key:
+                is_named = key in strays
+                if found is None:
+                    is_top = is_named or not is_late
+                else:
+                    is_top = key != found[1] and (is_named or self._is_of_another(key, one.start_ns, found))
+                found = (at, key, one.start_ns) if is_top else found
             tops[at] = found
             if is_lost and found is None:
                 lost.add(at)
 
     def _is_of_another(self, key: str, start_ns: int, top: _Top) -> bool:
         """Whether a key below a span with one names another request than that does."""
-        if key == top[1]:
-            return False
         found = self._requests.of(key, start_ns)
         return found is not None and found is not self._requests.of(top[1], top[2])
 
+    # ---------------------------------------------------------------- strays in the trees of requests
+
+    def _take_request(self, spans: list[Span], keys: set[str], known: _Waiting | None, *, is_kept: bool) -> None:
+        """A request has ended. One that was let go may be kept later."""
+        first = spans[0]
+        if taken := self._taken.pop(first.root_id, None):
+            spans = [span for span in spans if span.span_id not in taken]
+        if known is not None:
+            known.spans, known.is_kept = spans, is_kept
+        else:
+            top = (first.span_id, min(keys), first.start_ns)
+            self._waiting.append(_Waiting(spans, keys, top, is_request=True, is_kept=is_kept))
+
+    def _without_strays(self, one: _Waiting, opened: Mapping[int, OpenSpan]) -> tuple[list[Span], list[_Waiting]]:
+        """The spans of a request that are its own, and the others as they wait for theirs."""
+        spans, first = one.spans, one.spans[0]
+        request = self._requests.known(self._ids, first.root_id)
+        strays = find_strays(spans, opened, request, one.around, self._requests)
+        if request is not None and len(request.borne) > 1:
+            self._several[first.root_id] = request
+            if len(self._several) > KEYS_KNOWN:
+                self._several.popitem(last=False)
+        if not strays:
+            count_sent(spans, request)
+            return spans, []
+        by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
+        tops: dict[int, _Top | None] = dict.fromkeys(by_id.keys() - strays)
+        of_others = set[str]() if request is None else request.strays | request.below_strays
+        for span_id in strays:
+            self._find_top(span_id, by_id, tops, set(), of_others)
+        pieces = self._pieces(
+            [span for span in spans if span.span_id in strays], tops, is_kept=one.is_kept, is_stray=True
+        )  # fmt: skip
+        for piece in pieces:
+            for span in piece.spans:
+                span.remote = first.remote
+        spans = [span for span in spans if span.span_id not in strays]
+        count_sent(spans, request)
+        if not one.is_kept:
+            self._taken[first.root_id] = strays
+            while sum(map(len, self._taken.values())) > MOST_WAITING:
+                self._taken.popitem(last=False)
+        return spans, pieces
+
+    def _without_late_strays(
+        self, spans: list[Span], opened: Mapping[int, OpenSpan], *, is_kept: bool
+    ) -> list[Span]:  # fmt: skip
+        """Of what comes late of a request's tree that which is its own; the rest waits for its requests."""
+        root_id = spans[0].root_id
+        request = self._requests.known(self._ids, root_id) or self._several.get(root_id)
+        if request is None or not request.strays:
+            return spans
+        by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
+        tops: dict[int, _Top | None] = {}
+        for span in spans:
+            self._find_top(span.span_id, by_id, tops, set(), request.strays, is_late=True)
+        self._waiting += self._pieces(spans, tops, is_kept=is_kept, is_stray=True)
+        return [span for span in spans if tops[span.span_id] is None]
+
     # ---------------------------------------------------------------- waiting
 
-    def _due(self, *, is_last: bool, at_once: bool) -> Iterator[list[Span]]:
+    def _due(self, opened: Mapping[int, OpenSpan], *, is_last: bool, at_once: bool) -> Iterator[list[Span]]:
         waiting, self._waiting = self._waiting, []
         size = sum(len(one.spans) for one in waiting)
         read_ns = time.monotonic_ns() - self._requests.lag_ns
@@ -237,7 +328,11 @@ class KeyedTrees:
         for one in waiting:
             one.around = self._around(one) if one.is_request else None
         # Requests first, and parts of them as they began: what one hands over may wait here, too.
-        for one in sorted(waiting, key=lambda one: (not (one.is_request and one.around is None), one.start_ns)):
+        ordered = [(one.is_part, one.start_ns, place, one) for place, one in enumerate(waiting)]
+        heapify(ordered)
+        count = len(ordered)
+        while ordered:
+            one = heappop(ordered)[-1]
             is_over = size > MOST_WAITING or (is_last and (one.is_request or not self._requests.undecided))
             age_ns = PATIENCE_NS + LOOKED_NS if at_once else read_ns - one.since_ns
             if self._is_awaited(one, age_ns, is_over=is_over) or (
@@ -246,6 +341,12 @@ class KeyedTrees:
                 self._waiting.append(one)
                 continue
             size -= len(one.spans)
+            if one.is_request:
+                one.spans, pieces = self._without_strays(one, opened)
+                for piece in pieces:
+                    size += len(piece.spans)
+                    heappush(ordered, (True, piece.start_ns, count, piece))
+                    count += 1
             yield from self._sent(one, is_over=is_over)
 
     def _is_awaited(self, one: _Waiting, age_ns: int, *, is_over: bool) -> bool:
@@ -264,6 +365,8 @@ class KeyedTrees:
             )
         if one.is_request:
             around = one.around
+            if not one.is_kept:
+                return False  # which was so only after others had been asked for a while
             if around is None:
                 return len(requests.members) > 1 and age_ns < LOOKED_NS
             if around.is_open:
@@ -271,9 +374,10 @@ class KeyedTrees:
             return not around.is_kept and (around.is_open or age_ns < PATIENCE_NS)
         known = requests.of(one.top[1], one.top[2])
         if known is not None and known.is_kept and (one.top[2] <= known.end_ns or age_ns > LOOKED_NS):
-            return False
+            one.kept_ns = one.kept_ns or time.monotonic_ns()  # what handed strays over may come from other processes
+            return one.is_stray and time.monotonic_ns() - one.kept_ns < LOOKED_NS
+        one.was_known = one.was_known or known is not None
         if known is not None and known.is_open:
-            one.was_open = True
             one.since_ns = time.monotonic_ns()
             return True
         return age_ns < PATIENCE_NS
@@ -311,11 +415,21 @@ class KeyedTrees:
             return [spans]
         top_id, key, start_ns = one.top
         request = one.around if one.is_request else requests.of(key, start_ns)
+        if one.is_request and not one.is_kept:
+            return []
         if request is None or not request.is_kept:
-            if one.is_request:
+            if one.is_stray:
+                if not is_over or request is None or not request.is_open:
+                    return []
+                requests.note_misplaced(len(spans))
+                if not one.is_kept:
+                    return []
+                for span in spans:
+                    span.remote = self._callers.get(span.root_id, span.remote)
+            elif one.is_request:
                 self._link_to_around(spans[0])
                 self._note(spans)
-            elif (one.was_open and not is_over) or not one.is_kept:
+            elif (one.was_known and not is_over) or not one.is_kept:
                 return []
         else:
             caller = self._below(one, request)
@@ -363,14 +477,3 @@ class KeyedTrees:
             links = dict.fromkeys(LinkedRequest(0, 0, one.caller) for one in found if one is not None)
             if links:
                 span.links = tuple(links)
-
-
-def sub_requests(spans: Sequence[Span]) -> Mapping[int, list[Span]]:
-    """The spans of those in a request's tree that are requests of their own, by the places of these."""
-    joined = join(trace_of(spans))
-    its = [(place, row) for place, row in enumerate(joined.rows.tolist()) if row and place in joined.keys]
-    return {row: [spans[one] for one in np.flatnonzero(joined.of == place).tolist()] for place, row in its}
-
-
-def _keys_of(spans: Sequence[Span]) -> Iterator[str]:
-    return (key for span in spans if isinstance(key := span.attributes.get(KEY), str) and key)

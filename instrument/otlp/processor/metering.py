@@ -14,7 +14,7 @@ from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.processor.drain import Drain, WatchedRows
-from instrument.otlp.processor.keyed_requests import KeyedRequest
+from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.export_place import ExportPlace

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.key_facts import KeyFacts
-from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequest, KeyedRequests
+from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests
+from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.rows import SPAN_ID, Row
@@ -118,7 +119,7 @@ class QueueTimes:
             its = self._served(one.request, of_keys)
             if its is not None:
                 served.append((one, *its))
-            one.request.own, one.request.elsewhere = NO_PHASES, []
+            one.request.own, one.request.elsewhere, one.request.below_others = NO_PHASES, [], {}
         if served:
             times_ns = queue_times(*trace_of_served([its for _, its, _ in served], batches, with_others=False))
             for place, queue_ns in times_ns.items():

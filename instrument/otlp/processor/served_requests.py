@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.processor.keyed_requests import KeyedRequest, KeyedRequests
+from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.served_batches import ServedBatches
 from instrument.recording.spans import BATCH_WEIGHTS, AttributeValue, Site
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
