@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
+import weakref
 from collections import UserDict
 from collections.abc import AsyncIterator, Iterator
 from enum import Enum
@@ -26,8 +28,10 @@ from instrument.recorder import annotation
 from instrument.recorder.renaming import NAMES_OF_PLACE
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
+    BATCH_KEYS,
     FIRST_ITEM,
     ITEMS,
+    KEY,
     LAST_ITEM,
     LONGEST_GAP,
     STATUS_CODE,
@@ -441,3 +445,44 @@ def test_while_garbage_is_collected_at_every_step_attributes_are_kept(recorder: 
         gc.set_threshold(*before)
     found = [span.attributes["number"] for span in recorder.spans() if span.site.name == "scope"]
     assert sorted(found) == list(range(200))
+
+
+class Text(str):
+    """A text with something behind it."""
+
+
+class Behind:
+    """Can be asked for whether it is there."""
+
+
+def test_nothing_large_that_a_service_gives_is_kept_alive_by_rows(recorder: Any) -> None:
+    large = 5 * 10**6
+    held: list[weakref.ref[Any]] = []
+
+    def hostile() -> dict[str, Any]:
+        text, lazy = Text("t" * large), Behind()
+        text.behind = Behind()  # type: ignore[attr-defined]
+        held.extend(map(weakref.ref, (text.behind, lazy)))  # type: ignore[attr-defined]
+        return {"text": "x" * large, "n" * large: text, "l": ["y" * large] * 1000, "lazy": lazy, "whole": 1 << large}
+
+    tracemalloc.start()
+    try:
+        for number in range(3):
+            with recorder.make_scope("scope", attributes=hostile()):
+                recorder.annotate_innermost(hostile())
+            with recorder.make_scope("many", attributes={f"a{number} {at}": "z" * 100 for at in range(large // 1000)}):
+                pass
+            key, weight = "k" * large + str(number), 1 << large
+            with recorder.make_scope("step", batch={key: weight, Text(key + "b"): weight}):
+                recorder.bind_innermost("l" * large)
+            del key, weight
+        gc.collect()
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(recorder.spans()) == 9
+    assert [one() for one in held] == [None] * len(held)
+    assert kept_bytes < large // 10
+    assert {name for name, kept in attributes(recorder)["scope"].items()} == {"text", "n" * 253 + "...", "l"}
+    assert len(attributes(recorder)["many"]) == ATTRIBUTE_LIMIT
+    assert set(attributes(recorder)["step"]) == {BATCH_KEYS, KEY}

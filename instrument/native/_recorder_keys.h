@@ -109,10 +109,15 @@ told_weights(PyObject *weights, Py_ssize_t count, int *asked)
         return NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *weight = PyList_GET_ITEM(weights, i);
-        if (!PyLong_CheckExact(weight) && !PyFloat_CheckExact(weight)) {
+        int overflow = 0;
+        if (PyLong_CheckExact(weight))
+            (void)PyLong_AsLongLongAndOverflow(weight, &overflow);
+        else if (!PyFloat_CheckExact(weight)) {
             *asked |= PyNumber_Check(weight); /* a number of another kind, as numpy's are */
             return NULL;
         }
+        if (overflow)
+            return NULL;
     }
     return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
 }

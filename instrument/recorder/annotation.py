@@ -65,6 +65,30 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
     return kept
 
 
+def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
+    """What a span keeps of the attributes that its scope begins with; plain ones, as most are, at once."""
+    if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
+        for name, value in attributes.items():
+            kind = type(value)
+            if type(name) is not str or not 0 < len(name) <= VALUE_LIMIT:
+                break
+            if kind is str and len(cast(str, value)) <= VALUE_LIMIT:
+                continue
+            if kind is int and -(2**63) <= cast(int, value) < 2**63:
+                continue
+            if kind is not float and kind is not bool:
+                break
+        else:
+            return cast("dict[str, AttributeValue]", dict(attributes))
+    kept = checked(attributes, {}, complain)
+    for name in list(kept)[ATTRIBUTE_LIMIT:]:
+        complain(
+            "attributes beyond the limit of a span", f"asked for attribute {name:.60}; a span has {ATTRIBUTE_LIMIT}"
+        )
+        del kept[name]
+    return kept
+
+
 def key_text(value: object) -> str:
     """A key as text of at most `KEY_LIMIT` characters; "" of what is none: None, a bool, a float, a container.
 
@@ -114,18 +138,17 @@ _is_uuid: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_uuid)
 
 def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
     """Weights as Python's own numbers; None where something among them is no number, such as an array's item on a
-    device, for which one would have to wait."""
+    device, for which one would have to wait, or is a whole one beyond 64 bits."""
     kinds = set(map(type, found))
-    if kinds <= {int, float}:
-        return tuple(cast("Sequence[int | float]", found))
     if bool in kinds or not all(issubclass(kind, numbers.Real) for kind in kinds):
         return None
     try:
-        return tuple(
+        told = tuple(
             int(one) if issubclass(type(one), numbers.Integral) else float(one) for one in cast("Sequence[Any]", found)
         )
     except Exception:  # of a number of the service's own
         return None
+    return told if all(type(one) is float or -(2**63) <= one < 2**63 for one in told) else None
 
 
 def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:

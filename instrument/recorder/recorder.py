@@ -166,7 +166,7 @@ class _Recording(Renaming, Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        own: dict[Any, Any] | None = dict(attributes) if attributes else None
+        own: dict[Any, Any] | None = annotation.of_scope(attributes, self._complain) if attributes else None
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
