@@ -1,21 +1,25 @@
-"""In which order an agent hears what processes say, however late it comes to it."""
+"""What an agent hears and sees of processes, in which order, however late it comes to it."""
 
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from instrument import clock
+from instrument.agent import journal, runs
+from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
 from instrument.agent.peer import Connection
-from instrument.agent.processes import GOODBYE, Process
+from instrument.agent.processes import GOODBYE, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
@@ -23,11 +27,11 @@ from instrument.runtime import packets, run_folder
 class Agent:
     """Runs and their loop, which turns when it is told to, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, says: Callable[[str], object] | None = None) -> None:
         self.path = folder / run_folder.SOCKET
         self.heard: list[packets.Message] = []
         self.loop = EventLoop(run_folder.listen(self.path), self._heard, self._dropped, None)
-        self.runs = Runs(self.loop, folder, None, folder, None, lambda: None)
+        self.runs = Runs(self.loop, folder, None, folder, says, lambda: None)
 
     def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
         self.heard.append(message)
@@ -50,6 +54,11 @@ class Agent:
         self.loop.after(0, lambda: None)  # so that it waits for nothing
         self.loop.turn()
 
+    def close(self) -> None:
+        self.loop.drop_all()
+        self.runs.close()
+        self.loop.close()
+
     def caller(self) -> socket.socket:
         """A new connection."""
         sock = socket.socket(packets.FAMILY, packets.KIND)
@@ -62,9 +71,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.chdir(tmp_path)
     found = Agent(Path())  # short: a socket's path has an end
     yield found
-    found.loop.drop_all()
-    found.runs.close()
-    found.loop.close()
+    found.close()
 
 
 def facts(run: str) -> dict[str, Any]:
@@ -132,3 +139,53 @@ def test_a_process_says_goodbye_before_it_joins_for_its_next_session(agent: Agen
             assert now.lives
             assert now.connection is not None
     os.close(memory)
+
+
+def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "AGAIN_S", 0.01)
+    monkeypatch.setattr(runs, "STATUS_S", 0.01)
+    with subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL) as other:
+        started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+        known = Process(
+            run=Run("one"), pid=other.pid, started=started, facts={"run": "one", "service": "shop"}, joined_ns=0,
+            exit_fd=exit_fd_of(other.pid, started),
+        )  # fmt: skip
+        journal.note(Path(), known)
+        known.release()
+        said: list[str] = []
+        agent = Agent(Path(), said.append)
+        for _ in range(3):
+            agent.turn()
+        assert said == agent.processes == []
+        other.kill()
+    end = time.monotonic() + 240
+    while not said and time.monotonic() < end:
+        agent.turn()
+    agent.close()
+    assert said[0].startswith(f"instrument: process {other.pid} of shop ended without a goodbye")
+
+
+def test_who_was_hung_up_on_is_told_so_also_while_the_agent_has_a_recording_read() -> None:
+    selector = selectors.DefaultSelector()
+    jobs = Jobs(selector)
+    ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    selector.register(ours, selectors.EVENT_READ)
+    wait, go_on = os.pipe()
+    answers: list[Any] = []
+    jobs.start(lambda: {"read": os.read(wait, 1).decode()}, answers.append)
+    selector.unregister(ours)
+    ours.close()
+    theirs.settimeout(240)
+    assert theirs.recv(1) == b""
+    os.write(go_on, b".")
+    while not answers:
+        for key, _ in selector.select():
+            key.data(key.fd)
+    assert answers == [{"read": "."}]
+    for descriptor in (wait, go_on):
+        os.close(descriptor)
+    theirs.close()
+    selector.close()

@@ -59,12 +59,41 @@ class Jobs:
         while self._waiting and len(self._running) < AT_ONCE:
             job, then, limit_s = self._waiting.popleft()
             try:
-                child = _begun(job, then, limit_s)
+                child = self._begun(job, then, limit_s)
             except OSError as error:
                 then({"error": f"no process could be made: {error.strerror}"})
                 continue
             self._running[child.read_fd] = child
             self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
+
+    def _begun(self, job: Job, then: Callable[[Answer], object], limit_s: int) -> _Child:
+        read_fd, write_fd = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_fd)
+            os.close(write_fd)
+            raise
+        if pid:
+            os.close(write_fd)
+            return _Child(pid, read_fd, then)
+        code = 1
+        try:
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(limit_s)
+            os.environ["OPENBLAS_NUM_THREADS"] = "1"
+            try:
+                answer = job()
+            except BaseException as problem:
+                answer = {"error": f"{type(problem).__name__}: {problem!s:.500}"}
+            data = memoryview(json.dumps(answer).encode())
+            while data:
+                data = data[os.write(write_fd, data) :]
+            code = 0
+        finally:
+            os._exit(code)
 
     def _read(self, descriptor: int) -> None:
         child = self._running[descriptor]
@@ -95,34 +124,6 @@ class Jobs:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _begun(job: Job, then: Callable[[Answer], object], limit_s: int) -> _Child:
-    read_fd, write_fd = os.pipe()
-    try:
-        pid = os.fork()
-    except OSError:
-        os.close(read_fd)
-        os.close(write_fd)
-        raise
-    if pid:
-        os.close(write_fd)
-        return _Child(pid, read_fd, then)
-    code = 1
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit_s)
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        try:
-            answer = job()
-        except BaseException as problem:
-            answer = {"error": f"{type(problem).__name__}: {problem!s:.500}"}
-        data = memoryview(json.dumps(answer).encode())
-        while data:
-            data = data[os.write(write_fd, data) :]
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def _result(received: bytearray, status: int) -> Answer:

@@ -38,7 +38,7 @@ def forget(folder: Path, process: Process) -> None:
 def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
     """The processes that have ended while nobody was there to see it, each as one that lives until that is said.
 
-    `run_of` is the run of a name.
+    `run_of` is the run of a name. Those that have joined since are not among them: their ends are seen.
     """
     found = []
     for path in sorted(folder.glob(f"*{run_folder.NOTE_SUFFIX}")):
@@ -47,7 +47,7 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
             run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
             pid, started = int(facts["pid"]), int(facts["started"])
             process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
-            if process.has_exited():
+            if run.living_as(pid, started) is None and process.has_exited():
                 process.has_recorded = True
                 process.memory = _file_of(facts.get("memory"))
                 run.processes.append(process)

@@ -169,7 +169,7 @@ class Runs:
         return [memory] if memory >= 0 else []
 
     def _take_over(self) -> None:
-        """Tell of the processes that have ended since an agent before this one did."""
+        """Tell of the processes that have ended since an agent before this one did, and have not joined this one."""
         for process in journal.missed(self._folder, self._run_of):
             self._loop.attempt(partial(self.exports.add_missed, process))
             self._vanished(process)
@@ -428,8 +428,9 @@ class Runs:
             self._say(run, departure.nobody_joined(run.first, START_S))
 
     def _look_again(self) -> None:
-        """Whether a run is over without anything having said so."""
+        """Whether a process has ended, or a run is over, without anything having said so."""
         self._loop.after(AGAIN_S, self._look_again)
+        self._take_over()
         for run in self:
             for process in run.living():
                 if process.exit_fd < 0 and process.connection is None and process.has_exited() is not False:
