@@ -147,10 +147,9 @@ def test_what_a_killed_process_had_of_a_device_is_sent_and_what_had_not_come_is_
     service = begin_with_file(f"""{SERVICE}
 for _ in range(5):
     serve(5)
-time.sleep(0.2)
+assert instrument.flush(60).complete  # their device times have come
 torch.work(60_000 * MS)
 serve(5)
-time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     assert service.wait(60) == -signal.SIGKILL

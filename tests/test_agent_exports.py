@@ -79,11 +79,19 @@ def exporters() -> list[int]:
     return children_of(os.getpid())
 
 
+def stop(child: int) -> None:
+    """Have a child do nothing from now on, until it is continued."""
+    os.kill(child, signal.SIGSTOP)
+    while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+
+
 def test_an_exporter_that_hears_nothing_for_long_has_another_one_in_its_place(table: Table) -> None:
     before = set(exporters())
-    process = table.add()
+    table.add()
     (child,) = set(exporters()) - before
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
+    process = table.add()
     for _ in range(3000):
         table.exports.note_ended(process)
     process.ended_ns = 1
@@ -93,9 +101,10 @@ def test_an_exporter_that_hears_nothing_for_long_has_another_one_in_its_place(ta
 
 def test_an_exporter_that_is_asked_to_send_without_an_end_stays(table: Table) -> None:
     before = set(exporters())
-    process = table.add()
+    table.add()
     (child,) = set(exporters()) - before
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
+    process = table.add()
     for _ in range(3000):
         table.exports.flush(process)
     os.kill(child, signal.SIGCONT)
@@ -113,7 +122,7 @@ def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: T
     process = table.add(memory=copied(recorder))
     (child,) = set(exporters()) - before
     until_taken(process.memory)
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     os.ftruncate(process.memory, 0)
     table.exports.flush(process)
     os.kill(child, signal.SIGCONT)
@@ -130,7 +139,7 @@ def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, ma
     before = set(exporters())
     table.add()
     (child,) = set(exporters()) - before
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     process = table.add(memory=copied(recorder))
     process.ended_ns = 1
     lives = table.add(memory=copied(recorder))
@@ -150,7 +159,7 @@ def test_a_process_killed_before_the_exporter_let_go_of_it_is_exported_or_counte
     before = set(exporters())
     table.add()
     (child,) = set(exporters()) - before
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     process = table.add(memory=copied(recorder))  # which says nothing of how it is to be exported
     table.exports.release(process)
     process.ended_ns, process.how = 1, VANISHED

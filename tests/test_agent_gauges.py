@@ -117,6 +117,7 @@ def test_beside_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cu
             if "host" in profile:
                 do(service, "until(samples)")
             do(service, "time.sleep(0.3)")
+            do(service, f"until(lambda: len(os.listdir('/proc/self/task')) == {1 + len(expected)})")
             found = do(service, "print(json.dumps([threads(), len(os.listdir('/proc/self/task'))]))")
             assert json.loads(found) == [expected, 1 + len(expected)]
             end(service)
