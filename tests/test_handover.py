@@ -222,6 +222,17 @@ def test_a_session_exports_at_its_end_what_the_agent_has_let_go_of(collector: Co
     assert Counter(collector.taken) == {"serve": 2}
 
 
+def test_what_a_session_that_has_taken_over_could_not_send_is_told_after_its_end(agent: socket.socket) -> None:
+    with collecting(refuse_with(404)) as server:
+        session = begin(server)
+        place = taken()
+        serve(2)
+        write(place, seen=0, failed=5)
+        place.close()
+        instrument.stop()
+    assert session.losses() == {"spans failed by the OTLP export": 7}
+
+
 def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
     collector: Collector, listener: socket.socket
 ) -> None:

@@ -327,7 +327,10 @@ class Handover:
                 return
             try:
                 if standing is not None and self._exporter is not None and self.is_own:
-                    self._written.update(self._write(place, self._exporter, standing, is_told=True))
+                    own = self._write(place, self._exporter, standing, is_told=True)
+                    self._written.update(own)
+                    for fate, count in own.items():  # what is written is of both, and told without its own
+                        self._fates[fate] += count
             finally:
                 place.close()
 
