@@ -14,6 +14,8 @@ import pytest
 import yaml
 from test_agent import ASK, INSTRUMENT, PROFILE, agents, begin, done_by, folder, processes, until
 
+from instrument.cli import main
+from instrument.recording import memory, memory_layout
 from instrument.runtime import run_folder
 from instrument.trace import file
 
@@ -225,12 +227,27 @@ def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) 
     by_pid = {int(Path(path).name.partition("-")[0]): said for path, said in told.items()}
     assert ended.pid not in by_pid  # it has taken its own away
     assert by_pid[lives.pid] == f"process {lives.pid} runs"
-    assert re.search(r"it died in request `POST /generate`, [\d.]+ [mun]?s after it began; saved", by_pid[killed.pid])
+    told_of = by_pid[killed.pid]
+    assert re.search(r"it died in request `POST /generate`, at least [\d.]+ [mun]?s after it began; saved", told_of)
     left = sorted(path.name.partition("-")[0] + path.suffix for path in Path("rings").iterdir())
     assert f"{killed.pid}.npz" in left
     assert f"{killed.pid}.recording" not in left
     empty = subprocess.run([*INSTRUMENT, "recover", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (empty.returncode, "found no file" in empty.stderr) == (2, True)
+
+
+def test_recover_leaves_what_processes_of_other_containers_record_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = memory.make(1 << 16, str(tmp_path))
+    try:
+        other = Path(made.path).rename(tmp_path / "1-77.recording")  # the number and begin that it has in there
+        os.pwrite(made.fd, (1).to_bytes(4, "little"), memory_layout.HEADER.fields["pid"][0])
+        assert main(["recover", str(tmp_path), "--remove"]) == 0
+    finally:
+        os.close(made.fd)
+    assert capsys.readouterr().out == f"{other}: process 1 runs\n"
+    assert other.exists()
 
 
 def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:

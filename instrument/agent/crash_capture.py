@@ -37,9 +37,9 @@ def capture(
 ) -> Mapping[str, Any]:
     """Save what a recording in memory holds, that which ended before `since_ns` left out.
 
-    Where `how` is given its process has gone, in that way, at `end_ns` as far as is known; what was open then is told
-    in the file and in the answer, under `died`. What it `said` of costs and losses as it left is told, too.
-    Raises `TraceError` for what is no sound recording.
+    Where `how` is given its process has gone, in that way, at `end_ns`, or after all that it recorded where that is not
+    known; what was open then is told in the file and in the answer, under `died`. What it `said` of costs and losses as
+    it left is told, too. Raises `TraceError` for what is no sound recording.
     """
     from dataclasses import replace
 
@@ -52,7 +52,8 @@ def capture(
         saved = saved_of(mapped, since_ns, end_ns)
         facts, died = saved.facts, ""
         if how:
-            died = death_of(mapped.open_spans(), saved.facts.end_ns, how, newest_errors(saved.columns))
+            least = "at least " if end_ns is None else ""
+            died = death_of(mapped.open_spans(), saved.facts.end_ns, how, newest_errors(saved.columns), least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         file.write(path, saved.columns, _with(facts, said or {}), saved.tally)
@@ -104,11 +105,16 @@ def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
 
 
 def death_of(
-    open_spans: Sequence[OpenSpan], end_ns: int, how: str, errors: Mapping[int, tuple[str, str]] | None = None
+    open_spans: Sequence[OpenSpan],
+    end_ns: int,
+    how: str,
+    errors: Mapping[int, tuple[str, str]] | None = None,
+    least: str = "",
 ) -> str:
     """How a process ended and in the middle of what: the spans that had not ended, by request, the newest first.
 
-    `errors` are those of spans that had ended, by the ids of their roots: that of the first request is told.
+    `errors` are those of spans that had ended, by the ids of their roots: that of the first request is told. `least` is
+    put before each age: a process that hangs records nothing, so that its end may be long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -116,13 +122,13 @@ def death_of(
     if not by_root:
         return f"{how}; no span was open"
     first, *others = sorted(by_root.values(), key=lambda its: -its[-1].start_ns)
-    told = [_in_short(its, end_ns) for its in others[:REQUESTS_TOLD]]
+    told = [_in_short(its, end_ns, least) for its in others[:REQUESTS_TOLD]]
     more = len(others) - REQUESTS_TOLD
     told += [f"{more} more"] if more > 0 else []
     also = f"; {len(others)} more {'was' if len(others) == 1 else 'were'} open: {', '.join(told)}" if told else ""
     error, where = (errors or {}).get(first[0].root_id, ("", ""))
     failed = f"; `{where}` in it had failed with `{error}`" if error else ""
-    return f"{how}: it died in {_within(first, end_ns)}{failed}{also}"
+    return f"{how}: it died in {_within(first, end_ns, least)}{failed}{also}"
 
 
 def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
@@ -130,11 +136,12 @@ def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
-def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
+def _within(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _ends(spans)
     kind = "request " if first.site.kind == "request" else ""
     inner = "" if last is first else f"`{last.site.name}`{bearing(last)} of "
-    return f"{inner}{kind}`{first.site.name}`{bearing(first)}, {_length(end_ns - first.start_ns)} after it began"
+    age = f"{least}{_length(end_ns - first.start_ns)}"
+    return f"{inner}{kind}`{first.site.name}`{bearing(first)}, {age} after it began"
 
 
 def bearing(span: OpenSpan) -> str:
@@ -145,10 +152,10 @@ def bearing(span: OpenSpan) -> str:
     return f" ({', '.join([*told[:ATTRIBUTES_TOLD], *more])})" if told else ""
 
 
-def _in_short(spans: Sequence[OpenSpan], end_ns: int) -> str:
+def _in_short(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _ends(spans)
     inner = "" if last is first else f", in `{last.site.name}`"
-    return f"`{first.site.name}` ({_length(end_ns - first.start_ns)}{inner})"
+    return f"`{first.site.name}` ({least}{_length(end_ns - first.start_ns)}{inner})"
 
 
 def _length(time_ns: int) -> str:

@@ -7,11 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from instrument import clock
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError, TraceError
-
-SUFFIX = ".recording"
+from instrument.recording import memory
 
 
 def add(verbs: Verbs) -> None:
@@ -30,11 +28,11 @@ def add(verbs: Verbs) -> None:
 def recover(options: argparse.Namespace, host: list[str]) -> int:
     """Save them, and print what became of each file. Returns the exit code: 2 where one could not be read."""
     try:
-        files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == SUFFIX)
+        files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
         raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}") from error
     if not files:
-        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {SUFFIX}")
+        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {memory.SUFFIX}")
     failed = False
     for path in files:
         try:
@@ -60,8 +58,7 @@ def _recovered(path: Path) -> tuple[str, bool]:
             header = mapped.header
         finally:
             mapped.close()
-        stat = Path(f"/proc/{header.pid}/stat")
-        if header.boot_id == clock.boot_id() and header.started and clock.start_ticks(stat) == header.started:
+        if memory.is_alive(path):
             return f"process {header.pid} runs", False
         if header.state == "goodbye":
             return f"process {header.pid} has ended in order", True
