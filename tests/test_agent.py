@@ -777,8 +777,11 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
 def test_a_run_is_switched_off_and_on_and_every_process_answers(service: subprocess.Popen[str]) -> None:
     assert command("off") == f"{service.pid}: does not record\n"
     serve_one(service)
+    assert command("ps").split().count("off") == 1
+    assert ": 1 process, 1 switched off, " in command("live", "--once")
     assert json.loads(command("live", "--once", "--json"))["endpoints"][0]["requests"] == 100
     assert command("on") == f"{service.pid}: records\n"
+    assert ": 1 process, 1 request in flight" in command("live", "--once")
     serve_one(service)
     assert json.loads(command("live", "--once", "--json"))["endpoints"][0]["requests"] == 101
 
@@ -788,6 +791,7 @@ def test_reload_goes_by_the_agent_and_every_process_answers(service: subprocess.
     told = command("reload")
     assert told.startswith(f"{service.pid}: generation 2 (")
     assert "undone engine:hang" in told
+    assert f"  {told.split('generation ')[1].partition(';')[0]}  " in command("ps")
     Path("profile.yaml").write_text("functions: nonsense")
     done = done_by("reload")
     assert done.returncode == 2

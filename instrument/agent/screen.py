@@ -99,9 +99,10 @@ class Screen:
 
     def lines(self) -> list[str]:
         """As text, each table bounded to `ROWS`."""
-        living = [one for one in self.processes if one.state == "running"]
+        living = [one for one in self.processes if one.state in ("running", "off")]
+        off = sum(one.state == "off" for one in living)
         lines = [
-            f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, "
+            f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
             f"{_count(len(self.in_flight), 'request')} in flight; "
             f"rates and shares of {number(self.window_ns / 1e9)} s",
             "",
@@ -219,6 +220,7 @@ class _Seen:
         try:
             header = mapped.header
             self.state, self.generation, self.begun_ns = header.state, header.generation, header.begun_ns
+            self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.counted: Counted = {}
             self.calls = 0
@@ -236,6 +238,7 @@ class _Seen:
 
 def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
     facts = member.facts
+    origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
     state = facts["how"] or ("idle" if seen is None else seen.state)
     up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
     calls, call_ns = (0 if seen is None else seen.calls), float(facts.get("call_ns") or 0.0)
@@ -243,8 +246,8 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
         pid=member.pid,
         service=str(facts["service"]),
         state=state,
-        generation=int(facts["generation"] or 0),
-        digest=str(facts["digest"]),
+        generation=origin["generation"] if isinstance(origin["generation"], int) else 0,
+        digest=str(origin["digest"])[:64],
         up_ns=up_ns,
         calls=calls,
         cost_ratio=share(calls * call_ns, up_ns),

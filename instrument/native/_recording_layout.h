@@ -36,7 +36,7 @@ typedef struct {
     uint64_t unseen; /* what found no room here, and lies where nobody outside sees it */
 } part_t;
 
-enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED };
+enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED, STATE_OFF };
 
 /* What is counted beside the spans. */
 typedef struct {

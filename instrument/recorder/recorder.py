@@ -31,7 +31,7 @@ from instrument.recorder.renaming import Renaming
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.recorder.stepped import Stepped
 from instrument.recorder.thread_names import thread_name
-from instrument.recording.memory_layout import GOODBYE, PARTS, RUNNING
+from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, link_of
 from instrument.recording.rows import STREAM
@@ -99,6 +99,7 @@ class _Recording(Renaming, Readback):
         self._memory_bytes = self._disk_bytes = 0
         self._facts: Mapping[str, Any] = {}
         self._begun_ns = 0
+        self._is_off = False
         self._shapes_noted = 0
         # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
         self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
@@ -261,7 +262,7 @@ class _Recording(Renaming, Readback):
             except (OSError, ValueError) as problem:
                 self.no_memory = str(problem)
         self.reset(ring_bytes)
-        self._begun_ns = time.monotonic_ns()
+        self._begun_ns, self._is_off = time.monotonic_ns(), False
         self.tell(facts)
 
     @property
@@ -275,7 +276,16 @@ class _Recording(Renaming, Readback):
         if self._memory_head is not None:
             from instrument.recording import memory
 
-            memory.say_whose(self._memory_head, RUNNING, {**facts, "begun_ns": self._begun_ns})
+            state = OFF if self._is_off else RUNNING
+            memory.say_whose(self._memory_head, state, {**facts, "begun_ns": self._begun_ns})
+
+    def switch(self, *, on: bool) -> None:
+        """Record from now on, or not; others are told so."""
+        self.on, self._is_off = on, not on
+        if self._memory_head is not None:
+            from instrument.recording import memory
+
+            memory.say_switched(self._memory_head, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Where a part of the recording lies that Python writes; None where nobody else can read what is recorded."""

@@ -56,7 +56,7 @@ TRIES = 3
 READINGS = 10
 """How often totals are read again that changed hands meanwhile, as a thread's do that has ended."""
 
-STATES = ("new", "running", "goodbye", "forked")
+STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:

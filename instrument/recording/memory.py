@@ -186,6 +186,13 @@ def say_state(view: memoryview, state: int) -> None:
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 
+def say_switched(view: memoryview, *, on: bool) -> None:
+    """Say that the session of a recording that has begun records, or does not: nothing where it has said goodbye."""
+    (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
+    if state in (layout.RUNNING, layout.OFF):
+        say_state(view, layout.RUNNING if on else layout.OFF)
+
+
 def start_ticks(pid: str = "self") -> int:
     """When a process began, in clock ticks since the boot; 0 unknown. Numbers of processes are given again."""
     _, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")

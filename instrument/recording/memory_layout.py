@@ -22,8 +22,9 @@ DETAIL_BLOCK_BYTES = 64 << 10
 CHUNKS = 60
 """Of 64 buckets each: what a histogram is in."""
 
-NEW, RUNNING, GOODBYE, FORKED = range(4)
-"""States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own."""
+NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
+"""States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own;
+a session runs that was told to stop recording."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",

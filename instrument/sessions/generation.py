@@ -279,7 +279,7 @@ class Generations:
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
-            RECORDER.on = request.records and not self._has_ended()
+            RECORDER.switch(on=request.records and not self._has_ended())
             return {**facts, "generation": session.generation, "records": RECORDER.on}
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():

@@ -184,12 +184,12 @@ def enable() -> None:
     if OFF:
         return
     session()
-    RECORDER.on = True
+    RECORDER.switch(on=True)
 
 
 def disable() -> None:
     """Stop recording without undoing anything: each probe costs one branch from now on."""
-    RECORDER.on = False
+    RECORDER.switch(on=False)
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
