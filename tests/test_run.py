@@ -14,9 +14,11 @@ import pytest
 
 import instrument
 from instrument import chrome
+from instrument.cli import run_verb
 from instrument.instrumentors.verdict import Verdict, without_others
 from instrument.profile.keys import loads
 from instrument.recording import board
+from instrument.sessions import files
 
 ENGINE = "def step(x): return x + 1\n"
 API = "def handle(x): return x\n"
@@ -149,6 +151,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         print(child.pid, child.stdout.readline())
         import time, os
         from instrument.recording import board
+from instrument.sessions import files
         end = time.monotonic() + 240
         while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
             time.sleep(0.01)
@@ -298,3 +301,9 @@ def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
     session = instrument.start(loads(text, environ={}))
     assert session is not None
     assert (session._threads.own is not None) == bool(text)
+
+
+def test_a_run_within_another_of_the_same_process_is_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = files.new_run()
+    monkeypatch.setenv(files.RUN_VARIABLE, outer)
+    assert run_verb._new_run() != outer

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
-    environ[files.RUN_VARIABLE] = name = files.new_run()
+    environ[files.RUN_VARIABLE] = name = _new_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -74,6 +75,13 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if listener is not None:
         _begin_agent(listener, name, environ)
     return _become(words, environ)
+
+
+def _new_run() -> str:
+    """What this run is called: not as the one that it is within, which this very process may have begun just now."""
+    while (name := files.new_run()) == os.environ.get(files.RUN_VARIABLE):
+        time.sleep(0.05)
+    return name
 
 
 def _become(words: list[str], environ: dict[str, str]) -> NoReturn:
