@@ -91,6 +91,16 @@ def test_a_request_is_found_by_its_key_or_the_number_of_its_span() -> None:
         life_of("9" * 5000)
 
 
+def test_of_several_requests_of_one_key_the_longest_is_told_and_the_others_are_named() -> None:
+    chat = Site("POST /chat", "request")
+    spans = [
+        made(number, chat, 100 * number, 100 * number + lasts, key="a") for number, lasts in ((1, 20), (2, 90), (3, 50))
+    ]
+    told = text_of(life_of("a", spans))
+    assert "span 2\nThe longest of 3 requests of that key; the others are spans 3, 1\n" in told
+    assert "requests of that key" not in text_of(life_of("3", spans))
+
+
 def test_a_thousand_batches_are_one_line() -> None:
     spans = [made(1, Site("POST /chat", "request"), 0, 20_000, key="a")]
     spans += [made(n + 2, STEP, 100 + 15 * n, 110 + 15 * n, thread=ENGINE, batch=["a", "z"]) for n in range(1000)]

@@ -76,11 +76,13 @@ class Turn:
 class RequestLife:
     """A request by its `keys` and endpoint: `parts`, which add up to the wall, what made it slow, and its turns.
 
-    `device_own_ns` is the device time of its own work, `device_shared_ns` its shares of that of batches.
+    `namesakes` are the spans of other requests of the key that was asked for. `device_own_ns` is the device time of its
+    own work, `device_shared_ns` its shares of that of batches.
     """
 
     name: str
     keys: tuple[str, ...]
+    namesakes: tuple[int, ...]
     span_id: int
     begin_ns: int
     wall_ns: int
@@ -100,7 +102,13 @@ class RequestLife:
         name = shorten(safe(self.name) or "(no name)", LINE // 2)
         at = f"{compact(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
         lines = [*title("Request Report"), *wrapped(f"{name}: {four_digits(self.wall_ns, unit)} {unit}{error}{keys}")]
-        lines += [f"Began {at}", "", *section_title("Where the time went")]
+        lines.append(f"Began {at}")
+        if self.namesakes:
+            spans = ", ".join(map(str, self.namesakes[:FEW]))
+            lines += wrapped(
+                f"The longest of {len(self.namesakes) + 1} requests of that key; the others are spans {spans}"
+            )
+        lines += ["", *section_title("Where the time went")]
         width = max(map(len, self.parts), default=0) + 2
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
             ratio = share(time_ns, self.wall_ns)
@@ -136,7 +144,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     Raises `TraceError` where there is none.
     """
     trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    place = place_of_request(trace, joined, asked)
+    place, *others = places_of_request(trace, joined, asked)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
@@ -148,6 +156,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),
+        namesakes=tuple(trace.span_id[joined.rows[others]].tolist()),
         span_id=int(trace.span_id[row]),
         begin_ns=begin_ns - recording.facts.start_ns,
         wall_ns=int(trace.total_ns[row]),
@@ -161,8 +170,8 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     )
 
 
-def place_of_request(trace: Trace, joined: Joined, asked: str) -> int:
-    """The place of the request of a key, or of the span of that number; of several with one key, the longest.
+def places_of_request(trace: Trace, joined: Joined, asked: str) -> list[int]:
+    """The place of the request of a key, or of the span of that number; of several with one key, the longest first.
 
     Raises `TraceError` where there is none.
     """
@@ -171,7 +180,7 @@ def place_of_request(trace: Trace, joined: Joined, asked: str) -> int:
         rows = np.flatnonzero(trace.span_id[joined.rows] == int(asked))
         by_key = rows.tolist()
     if by_key:
-        return max(by_key, key=lambda place: int(trace.total_ns[joined.rows[place]]))
+        return sorted(by_key, key=lambda place: -int(trace.total_ns[joined.rows[place]]))
     keys = [key for its in joined.keys.values() for key in its]
     near = nearest(asked, keys)
     hint = f"; nearest is {near!r}" if near else ""

@@ -19,7 +19,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_times import IN_ORDER
 from instrument.report.page.varints import column_text, steps_text
-from instrument.report.request_life import place_of_request
+from instrument.report.request_life import places_of_request
 from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
@@ -113,7 +113,7 @@ class KeptSpans:
             raise TraceError(
                 f"asked for the request {wanted!r:.80}, found no request in the trace; leave --request out"
             )
-        return place_of_request(self._trace, self._recording.once(joined_requests), wanted)
+        return places_of_request(self._trace, self._recording.once(joined_requests), wanted)[0]
 
     # Which spans
 
