@@ -101,6 +101,18 @@ def test_of_several_requests_of_one_key_the_longest_is_told_and_the_others_are_n
     assert "requests of that key" not in text_of(life_of("3", spans))
 
 
+def test_shares_of_a_batch_that_has_several_turns_add_up_to_those_of_the_ledger() -> None:
+    spans = [
+        made(1, Site("POST /chat", "request"), 0, 1000, key="a"),
+        made(2, STEP, 100, 500, thread=ENGINE, batch=["a", "z"]),
+    ]
+    spans += [made(3 + n, Site("detokenise", "phase"), 150 + 100 * n, 167 + 100 * n, parent=1) for n in range(3)]
+    life = life_of("a", spans)
+    shares = [(one.times, one.own_ns, one.length_ns) for one in life.turns if one.own_ns is not None]
+    assert [(times, length) for times, _, length in shares] == [(1, 50), (1, 83), (1, 83), (1, 133)]
+    assert sum(own or 0 for _, own, _ in shares) == life.parts["share of batches"] == 200
+
+
 def test_a_thousand_batches_are_one_line() -> None:
     spans = [made(1, Site("POST /chat", "request"), 0, 20_000, key="a")]
     spans += [made(n + 2, STEP, 100 + 15 * n, 110 + 15 * n, thread=ENGINE, batch=["a", "z"]) for n in range(1000)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -211,12 +211,13 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
     for together, run in groupby(moments, is_routine):
         its = list(run)
         groups += [its] if together and len(moments) > FEW else [[one] for one in its]
+    own_ns = _own_shares(found, moments)
     for its in groups:
         in_batches = [one for one in its if one.pair != NONE]
         first = max(in_batches or its, key=lambda one: one.end_ns - one.start_ns)
         own = size = None
         if in_batches:
-            own = sum(min(one.end_ns - one.start_ns, int(found.given_ns[one.pair])) for one in in_batches)
+            own = sum(own_ns[one] for one in in_batches)
             batches = served.batch[[one.pair for one in in_batches]]
             size = int((np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)).max())
         yield Turn(
@@ -224,9 +225,25 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
             name=name_of(first),
             begin_ns=its[0].start_ns - begin_ns,
             length_ns=its[-1].end_ns - its[0].start_ns,
-            times=max(1, len(in_batches)),
+            times=max(1, len({one.pair for one in in_batches})),
             own_ns=own,
             size=size,
             in_batches_ns=sum(one.end_ns - one.start_ns for one in in_batches),
             thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
         )
+
+
+def _own_shares(found: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
+    """Of each turn in a batch the request's own share. A batch may have several turns, which have equal parts of what
+    the request is given of it, so that all add up to what the ledger says."""
+    of_pairs: dict[int, list[Moment]] = {}
+    for one in moments:
+        if one.pair != NONE:
+            of_pairs.setdefault(one.pair, []).append(one)
+    shares: dict[Moment, int] = {}
+    for pair, its in of_pairs.items():
+        until = list(accumulate((one.end_ns - one.start_ns for one in its), initial=0))
+        own_ns = min(until[-1], int(found.given_ns[pair]))
+        for one, before, after in zip(its, until, until[1:], strict=False):
+            shares[one] = own_ns * after // until[-1] - own_ns * before // until[-1]
+    return shares
