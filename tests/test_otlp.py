@@ -51,7 +51,8 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
-from instrument.otlp.span_queue import Source
+from instrument.otlp.response import Response
+from instrument.otlp.span_queue import Source, SpanQueue
 from instrument.profile.model import Otlp
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Site
@@ -876,3 +877,21 @@ def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol:
     assert parent["service.instance.id"] == found["before"].resource["service.instance.id"]
     assert parent["service.instance.id"] != child["service.instance.id"]
     assert parent["process.pid"] != child["process.pid"]
+
+
+def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> None:
+    queue, source = SpanQueue(), Source(Ids(), ORIGIN, dict, dict)
+    for number in (1, 2):
+        queue.offer(tree(number), source)
+    queue.gather()
+    with queue.lock:
+        answered, pending = queue.take(), queue.take()
+        assert answered is not None
+        assert pending is not None
+        queue.settle_request([answered] * answered.size, Response(taken=True))
+        queue.is_closed = True
+        queue.give_up("stopped")
+        queue.settle_request([pending] * pending.size, Response(taken=True, rejected=1))
+    counts = queue.counts()
+    assert (counts["exported"], counts["failed"], counts["rejected"]) == (answered.size, pending.size, 0)
+    assert (counts["pending"], counts["pending_trees"], source.counts["pending"]) == (0, 0, 0)

@@ -159,12 +159,15 @@ class SpanQueue:
         outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
         source = owners[0].source
         source.counts[_SENDING] = 0
-        for tree, spans in Counter(owners).items():
+        # Who could not wait for the lock may have given some up already.
+        found = {tree: spans for tree, spans in Counter(owners).items() if tree in self._in_flight}
+        for tree, spans in found.items():
             self._settle(tree, spans, outcome)
         if outcome == _REJECTED:
+            taken = max(sum(found.values()) - verdict.rejected, 0)
             for counts in (self._counts, source.counts):
-                counts["rejected"] -= len(owners) - verdict.rejected
-                counts["exported"] += len(owners) - verdict.rejected
+                counts["rejected"] -= taken
+                counts["exported"] += taken
         self._counts["requests"] += 1
 
     def give_up(self, reason: str) -> None:
