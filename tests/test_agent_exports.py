@@ -172,6 +172,18 @@ def test_a_process_killed_before_the_exporter_let_go_of_it_is_exported_or_counte
     assert process in table.left
 
 
+def test_what_an_exporter_had_told_before_it_is_ended_is_heard(table: Table) -> None:
+    before = set(exporters())
+    table.add()
+    (child,) = set(exporters()) - before
+    with selectors.DefaultSelector() as told:
+        told.register(next(iter(table.selector.get_map().values())).fd, selectors.EVENT_READ)
+        assert told.select(240)
+    stop(child)
+    table.exports.stop()
+    assert table.exports.problem
+
+
 def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is_kept(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:

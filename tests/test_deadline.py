@@ -17,7 +17,7 @@ from otlp_collectors import Collector, collecting, swallow
 from test_agent import agents, children_of, folder, until
 from test_agent import begin as begin_run
 from test_agent_export import SERVICE, profile
-from test_handover import agent, begin, collector, serve
+from test_handover import agent, begin, collector, listener, serve
 
 from instrument.runtime import run_folder
 from instrument.sessions import deadline, session

@@ -104,13 +104,9 @@ class Child:
             self._has_told_all()
         self._watch(connection)
         try:
-            message, descriptors = connection.receive()
+            message = _next_of(connection)
         except BlockingIOError:
             return
-        except packets.PacketError:
-            message, descriptors = None, []
-        for descriptor in descriptors:
-            os.close(descriptor)
         if message is None:
             self.end()
             self._has_ended()
@@ -118,17 +114,34 @@ class Child:
             self._heard(message)
 
     def end(self) -> None:
-        """End it, whatever it is about, and reap it; one that hangs in a driver is left to that after a while."""
-        if self._connection is None:
+        """End it, whatever it is about, reap it, and hear what it said before.
+
+        One that hangs in a driver is left to that after a while.
+        """
+        connection, self._connection = self._connection, None
+        if connection is None:
             return
-        self._selector.unregister(self._connection.fileno())
-        self._connection.close()
-        self._connection = None
+        self._selector.unregister(connection.fileno())
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         until = time.monotonic() + REAP_S
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
             time.sleep(LOOK_S)
+        with suppress(BlockingIOError):  # it hangs in a driver
+            while (message := _next_of(connection)) is not None:
+                self._heard(message)
+        connection.close()
+
+
+def _next_of(connection: Connection) -> packets.Message | None:
+    """The next packet of a child, None where there is none. Raises `BlockingIOError` where one may yet come."""
+    try:
+        message, descriptors = connection.receive()
+    except packets.PacketError:
+        return None
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return message
 
 
 class AgentEnd:

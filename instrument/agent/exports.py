@@ -170,7 +170,6 @@ class Exports:
             self._says(f"instrument: {message['said']!s}")
         else:
             self._done(message)
-        self._changed()
 
     def _done(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
