@@ -251,6 +251,34 @@ def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
         assert (found.complete, found.exported) == (True, 2)
 
 
+def test_who_flushes_as_the_session_takes_the_export_over_waits_until_that_is_done(
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin(collector, rules="requests: auto")
+    exporter = session._exporter
+    assert exporter is not None
+    starts, may_start, start = threading.Event(), threading.Event(), exporter.start
+
+    def start_late() -> None:
+        starts.set()
+        may_start.wait(60)
+        start()
+
+    monkeypatch.setattr(exporter, "start", start_late)
+    serve(3)
+    taking = threading.Thread(target=session.handover.take_over)
+    taking.start()
+    assert starts.wait(60)
+    found: list[Any] = []
+    flushing = threading.Thread(target=lambda: found.append(session.flush(60)))
+    flushing.start()
+    flushing.join(0.1)
+    may_start.set()
+    flushing.join(120)
+    taking.join(120)
+    assert [(one.settled, one.exported) for one in found] == [(True, 3)]
+
+
 def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
     collector: Collector, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ class Exporting(Recorded):
         return is_readable and self._membership.is_heard()
 
     def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
+        self._start_exporter()  # before it is this one's to send: who flushes from then on waits for that
         with self._lock.held():
             until_ns = 0
             if self._is_read():
@@ -101,9 +102,15 @@ class Exporting(Recorded):
             if self._exporter is not None:
                 self._exporter.add_metrics(self._exporter.own)
                 self._go_on_telling(self._exporter.metrics, metered)
-        if self._exporter is not None and not self._stopped and self._threads.have_begun:
-            self._exporter.start()
+        if self._start_exporter():  # threads may have begun meanwhile
             self._threads.start()
+
+    def _start_exporter(self) -> bool:
+        """Start it where it would run if the session had exported from its begin; whether that is so."""
+        is_wanted = self._exporter is not None and not self._stopped and self._threads.have_begun
+        if self._exporter is not None and is_wanted:
+            self._exporter.start()
+        return is_wanted
 
     def _go_on_metering(self, metered: MeterState) -> int:
         """Go on with what another process has counted, and count what has ended since; tells until when that is."""
