@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from otlp_collectors import Handler, collecting, drip, swallow, take
 from test_agent import INSTRUMENT, agents, folder, until
 from test_agent_export import ENGINE, PROFILE, spans_of
+
+from instrument.runtime import run_folder
 
 __all__ = ["folder"]
 
@@ -126,3 +129,40 @@ def test_the_first_process_of_a_run_waits_for_an_agent_whose_collector_is_slow()
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         subprocess.run(command, check=True, timeout=60)
         assert len(server.taken) == spans_of(6000)
+
+
+PARENT = """
+import gc, os, time
+import engine
+
+if os.fork() == 0:
+    engine.serve(1)
+    open("ready", "w").close()
+    end = time.monotonic() + 100
+    while not os.path.exists("over") and time.monotonic() < end:
+        time.sleep(0.01)
+else:
+    gc.collect()
+    os.wait()
+"""
+
+
+def test_processes_whose_agent_was_killed_say_why_each_tells_of_itself_and_a_mere_parent_tells_nothing() -> None:
+    functions = 'functions: [{match: "engine:*"}]'
+    Path("engine.py").write_text(ENGINE)
+    Path("profile.yaml").write_text(
+        f"service: shop\n{functions}\nlimits: {{blocked: 100us}}\nrequests: auto\nexport: {{summary: {{to: stderr}}}}\n"
+    )
+    Path("main.py").write_text(PARENT)
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
+        until(Path("ready").exists)
+        (agent,) = agents()
+        os.kill(agent, signal.SIGKILL)
+        Path("over").touch()
+        _, told = service.communicate(timeout=60)
+    shutil.rmtree(run_folder.found()[0].parent)
+    assert service.returncode == 0, told
+    assert told.count("Summary of shop") == 1, told
+    assert f"Process: {service.pid}" not in told
+    assert "agent: that of the run has gone or hears nothing: each process of the run tells of" in told

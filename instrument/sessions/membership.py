@@ -159,8 +159,8 @@ class Membership:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print, or `late` where that was not there in time. It is {} where the process has nobody beside it, or the
-        agent is slow or gone.
+        to print, or `late` where that was not there in time, or `unheard` where the agent is slow or gone. It is {}
+        where the process has nobody beside it.
         """
         if not self.path:
             return {}
@@ -169,8 +169,10 @@ class Membership:
         if not self.tell(goodbye) and (self.join() or not self.tell(goodbye)):
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(Path(self.path).parent, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            return {}
+            return {"unheard": True}
         answer = {} if save is None else self._answer(ALIVE_S)
+        if answer is None:
+            answer = {"unheard": True}
         try:
             if save is not None and answer.get("save"):
                 save(str(answer["save"]))
@@ -181,11 +183,11 @@ class Membership:
         finally:
             self.close()
 
-    def _answer(self, wait_s: float) -> Mapping[str, Any]:
-        """The next answer to the goodbye."""
-        message = self.await_word("goodbye", wait_s) or {}
-        answer = message.get("goodbye")
-        return dict(answer) if isinstance(answer, dict) else {}
+    def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
+        """The next answer to the goodbye, None where none comes in time."""
+        message = self.await_word("goodbye", wait_s)
+        answer = message and message["goodbye"]
+        return dict(answer) if isinstance(answer, dict) else None
 
     def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
         """The next message that has that word; None where none comes in time. What comes before it can be `heard`."""

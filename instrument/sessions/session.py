@@ -25,6 +25,7 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.remote_parents import noted
+from instrument.recording.spans import COLLECTION
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
@@ -57,6 +58,9 @@ collector, and somebody to read the summary. Files are written to their end, how
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
 """What of that the waits before leave to the collector and all that follows, to the report of a run and to a summary
 without one."""
+
+
+UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
 
 
 class Session(Exporting):
@@ -378,8 +382,19 @@ class Session(Exporting):
             logger.warning("the report of the run was not there in time; its agent writes it once it is")
         elif answer.get("report"):
             self._saving.tell(wanted, str(answer["report"]), round(deadline.last_s() * 1e9))
-        elif tells:
+        elif tells and not self._has_little_to_tell():
+            if answer.get("unheard") and self.profile.agent != "off":
+                self.account.complain(UNHEARD, log=False)
             self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
+
+    def _has_little_to_tell(self) -> bool:
+        """Whether only collections of garbage were recorded here, and rules are at work in other processes of the run.
+
+        Such a one is a parent of workers, whose report would say that there was nothing to record.
+        """
+        rows = list(self.tally().rows())
+        others = board.marks() - marks_of(self.verdicts()) - {board.RECORDED}
+        return bool(rows and others) and all(row.path[-1] == COLLECTION for row in rows)
 
     def _at_exit(self) -> None:
         FAULTS.attempt("exit", self.stop)
