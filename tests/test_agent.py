@@ -242,6 +242,8 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert service.stdout.readline() == "worker has ended\n"
     ended = until(lambda: [one for one in processes() if one["how"] == "goodbye"])
     assert len(ended) == 1
+    found = {one["pid"]: one["calls"] for one in json.loads(command("ps", "--json"))["runs"][0]["processes"]}
+    assert found == {service.pid: 1, ended[0]["pid"]: None}  # they are in its report, not none
     _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
     assert errors.partition("Processes:")[2].count("in order") == 2

@@ -67,7 +67,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses."""
+    """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses.
+
+    Calls, cost and losses of one that has ended are in its report: None here.
+    """
 
     pid: int
     service: str
@@ -75,9 +78,9 @@ class ProcessNow:
     generation: int
     digest: str
     up_ns: int
-    calls: int
+    calls: int | None
     cost_ratio: float | None
-    lost: int
+    lost: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,9 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
     origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
     state = facts["how"] or ("idle" if seen is None else seen.state)
     up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
-    calls, call_ns = (0 if seen is None else seen.calls), float(facts.get("call_ns") or 0.0)
+    calls, lost, call_ns = None, None, float(facts.get("call_ns") or 0.0)
+    if not facts["how"]:
+        calls, lost = (0, 0) if seen is None else (seen.calls, sum(seen.losses.values()))
     return ProcessNow(
         pid=member.pid,
         service=str(facts["service"]),
@@ -250,8 +255,8 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
         digest=str(origin["digest"])[:64],
         up_ns=up_ns,
         calls=calls,
-        cost_ratio=share(calls * call_ns, up_ns),
-        lost=0 if seen is None else sum(seen.losses.values()),
+        cost_ratio=None if calls is None else share(calls * call_ns, up_ns),
+        lost=lost,
     )
 
 

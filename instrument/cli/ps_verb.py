@@ -39,7 +39,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
             [one.service, str(one.pid), one.state, compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
-             str(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", str(one.lost)]
+             _told(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", _told(one.lost)]
             for one in screen.processes
         ]  # fmt: skip
         header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
@@ -48,3 +48,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         for problem in screen.problems:
             print(safe(problem))
     return 0
+
+
+def _told(count: int | None) -> str:
+    return "-" if count is None else str(count)
