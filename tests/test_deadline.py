@@ -24,7 +24,7 @@ from instrument.sessions import deadline, session
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.membership import ALIVE_S, Membership
 
-__all__ = ["agent", "collector", "folder"]
+__all__ = ["agent", "collector", "folder", "listener"]
 
 
 def test_the_waits_of_an_end_take_no_longer_together_than_it_may(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from otlp_collectors import Collector, collecting, refuse_with, take
 from test_agent import INSTRUMENT, folder, until
-from test_handover import agent, taken
+from test_handover import agent, listener, taken
 
 import instrument
 from instrument import scope
@@ -29,7 +29,7 @@ from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session
 
-__all__ = ["agent", "folder"]
+__all__ = ["agent", "folder", "listener"]
 
 RULES = """
 functions:

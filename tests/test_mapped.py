@@ -15,7 +15,7 @@ import sysconfig
 import textwrap
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from fuzz_recordings import copied, look_at_all, used_of
 
 from instrument import native
 from instrument.agent.client import Member
+from instrument.agent.run_report import fold
 from instrument.agent.screen import Looker
 from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
@@ -530,6 +531,18 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         for number in ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "active_ns", "self_ns", "thread_id"):
             assert getattr(by_name[name], number) == getattr(ours[name], number), (name, number)
     assert loaded.origin.pid == os.getpid()
+
+
+def test_what_processes_noted_is_not_more_with_each_that_is_put_to_those_before(recorder: Any, tmp_path: Path) -> None:
+    with recorder.scope("request", kind="request"):
+        pass
+    saved, before = saved_of(read(recorder)), ""
+    for pid in range(1, 5):
+        origin = replace(saved.facts.origin, pid=pid, service="chat")
+        facts = replace(saved.facts, origin=origin, notes=[f"unseen: {pid % 2}"])
+        path = str(write(tmp_path / f"{pid}.npz", saved.columns, facts, saved.tally))
+        before = fold([path, *([before] if before else [])], str(tmp_path / f"before-{pid}.npz"))["path"]
+    assert sorted(load(Path(before)).facts.notes) == ["unseen: 0", "unseen: 1"]
 
 
 def test_a_recorder_that_goes_closes_its_memory(make_recorder: Any) -> None:

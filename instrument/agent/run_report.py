@@ -14,6 +14,9 @@ LONGEST_BYTES = 100_000
 
 PROCESSES_TOLD = 12
 
+NOTES_KEPT = 100
+"""Of what processes that ended long ago could not observe and the like."""
+
 LEFT_OUT = "spans of processes that ended long before the run"
 
 
@@ -61,12 +64,15 @@ def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
     from instrument.trace import file
     from instrument.trace.merge import merge
 
-    saved = merge([file.load(path) for path in paths]).saved
+    read = [file.load(path) for path in paths]
+    saved = merge(read).saved
+    # As they were said: named by process they would be more with each fold, and the names before them too.
+    notes = list(dict.fromkeys(note for one in read for note in one.facts.notes))[:NOTES_KEPT]
     left_out = len(saved.columns)
     losses = dict(saved.facts.losses)
     losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + left_out
     none = saved.columns.only(np.zeros(left_out, dtype=np.bool_))
-    file.write(into, none, replace(saved.facts, losses=losses), saved.counted())
+    file.write(into, none, replace(saved.facts, losses=losses, notes=notes), saved.counted())
     for path in map(Path, paths):
         if path.parent == Path(into).parent:
             path.unlink()
