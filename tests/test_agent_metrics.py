@@ -91,7 +91,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
             print("\\n".join(sorted(found)), flush=True)
         elif word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        print(word, instrument.session().handover.is_own, flush=True)
+        print(word, instrument.session().handover.is_here, flush=True)
     server.shutdown()
 """
 
