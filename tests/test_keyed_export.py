@@ -27,6 +27,7 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
+from instrument.sessions.keyed_export import KeyedExport
 from instrument.sessions.session import Session
 
 __all__ = ["agent", "folder", "listener"]
@@ -412,6 +413,28 @@ def test_where_the_recording_cannot_be_read_the_session_goes_on_by_its_rings(
     derived = Counter({name: ONCE[name] for (name,) in STAGES})
     assert names_of(collector) == ONCE + ONCE - derived
     assert session.losses() == {}
+
+
+def test_where_the_recording_cannot_be_gone_over_to_the_session_stays_at_its_rings(
+    collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}}}'
+    session = instrument.start(loads(f"capture: {{sample: 1}}\n{export}", environ={}))
+    assert session is not None
+    Path("shop.py").write_text(SHOP + IN_CODE)
+    with monkeypatch.context() as patched:
+        patched.setattr(KeyedExport, "begin", lambda *_, **__: 1 // 0)
+        shop.serve_all()
+        with pytest.raises(ZeroDivisionError):
+            session.flush(20)
+        FAULTS.clear()
+    shop.serve_all()
+    assert is_flushed(session)
+    assert session.handover.is_own
+    assert names_of(collector)["serve"] == 10
+    instrument.stop()
+    assert session.losses() == {}
+    assert begin(collector).losses() == {}
 
 
 def test_a_session_without_keys_reads_nothing_back_and_imports_nothing_for_it() -> None:

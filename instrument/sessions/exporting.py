@@ -176,13 +176,20 @@ class Exporting(Recorded):
             return
         if not self._reads_for_keys():
             return
-        self._prepare_keyed()
-        exporter.remove_metrics(exporter.own, METRICS_S)
-        meter, rows = self._counted
-        if handover.go_over(self._standing()._replace(meter=meter), rows):
-            keyed.begin(RECORDER.memory_fd, knows_all=True)
-        else:
-            exporter.add_metrics(exporter.own)
+        try:
+            self._prepare_keyed()
+            exporter.remove_metrics(exporter.own, METRICS_S)
+            meter, rows = self._counted
+            if handover.go_over(self._standing()._replace(meter=meter), rows):
+                keyed.begin(RECORDER.memory_fd, knows_all=True)
+        except Exception as fault:
+            keyed.is_broken = True
+            if handover.is_read_back:
+                handover.read_by_rings()
+            FAULTS.note("export by the recording", fault)
+        finally:
+            if handover.is_own:
+                exporter.add_metrics(exporter.own)
 
     def _end_back(self) -> None:
         keyed, exporter = self._keyed, self._exporter
