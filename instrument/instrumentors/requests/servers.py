@@ -7,6 +7,7 @@ from it. What stands in for an app passes everything through once its rule is go
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,59 +28,51 @@ def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     return kind(inner, exchanges)  # those of rules that are gone are left out
 
 
-def _server_of(kind: Any, exchanges: Exchanges) -> Callable[[Any], Any]:
-    """`_served` for servers that tell the app anew with each request: to make another each time would take 0.5 us."""
-    last: tuple[Any, Any] = None, None
+def _told(class_name: str, method: str, kind: Any) -> Attach:
+    """A server that tells this method the app with each request: to make another each time would take 0.5 us."""
 
-    def served(app: Any) -> Any:
-        nonlocal last
-        told, found = last
-        if told is not app or found is None:
-            found = _served(app, kind, exchanges)
-            last = app, found
-        return found
-
-    return served
-
-
-def _uvicorn_http(module: Any, exchanges: Exchanges) -> list[Undo]:
-    cycle = module.RequestResponseCycle
-    run, served = cycle.run_asgi, _server_of(asgi.AsgiApp, exchanges)
-
-    @functools.wraps(run)
-    def run_asgi(self: Any, app: Any) -> Any:
-        return run(self, served(app))
-
-    return [replace(cycle, "run_asgi", run_asgi)]
-
-
-def _uvicorn_websocket(class_name: str) -> Attach:
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        protocol = getattr(module, class_name)
-        run = protocol.run_asgi
+        owner = getattr(module, class_name)
+        run = getattr(owner, method)
+        last: tuple[Any, Any] = None, None
 
         @functools.wraps(run)
-        def run_asgi(self: Any) -> Any:
-            self.app = _served(self.app, asgi.AsgiApp, exchanges)
-            return run(self)
+        def served(self: Any, app: Any) -> Any:
+            nonlocal last
+            told, found = last
+            if told is not app or found is None:
+                found = _served(app, kind, exchanges)
+                last = app, found
+            return run(self, found)
 
-        return [replace(protocol, "run_asgi", run_asgi)]
+        return [replace(owner, method, served)]
+
+    return attach
+
+
+def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
+    """A server that has the app in a place, as this method's object sees it, when the method runs."""
+    path, _, name = place.rpartition(".")
+    holder_of = operator.attrgetter(path) if path else None
+
+    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+        owner = getattr(module, class_name)
+        run = getattr(owner, method)
+
+        @functools.wraps(run)
+        def served(self: Any, *args: Any, **kwargs: Any) -> Any:
+            holder = self if holder_of is None else holder_of(self)
+            setattr(holder, name, _served(getattr(holder, name), kind, exchanges))
+            return run(self, *args, **kwargs)
+
+        return [replace(owner, method, served)]
 
     return attach
 
 
 def _hypercorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    def attach(owner: Any, kind: Any) -> Undo:
-        call = owner.__call__
-
-        @functools.wraps(call)
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
-            self.app = _served(self.app, kind, exchanges)
-            return call(self, *args, **kwargs)
-
-        return replace(owner, "__call__", __call__)
-
-    return [attach(module.ASGIWrapper, asgi.AsgiApp), attach(module.WSGIWrapper, wsgi.WsgiApp)]
+    ways = _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
+    return [undo for attach in ways for undo in attach(module, exchanges)]
 
 
 def _granian(kind: Any) -> Attach:
@@ -109,55 +102,19 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [replace(worker, "load_wsgi", load_wsgi)]
 
 
-def _waitress(module: Any, exchanges: Exchanges) -> list[Undo]:
-    task = module.WSGITask
-    execute = task.execute
-
-    @functools.wraps(execute)
-    def served(self: Any) -> Any:
-        server = self.channel.server
-        server.application = _served(server.application, wsgi.WsgiApp, exchanges)
-        return execute(self)
-
-    return [replace(task, "execute", served)]
-
-
-def _wsgiref(module: Any, exchanges: Exchanges) -> list[Undo]:
-    handler = module.BaseHandler
-    run, served = handler.run, _server_of(wsgi.WsgiApp, exchanges)
-
-    @functools.wraps(run)
-    def run_served(self: Any, application: Any) -> Any:
-        return run(self, served(application))
-
-    return [replace(handler, "run", run_served)]
-
-
-def _werkzeug(module: Any, exchanges: Exchanges) -> list[Undo]:
-    handler = module.WSGIRequestHandler
-    run = handler.run_wsgi
-
-    @functools.wraps(run)
-    def run_wsgi(self: Any) -> Any:
-        self.server.app = _served(self.server.app, wsgi.WsgiApp, exchanges)
-        return run(self)
-
-    return [replace(handler, "run_wsgi", run_wsgi)]
-
-
 ASGI: Mapping[str, Attach] = {
-    "uvicorn.protocols.http.h11_impl": _uvicorn_http,
-    "uvicorn.protocols.http.httptools_impl": _uvicorn_http,
-    "uvicorn.protocols.websockets.websockets_impl": _uvicorn_websocket("WebSocketProtocol"),
-    "uvicorn.protocols.websockets.websockets_sansio_impl": _uvicorn_websocket("WebSocketsSansIOProtocol"),
-    "uvicorn.protocols.websockets.wsproto_impl": _uvicorn_websocket("WSProtocol"),
+    "uvicorn.protocols.http.h11_impl": _told("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.http.httptools_impl": _told("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
     "hypercorn.app_wrappers": _hypercorn,
     "granian.asgi": _granian(asgi.AsgiApp),
 }
 WSGI: Mapping[str, Attach] = {
     "gunicorn.workers.base": _gunicorn,
-    "waitress.task": _waitress,
-    "wsgiref.handlers": _wsgiref,
-    "werkzeug.serving": _werkzeug,
+    "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
+    "wsgiref.handlers": _told("BaseHandler", "run", wsgi.WsgiApp),
+    "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
     "granian.wsgi": _granian(wsgi.WsgiApp),
 }
