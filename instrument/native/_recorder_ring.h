@@ -75,32 +75,43 @@ row_as_tuple(const row_t *row)
     return tuple;
 }
 
+/* ([the rows from a number on, those that are wanted where that is asked], the number after them, how many were overwritten
+ * before they were read). */
+static inline __attribute__((always_inline)) PyObject *
+rows_from(const Ring *ring, uint64_t since, int (*is_wanted)(void *, const row_t *, long), void *asked)
+{
+    uint64_t head = ring->head;
+    uint64_t first = head > ring->capacity ? head - ring->capacity : 0;
+    first = first > since ? first : since;
+    first = first < head ? first : head;
+    uint64_t missed = first > since ? first - since : 0;
+    PyObject *rows = PyList_New(0);
+    for (uint64_t i = first; rows != NULL && i < head; i++) {
+        /* Making tuples and giving rows up may run code of the host's, which overwrites or resets. */
+        if (i >= ring->head)
+            break;
+        if (ring->head - i > ring->capacity) {
+            missed++;
+            continue;
+        }
+        const row_t *row = &ring->rows[i & ring->mask];
+        if (is_wanted != NULL && !is_wanted(asked, row, ring->thread_id))
+            continue;
+        PyObject *tuple = row_as_tuple(row);
+        if (tuple == NULL || PyList_Append(rows, tuple) < 0)
+            Py_CLEAR(rows);
+        Py_XDECREF(tuple);
+    }
+    return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, missed);
+}
+
 static PyObject *
 Ring_newest(Ring *self, PyObject *argument)
 {
     uint64_t since = PyLong_AsUnsignedLongLong(argument);
     if (since == (uint64_t)-1 && PyErr_Occurred())
         return NULL;
-    uint64_t head = self->head;
-    uint64_t first = head > self->capacity ? head - self->capacity : 0;
-    first = first > since ? first : since;
-    first = first < head ? first : head;
-    uint64_t late = first > since ? first - since : 0;
-    PyObject *rows = PyList_New(0);
-    for (uint64_t i = first; rows != NULL && i < head; i++) {
-        /* Making tuples may run the collector, and that a finaliser of the host's which overwrites or resets. */
-        if (i >= self->head)
-            break;
-        if (self->head - i > self->capacity) {
-            late++;
-            continue;
-        }
-        PyObject *row = row_as_tuple(&self->rows[i & self->mask]);
-        if (row == NULL || PyList_Append(rows, row) < 0)
-            Py_CLEAR(rows);
-        Py_XDECREF(row);
-    }
-    return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, late);
+    return rows_from(self, since, NULL, NULL);
 }
 
 /* (the rows from a number on as they lie in memory, what those have that say more). The latter are as many as there are

@@ -171,8 +171,9 @@ hold(Shelf *self, root_t *root, const row_t *row, long thread_id)
 
 /* Whether somebody has to look at a row now; one that is to wait for its root is put aside. */
 static int
-is_found(Shelf *self, const row_t *row, long thread_id)
+is_found(void *shelf, const row_t *row, long thread_id)
 {
+    Shelf *self = shelf;
     int in_request = row->root_id & REQUEST_BIT;
     if (row->span_id == row->root_id && in_request)
         return 1;
@@ -202,30 +203,9 @@ Shelf_sort(Shelf *self, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    uint64_t head = ring->head;
-    uint64_t first = head > ring->capacity ? head - ring->capacity : 0;
-    first = first > since ? first : since;
-    first = first < head ? first : head;
-    uint64_t missed = first > since ? first - since : 0;
-    PyObject *found = PyList_New(0);
-    for (uint64_t i = first; found != NULL && i < head; i++) {
-        /* Making tuples and giving rows up may run code of the host's, which overwrites or resets. */
-        if (i >= ring->head)
-            break;
-        if (ring->head > i + ring->capacity) {
-            missed++;
-            continue;
-        }
-        const row_t *row = &ring->rows[i & ring->mask];
-        if (!is_found(self, row, ring->thread_id))
-            continue;
-        PyObject *tuple = row_as_tuple(row);
-        if (tuple == NULL || PyList_Append(found, tuple) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(tuple);
-    }
+    PyObject *found = rows_from(ring, since, is_found, self);
     self->busy = 0;
-    return found == NULL ? NULL : Py_BuildValue("(NKK)", found, head, missed);
+    return found;
 }
 
 static PyObject *
