@@ -196,6 +196,20 @@ def with_strays(seed: int, run: Run | None = None) -> Run:
     return run
 
 
+def with_nested(seed: int) -> Run:
+    """The same, where requests within others lie in the trees of these."""
+    run = run_of(seed)
+    tops = {one.span_id: one for one in run.front}
+    for inner in [one for one in run.front if one.parent_id and one.span_id == one.root_id]:
+        before, root_id = inner.span_id, tops[inner.parent_id].root_id
+        inner.span_id = before & ~REQUEST_BIT
+        inner.attributes = {**inner.attributes, "number": inner.span_id}
+        for one in run.front:
+            one.parent_id = inner.span_id if one.parent_id == before else one.parent_id
+            one.root_id = root_id if one.root_id == before else one.root_id
+    return run
+
+
 class Rows:
     """What one process records, as the drain of its recording reads it on: up to a time that is set."""
 
@@ -290,7 +304,12 @@ class Told:
         self.sent: list[Span] = []
         self.derived: list[Span] = []
         self.queued: dict[int, int] = {}
-        self.queues = QueueTimes(requests, self.ids, lambda row, queue_ns, *_: self.queued.update({row[1]: queue_ns}))
+        self.queues = QueueTimes(requests, self.ids, self.count)
+
+    def count(self, own: Row | Span, queue_ns: int, *_: object) -> None:
+        span_id = own.span_id if isinstance(own, Span) else own[1]
+        assert span_id not in self.queued
+        self.queued[span_id] = queue_ns
 
     def note_work(self, *, at_once: bool) -> None:
         self.trees.note_work(at_once=at_once)
@@ -312,6 +331,8 @@ class Told:
         self.kept.clear()
         for its in self.trees.take(kept, self.rows.opened, self.sample, let_go=let_go, is_last=is_last):
             self.sent += its
+        self.queues.note_nested(self.trees.nested)
+        self.trees.nested = []
         for spans in self.trees.stages.due(at_once=is_last):
             self.derived += spans
         self.queues.due(at_once=is_last)
@@ -389,8 +410,9 @@ def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
                 yield span.span_id, [known[one.trace_id, one.span_id] for one in links]
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("make", [run_of, with_strays])
+@pytest.mark.parametrize(
+    ("make", "seed"), [*((run_of, at) for at in range(12)), *((with_strays, at) for at in range(8))]
+)
 def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     make: Callable[[int], Run], seed: int, clock: Clock
 ) -> None:
@@ -415,7 +437,7 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     assert {number_of[one]: roots[trace_id] for one, trace_id in own.items() if one in number_of} == roots_in(run)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_own_alone(
     seed: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +466,14 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_
     assert set(sent) - late == expected - late
     assert front.requests.misplaced() == 0
     assert [one.trees.waiting for one in (front, engine)] == [0, 0]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 6])
+def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_tell(seed: int, clock: Clock) -> None:
+    run = with_nested(seed)
+    front, engine = by_agent(run, clock)
+    assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(by_convert(run)[0])
+    assert engine.derived == []
 
 
 def strays_in(run: Run) -> set[int]:
@@ -477,8 +507,10 @@ def queued(run: Run) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("sample", [0.0, 1.0])
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("make", [run_of, with_strays])
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [*((run_of, at) for at in range(12)), *((make, at) for make in (with_strays, with_nested) for at in range(6))],
+)
 def test_queue_times_of_random_engines_are_those_of_their_recordings(
     make: Callable[[int], Run], seed: int, sample: float, clock: Clock
 ) -> None:
@@ -579,9 +611,10 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
     assert len(front.trees.stages) == 0
 
 
+@pytest.mark.parametrize("sample", [0.0, 1.0])
 @pytest.mark.parametrize(("key", "inner_key"), [("a", ""), ("", "a"), ("b", "a")])
-def test_requests_with_others_in_their_trees_are_told_unless_these_have_keys_of_their_own(
-    key: str, inner_key: str, clock: Clock
+def test_a_request_in_the_tree_of_another_one_has_its_own_time_in_the_queue_where_it_has_a_key_of_its_own(
+    key: str, inner_key: str, sample: float, clock: Clock
 ) -> None:
     run = Run()
     top = run.add(run.front, CHAT, 0, 30 * S, key=key)
@@ -589,12 +622,14 @@ def test_requests_with_others_in_their_trees_are_told_unless_these_have_keys_of_
     inner.span_id, inner.root_id = inner.span_id & ~REQUEST_BIT, top.span_id  # as of all that began within a request
     inner.attributes = {**inner.attributes, "number": inner.span_id}
     run.add(run.front, WAIT, 2 * S, 24 * S, inner, key=inner_key)
+    run.add(run.front, TOKENISE, 3 * S, 4 * S, top)
     run.add(run.engine, EXECUTE, 12 * S, 13 * S, batch=["a"])
-    front, _ = by_agent(run, clock, sample=0.0)
+    run.add(run.engine, EXECUTE, 14 * S, 15 * S, batch=["b"])
+    front, _ = by_agent(run, clock, sample=sample)
     has_own = key == "b"
-    assert queued(run) == {inner.span_id if has_own else top.span_id: 10 * S}
-    assert front.queued == ({} if has_own else queued(run))
-    assert front.queues.left_out == int(has_own)
+    expected = {inner.span_id: 10 * S, top.span_id: 10 * S} if has_own else {top.span_id: 8 * S}
+    assert queued(run) == front.queued == expected
+    assert front.queues.left_out == 0
 
 
 def test_of_more_open_requests_than_there_is_room_for_phases_it_is_known_that_some_are_missing(

@@ -18,7 +18,7 @@ from test_agent import agents, begin, children_of, folder, until
 from instrument.otlp.snapshots import PREFERENCE
 from instrument.recorder.meter import Books, Meter
 from instrument.recording.distributions import Distribution
-from instrument.recording.rows import Row
+from instrument.recording.rows import Row, span_of
 from instrument.recording.spans import Site
 from instrument.runtime import run_folder
 
@@ -258,14 +258,15 @@ def meter_of(*generations: str) -> Meter:
 
 def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() -> None:
     row: Row = (0, 1, 0, 1, 0, 100, 900, 0, -1, "ValueError", {"gen_ai.request.model": "tiny", "other": "x"})
+    own = span_of(row, _Rows().site_of(row), 1)
     common = (("gen_ai.request.model", "tiny"), ("error.type", "ValueError"))
     route = ("http.route", "/v1/chat/completions")
     for routes, labels in (((), (route, *common)), (("/v1/*",), (("gen_ai.operation.name", "chat"), route, *common))):
         counted = meter_of(*routes)
-        counted.count_served(row, 40, 2.5, (7, 8))
+        counted.count_served(own, 40, 2.5, (7, 8))
         taken = meter_of(*routes)
         taken.go_on(counted.state())
-        taken.count_served(row, 2, 4.0, None)
+        taken.count_served(own, 2, 4.0, None)
         found = {one.name: one for one in taken.snapshot(requests=False, marks=(), joins=True).metrics}
         for name, total in ((TIME_IN_QUEUE, 42), ("instrument.request.batch.size", 6_500_000_000)):
             ((told, times),) = found[name].series.items()

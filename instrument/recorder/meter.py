@@ -146,12 +146,12 @@ class Meter:
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
 
-    def count_served(self, request: Row, queue_ns: int, batch_size: float, kept: tuple[int, int] | None) -> None:
+    def count_served(self, request: Span, queue_ns: int, batch_size: float, kept: tuple[int, int] | None) -> None:
         """Count how long a request that batches served was in the queue, and how many were in these on average.
 
         It is an exemplar where it is `kept`, under these ids.
         """
-        site, told, error = self._recorder.site_of(request), request[ATTRIBUTES] or {}, request[ERROR]
+        site, told, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
@@ -161,7 +161,7 @@ class Meter:
         for name, value in ((QUEUE_TIME, queue_ns), (SERVING_BATCH_SIZE, round(batch_size * ONE))):
             self._generated.add(name, labels, value)
             if kept is not None:
-                self._generated.note(name, labels, Exemplar(value, request[END_NS], time.monotonic_ns(), *kept))
+                self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *kept))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))

@@ -442,8 +442,12 @@ class _Reading:
 
     def _note_ended(self, rows: Sequence[Row]) -> None:
         self.metering.count(rows)
-        if self._facts.metered.asks and not self.metering.metrics.off:
+        if self._asks_queue_times:
             self.queues.note_ended(rows)
+
+    @property
+    def _asks_queue_times(self) -> bool:
+        return self._facts.metered.asks and not self.metering.metrics.off
 
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""
@@ -513,6 +517,12 @@ class _Reading:
             opened = {**opened, **{span.span_id: span for span in self._mapped.open_spans()}}
         sample = self._facts.capture.sample
         kept = self.keyed.take(self._kept, opened, sample, let_go=let_go, is_last=is_last, at_once=at_once)
+        nested, self.keyed.nested = self.keyed.nested, []
+        if self._asks_queue_times:
+            self.queues.note_nested(nested)
+        else:
+            for request, _ in nested:
+                self._requests.settle_nested(request)
         self._kept.clear()
         for spans in kept:
             self.metering.note_kept(spans)

@@ -85,7 +85,7 @@ class KeptStages:
             if one.request.start_ns < self._requests.known_since_ns or not batches.lost.isdisjoint(one.request.keys):
                 self.untold += 1
             elif len(pairs := pairs_of(one.request, of_keys, self._requests)):
-                work = [*(one.request.work or ()), *one.request.elsewhere]  # some twice, which alters nothing
+                work = [*(one.request.work or ()), *one.request.done_elsewhere()]  # some twice, which alters nothing
                 its = one.request.start_ns, one.request.end_ns, work
                 served.append((one, ServedRequest(*its, pairs, one.first.attributes)))
         if served:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts
-from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest
+from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import NO_PHASES, OwnPhases
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recorder.shelf import is_sampled
@@ -66,6 +66,7 @@ class KeyedRequests:
         self._by_root: OrderedDict[tuple[tuple[int, ...], int], KeyedRequest] = OrderedDict()
         self._ended: deque[tuple[int, tuple[tuple[int, ...], int], KeyedRequest]] = deque()
         self._staged: dict[KeyedRequest, None] = {}
+        self._nested: dict[KeyedRequest, None] = {}
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
         self._forgotten = self._misplaced = 0
@@ -98,7 +99,7 @@ class KeyedRequests:
                 del self._by_root[root_of]
             if (whole := self.whole_of(request)) is not None:
                 whole.note_elsewhere(self.work_of(request))
-                request.own, request.elsewhere, request.below_others = NO_PHASES, [], {}
+                request.own, request.elsewhere, request.below_others = NO_PHASES, {}, {}
             if not request.is_kept:
                 self._unbind(request)
 
@@ -179,7 +180,7 @@ class KeyedRequests:
         for edge in edges:
             request = self.of(key, edge[0])
             if request is not None:
-                request.note_elsewhere(OwnPhases([edge]))
+                request.note_elsewhere(OwnPhases([edge]), key)
 
     def is_known_first(self, key: str, at_ns: int, start_ns: int, but: KeyedRequest | None) -> bool:
         """Whether a request is known by a key first that one bore at a time which began at `start_ns`."""
@@ -215,9 +216,13 @@ class KeyedRequests:
     def note_names(self, key: str, at_ns: int, others: Iterable[str]) -> None:
         """What is done for the request of a key bears other keys, too, and is not below it yet."""
         request = self.of(key, at_ns)
-        for other in others:
-            if request is not None and self.of(other, at_ns) is None and not request.is_astray(other):
-                self._bind(other, request)
+        for other in others if request is not None else ():
+            self.note_name(other, at_ns, request)
+
+    def note_name(self, key: str, at_ns: int, request: KeyedRequest | None) -> None:
+        """What is done for a request bears a key, which is its name where it names no other one then."""
+        if request is not None and self.of(key, at_ns) is None and not request.is_astray(key):
+            self._bind(key, request)
 
     def _unbind(self, request: KeyedRequest) -> None:
         for key in list(request.keys):
@@ -232,7 +237,7 @@ class KeyedRequests:
                 del self._by_key[key]
 
     def _needed(self) -> Needed:
-        asked = [*self._by_root.values(), *self._staged]
+        asked = [*self._by_root.values(), *self._staged, *self._nested]
         keys = {key for one in asked for key in one.keys}
         since_ns = time.monotonic_ns() - ENDED_NS
         return Needed(keys, since_ns, min((one.start_ns for one in asked), default=since_ns))
@@ -264,24 +269,41 @@ class KeyedRequests:
         return request
 
     def note_within(self, request: KeyedRequest, first: Span, spans: Sequence[Span], ids: Ids) -> KeyedRequest:
-        """One in the tree of a request that has been noted is a request of its own; `spans` are its own."""
+        """One in the tree of a request is a request of its own, and kept if that is; `spans` are its own."""
         caller = replace(request.caller, span_id=ids.span_id(first.span_id))
-        found = KeyedRequest(ids.instance, first.start_ns, first.end_ns, caller, is_kept=True, within=request)
-        if request.work is not None:
+        found = KeyedRequest(
+            ids.instance, first.start_ns, first.end_ns, caller, is_kept=request.is_kept, within=request, is_apart=True
+        )
+        if request.is_kept and request.work is not None:
             found.work = []
             self._staged[found] = None
         for borne in list(found.take_in(spans, ids, is_own=True)):
             self._release(borne.key, request)
             self._bear(found, borne)
+            found.note_elsewhere(OwnPhases(request.elsewhere.pop(borne.key, ())), borne.key)
+        found.own = OwnPhases([(span.start_ns, span.end_ns) for span in spans if span is not first and is_phase(span)])
+        self._nested[found] = None
+        if not found.is_kept:
+            self._ended.append((time.monotonic_ns(), (ids.seeds, first.span_id), found))
         return found
+
+    def note_apart(self, request: KeyedRequest, spans: Sequence[Span]) -> None:
+        """What these spans tell is a request's own, and not of others in its tree that are requests of their own."""
+        edges = [(span.start_ns, span.end_ns) for span in spans if span.span_id != span.root_id and is_phase(span)]
+        request.own = OwnPhases(edges, request.own.missing_ns)
+        request.below_others = {}
+
+    def settle_nested(self, request: KeyedRequest) -> None:
+        """How long one was in the queue that lies in the tree of another one is known, or never will be."""
+        self._nested.pop(request, None)
 
     def add(self, request: KeyedRequest, spans: Sequence[Span], ids: Ids, *, is_own: bool = False) -> None:
         """Spans have come below a request, or more of its own tree: their keys are the request's, too."""
         for borne in list(request.take_in(spans, ids, is_own=is_own)):
             if is_own:
                 self._bear(request, borne)
-            elif borne.key not in request.keys and not request.is_astray(borne.key):
-                self._bind(borne.key, request)
+            else:
+                self.note_name(borne.key, borne.start_ns, request)
 
     def settle(self, request: KeyedRequest) -> None:
         """What became of a request's time is known: nothing of that is needed any more."""
@@ -354,7 +376,7 @@ class KeyedRequests:
         """What was done for a request that has ended, in whatever process, but for what its batches did."""
         near = {one: None for key in request.keys for one in self._by_key.get(key, ())}
         its = [request, *(one for one in near if request.is_around(one) and self.whole_of(one) is request)]
-        edges = [edge for one in its for edge in (*one.own.edges, *one.elsewhere)]
+        edges = [edge for one in its for edge in (*one.own.edges, *one.done_elsewhere())]
         edges += [edge for one in its for below in one.below_others.values() for edge in below]
         return OwnPhases(edges, min(at_ns for one in its for at_ns in (one.own.missing_ns, one.missing_ns)))
 

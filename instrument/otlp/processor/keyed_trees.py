@@ -106,6 +106,8 @@ class KeyedTrees:
         self._waiting: list[_Waiting] = []
         self._unnoted: list[_Waiting] = []
         """Those of them whose work is not noted yet."""
+        self.nested: list[tuple[KeyedRequest, Span]] = []
+        """Requests that lie in the trees of others, whether these are kept or not, by their own spans: as they come."""
         self.waiting = 0
         """Spans that wait."""
 
@@ -396,7 +398,8 @@ class KeyedTrees:
         request = self._requests.of(one.top[1], one.top[2])
         if request is not None:
             one.is_noted = True
-            request.note_elsewhere(OwnPhases([(span.start_ns, span.end_ns) for span in one.spans if is_phase(span)]))
+            edges = [(span.start_ns, span.end_ns) for span in one.spans if is_phase(span)]
+            request.note_elsewhere(OwnPhases(edges), one.key)
 
     def _around(self, one: _Waiting) -> KeyedRequest | None:
         """The request that this one is a part of."""
@@ -416,6 +419,9 @@ class KeyedTrees:
         top_id, key, start_ns = one.top
         request = one.around if one.is_request else requests.of(key, start_ns)
         if one.is_request and not one.is_kept:
+            request = requests.known(self._ids, one.spans[0].root_id)
+            if request is not None:
+                self._note_nested(request, spans)
             return []
         if request is None or not request.is_kept:
             if one.is_stray:
@@ -446,12 +452,32 @@ class KeyedTrees:
     def _note(self, spans: Sequence[Span]) -> None:
         """A request is kept, and so are those of its tree that are requests of their own."""
         requests, ids, first = self._requests, self._ids, spans[0]
-        apart = sub_requests(spans) if any(one.site.kind == "request" for one in spans[1:]) else {}
+        apart = self._apart(spans)
         theirs = {one.span_id for its in apart.values() for one in its}
         whole = requests.note([one for one in spans if one.span_id not in theirs], ids)
         self.stages.add(whole, first, first.remote)
-        for place, its in apart.items():
-            self.stages.add(requests.note_within(whole, spans[place], its, ids), spans[place], first.remote)
+        for request, own in self._note_nested(whole, spans, apart):
+            self.stages.add(request, own, first.remote)
+
+    def _apart(self, spans: Sequence[Span]) -> Mapping[int, list[Span]]:
+        return sub_requests(spans) if any(one.site.kind == "request" for one in spans[1:]) else {}
+
+    def _note_nested(
+        self, whole: KeyedRequest, spans: Sequence[Span], apart: Mapping[int, list[Span]] | None = None
+    ) -> list[tuple[KeyedRequest, Span]]:
+        """Those of a request's tree that are requests of their own are known from now on."""
+        apart = self._apart(spans) if apart is None else apart
+        whole.is_apart = True
+        if not apart:
+            return []
+        theirs = {one.span_id for its in apart.values() for one in its}
+        self._requests.note_apart(whole, [one for one in spans if one.span_id not in theirs])
+        found = [
+            (self._requests.note_within(whole, spans[place], its, self._ids), spans[place])
+            for place, its in apart.items()
+        ]
+        self.nested += found
+        return found
 
     def _below(self, one: _Waiting, request: KeyedRequest) -> RemoteParent:
         """What of a request such spans lie below: a part of it that began in its tree stays where it is."""

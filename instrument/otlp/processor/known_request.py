@@ -49,7 +49,8 @@ class KeyedRequest:
 
     `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its
     spans with keys. `work` are its own phases until its stages are known. It began in the tree of the one that it is
-    `within`, and `is_around_others` in its own one. Also of one that is not kept there are its `own` phases, once it
+    `within`, and `is_around_others` in its own one; it `is_apart`
+    from these once its tree was looked through. Also of one that is not kept there are its `own` phases, once it
     has ended, and those `elsewhere`, of which there are others that began after `missing_ns`.
 
     `borne` are the keys of its own tree, by the `first_key` of which it was known first. `strays` are those of other
@@ -74,8 +75,9 @@ class KeyedRequest:
     within: KeyedRequest | None = None
     has_caller: bool = False
     is_around_others: bool = False
+    is_apart: bool = False
     own: OwnPhases = NO_PHASES
-    elsewhere: Edges = field(default_factory=list)
+    elsewhere: dict[str, Edges] = field(default_factory=dict)
     below_others: dict[str, Edges] = field(default_factory=dict)
     missing_ns: int = NEVER_NS
 
@@ -119,12 +121,16 @@ class KeyedRequest:
         else:
             self.missing_ns = min(self.missing_ns, edge[0])
 
-    def note_elsewhere(self, phases: OwnPhases) -> None:
-        """Other processes did this for it."""
-        room = max(MOST_EDGES - len(self.elsewhere), 0)
-        self.elsewhere += phases.edges[:room]
+    def note_elsewhere(self, phases: OwnPhases, key: str = "") -> None:
+        """Other processes did this for it, by a key."""
+        room = max(MOST_EDGES - sum(map(len, self.elsewhere.values())), 0)
+        self.elsewhere.setdefault(key, []).extend(phases.edges[:room])
         missing = [phases.missing_ns, *(start_ns for start_ns, _ in phases.edges[room:])]
         self.missing_ns = min(self.missing_ns, *missing)
+
+    def done_elsewhere(self) -> Edges:
+        """What other processes did for it."""
+        return [edge for edges in self.elsewhere.values() for edge in edges]
 
     def below(self, start_ns: int, instance: str, key: str = "") -> RemoteParent:
         """What a span that began then lies below, by its key if it has one."""

@@ -151,11 +151,12 @@ class Metering:
         """Count requests that have ended."""
         self._meter.count(ended)
 
-    def count_served(self, row: Row, queue_ns: int, batch_size: float, request: KeyedRequest) -> None:
+    def count_served(self, own: Row | Span, queue_ns: int, batch_size: float, request: KeyedRequest) -> None:
         """Count a request that batches served: how, all processes of the run tell together."""
         self.unsaved += 1
         kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
-        self._meter.count_served(row, queue_ns, batch_size, kept)
+        span = own if isinstance(own, Span) else self._drain.span(own, 0)
+        self._meter.count_served(span, queue_ns, batch_size, kept)
 
     def note_kept(self, spans: Sequence[Span]) -> None:
         """A tree is about to be sent: the request that comes first in it is an exemplar."""

@@ -21,6 +21,7 @@ from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.rows import SPAN_ID, Row
+from instrument.recording.spans import Span
 from instrument.trace.stages import queue_times
 
 WAIT_NS = 3 * 10**9
@@ -34,10 +35,10 @@ LOOKS = 2
 
 
 class _Ended(NamedTuple):
-    """A request that has ended, and its own row."""
+    """A request that has ended, and its own row, or its span where it lies in the tree of another one."""
 
     request: KeyedRequest
-    row: Row
+    own: Row | Span
     since_ns: int
     look: int
 
@@ -45,12 +46,12 @@ class _Ended(NamedTuple):
 class QueueTimes:
     """Those of one process's requests. Used by one thread.
 
-    `count(row, queue_ns, batch_size, request)` is called for each request, with its own row, and with how many were in
-    its batches on average. `left_out` counts those of which it is not known, though a batch has served them.
+    `count(own, queue_ns, batch_size, request)` is called for each request, with its own row or span, and with how many
+    were in its batches on average. `left_out` counts those of which it is not known, though a batch has served them.
     """
 
     def __init__(
-        self, requests: KeyedRequests, ids: Ids, count: Callable[[Row, int, float, KeyedRequest], object]
+        self, requests: KeyedRequests, ids: Ids, count: Callable[[Row | Span, int, float, KeyedRequest], object]
     ) -> None:
         self._requests = requests
         self._ids = ids
@@ -89,15 +90,21 @@ class QueueTimes:
         for row in met:
             request = self._requests.known(self._ids, row[SPAN_ID])
             if request is not None and request.keys:
-                request.own = phases.get(row[SPAN_ID], NO_PHASES)
+                if not request.is_apart:
+                    request.own = phases.get(row[SPAN_ID], NO_PHASES)
                 request.is_around_others = row[SPAN_ID] in self._around_others
                 self._waiting.append(_Ended(request, row, now_ns, self._look))
             self._around_others.discard(row[SPAN_ID])
         if len(self._around_others) > KEYS_KNOWN:
             self._around_others &= facts.opened
         while len(self._waiting) > KEYS_KNOWN:
-            self._waiting.popleft()
+            self._requests.settle_nested(self._waiting.popleft().request)
             self.left_out += 1
+
+    def note_nested(self, nested: Sequence[tuple[KeyedRequest, Span]]) -> None:
+        """Requests of their own have ended in the tree of another one, each by its own span."""
+        now_ns = time.monotonic_ns()
+        self._waiting.extend(_Ended(request, span, now_ns, self._look) for request, span in nested)
 
     def due(self, *, at_once: bool = False) -> None:
         """Count those that have waited long enough, or `at_once` all that all recordings were read for."""
@@ -111,6 +118,8 @@ class QueueTimes:
         if found:
             self._requests.note_work(at_once=at_once)
             self._tell([one for one in found if self._requests.whole_of(one.request) is None])
+            for one in found:
+                self._requests.settle_nested(one.request)
 
     def _tell(self, ended: Sequence[_Ended]) -> None:
         batches, served = self._requests.batches, list[tuple[_Ended, ServedRequest, float]]()
@@ -119,12 +128,12 @@ class QueueTimes:
             its = self._served(one.request, of_keys)
             if its is not None:
                 served.append((one, *its))
-            one.request.own, one.request.elsewhere, one.request.below_others = NO_PHASES, [], {}
+            one.request.own, one.request.elsewhere, one.request.below_others = NO_PHASES, {}, {}
         if served:
             times_ns = queue_times(*trace_of_served([its for _, its, _ in served], batches, with_others=False))
             for place, queue_ns in times_ns.items():
                 one, _, batch_size = served[place]
-                self._count(one.row, queue_ns, batch_size, one.request)
+                self._count(one.own, queue_ns, batch_size, one.request)
 
     def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> tuple[ServedRequest, float] | None:
         """A request with its first batch, and how many were in its batches on average.
@@ -132,6 +141,8 @@ class QueueTimes:
         None where none served it, or it is not known when it was in the queue.
         """
         batches = self._requests.batches
+        if request.is_apart and not request.keys:
+            return None  # the keys were those of requests in its tree
         if request.start_ns < self._requests.known_since_ns or not (
             request.keys and batches.lost.isdisjoint(request.keys)
         ):
@@ -146,7 +157,8 @@ class QueueTimes:
         if not has_time.any():
             return None
         first_ns, phases = int(starts[has_time].min()), self._requests.work_of(request)
-        is_for_others = request.is_around_others and len(request.keys) > 1  # a single key is of the one around them
+        # A single key is of the one around them.
+        is_for_others = request.is_around_others and len(request.borne) > 1 and not request.is_apart
         if phases.missing_ns <= first_ns or is_for_others:
             self.left_out += 1
             return None
