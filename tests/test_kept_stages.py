@@ -16,14 +16,24 @@ import pytest
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
+from instrument.agent import (
+    kept_stages,
+    keyed_requests,
+    keyed_trees,
+    known_request,
+    own_work,
+    queue_times,
+    served_batches,
+)
 from instrument.otlp.packing import Ids, identify, links_of
-from instrument.otlp.processor import kept_stages, keyed_requests, keyed_trees, own_work, queue_times, served_batches
 from instrument.otlp.processor.column_shelf import ColumnShelf
 from instrument.otlp.processor.key_facts import Batch, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
+from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.queue_times import QueueTimes
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
+from instrument.otlp.processor.served_requests import pairs_of
 from instrument.otlp.processor.stray_spans import LetGo
 from instrument.profile.model import Capture
 from instrument.recorder import tail_sampler
@@ -474,6 +484,71 @@ def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_t
     front, engine = by_agent(run, clock)
     assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(by_convert(run)[0])
     assert engine.derived == []
+
+
+def with_some_open(make: Callable[[int], Run], seed: int) -> Run:
+    """The same, where some requests never end."""
+    run, rng = make(seed), random.Random(seed)
+    tops = [one for one in run.front if one.site is CHAT and one.end_ns - one.start_ns > S]
+    for top in rng.sample(tops, len(tops) // 3):
+        end_ns = top.end_ns
+        for one in run.front:
+            if one.root_id == top.root_id and one.end_ns > end_ns - 100:
+                one.end_ns += 200 * S
+    return run
+
+
+@pytest.mark.parametrize("limit", [None, 60])
+@pytest.mark.parametrize(
+    ("make", "seed"), [(make, at) for make in (run_of, with_strays, with_nested) for at in (0, 2, 4)]
+)
+def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_memory_is_bounded(
+    make: Callable[[int], Run], seed: int, limit: int | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_some_open(make, seed)
+    given: dict[str, list[tuple[int, int, str, int]]] = {"stages": [], "queue": []}
+    for module, path in ((kept_stages, "stages"), (queue_times, "queue")):
+
+        def noted(request: KeyedRequest, of_keys: Mapping[str, Any], requests: KeyedRequests, path: str = path) -> Any:
+            for key in request.keys:
+                alone = {key: of_keys[key]} if key in of_keys else {}
+                for pair in pairs_of(request, alone, requests):
+                    its = requests.batches.batches[pair["batch"]]
+                    given[path].append((int(its["start_ns"]), int(its["end_ns"]), key, request.start_ns))
+            return pairs_of(request, of_keys, requests)
+
+        monkeypatch.setattr(module, "pairs_of", noted)
+    look, sizes = Told.look, [0]
+    if limit is not None:
+        monkeypatch.setattr(served_batches, "MOST_PAIRS", limit)
+        monkeypatch.setattr(own_work, "MOST_PHASES", limit)
+        monkeypatch.setattr(keyed_trees, "MOST_WAITING", limit)
+        monkeypatch.setattr(keyed_requests, "KEYS_KNOWN", limit)
+        monkeypatch.setattr(known_request, "MOST_EDGES", limit)
+
+    def measured(self: Told, since_ns: int, now_ns: int, *, is_last: bool = False) -> None:
+        look(self, since_ns, now_ns, is_last=is_last)
+        requests = self.requests
+        waiting = self.trees.waiting - max((len(one.spans) for one in self.trees._waiting), default=0)
+        sizes.extend([len(requests.batches), len(requests._by_key), waiting, len(self.queues._work)])
+
+    monkeypatch.setattr(Told, "look", measured)
+    front, engine = by_agent(run, clock)
+    columns, joined = of_files(run)
+    batches, requests = joined.served.batch, joined.rows[joined.served.request]
+    expected = {
+        (int(columns.start_ns[batch]), int(columns.end_ns[batch]), int(columns.start_ns[row]))
+        for batch, row, place in zip(batches.tolist(), requests.tolist(), joined.served.request.tolist(), strict=True)
+        if place != -1 and columns.start_ns[batch] <= columns.end_ns[row] < 80 * S
+    }
+    for pairs in given.values():
+        assert len({one[:3] for one in pairs}) == len(pairs)
+        found = {(start_ns, end_ns, request_ns) for start_ns, end_ns, _, request_ns in pairs}
+        assert found <= expected if limit is not None else found == expected
+    assert limit is None or max(sizes) <= limit + 10
+    assert [(len(one.queues), len(one.trees.stages), one.trees.waiting) for one in (front, engine)] == [(0, 0, 0)] * 2
+    sent = [span.span_id for its in (front, engine) for span in its.sent]
+    assert len(sent) == len(set(sent))
 
 
 def strays_in(run: Run) -> set[int]:
