@@ -58,6 +58,8 @@ def find_strays(
 
     What is done for the request `around` it, of which it is a part, is no stray.
     """
+    if request is not None and not request.strays and all(span.site.kind != "request" for span in spans[1:]):
+        return set()
     root_id = spans[0].root_id
     rows = [*spans, *(_until(spans[0].end_ns, one) for one in opened.values() if one.root_id == root_id)]
     if len(set(keys_of(rows))) < 2:
