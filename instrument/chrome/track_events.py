@@ -211,7 +211,7 @@ class _Packets:
         groups, number, around = spans.lanes()
         has_any = np.zeros(len(trace), dtype=np.bool_)
         has_any[trace.attributes.rows()] = True
-        tracks, track = self._tracks_of_spans(groups, number), 0
+        tracks, track = self._tracks_of_spans(number), 0
         starts, ends, ids, tasks, threads, sites, rows, is_async, is_target = _read_one_by_one(
             spans.start_ns, spans.end_ns, spans.span_id, spans.task_id, spans.thread_id, spans.site, row,
             spans.is_async, self._arrows.into_spans,
@@ -254,7 +254,7 @@ class _Packets:
             event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
             yield
 
-    def _tracks_of_spans(self, groups: Int64s, number: Int64s) -> Any:
+    def _tracks_of_spans(self, number: Int64s) -> Any:
         spans, sites = self._spans, [clean(site.name) for site in self._spans.sites]
 
         def track(place: int) -> int:

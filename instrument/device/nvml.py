@@ -162,7 +162,7 @@ class Nvml:
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
-            self._show(pynvml)
+            self._show()
         asked = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
             (gpu.device, self._read_one(pynvml, gpu, found, asked, now_ns))
@@ -189,9 +189,9 @@ class Nvml:
                 continue
             places.append(((pci.domain, pci.bus, pci.device), found))
         self._found = [found for _, found in sorted(places, key=lambda place: place[0])]
-        self._show(nvml)
+        self._show()
 
-    def _show(self, nvml: Any) -> None:
+    def _show(self) -> None:
         """Take those GPUs that the variable shows, by what it is now: the service may set it late."""
         self._variable = self._environ.get(VARIABLE)
         for found in self._shown:

@@ -142,7 +142,7 @@ class WholeRequests:
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
-        phases, answers = self._times_of_phases(groups, count), self._answers(groups, count)
+        phases, answers = self._times_of_phases(groups), self._answers(groups, count)
         found = []
         for number, name in enumerate(names):
             its, nothing_ran = walls[number], unknown[number]
@@ -178,7 +178,7 @@ class WholeRequests:
             )
         return found
 
-    def _times_of_phases(self, groups: Int64s, count: int) -> dict[int, dict[str, list[int]]]:
+    def _times_of_phases(self, groups: Int64s) -> dict[int, dict[str, list[int]]]:
         """By group and phase the times of the requests that had it, in order."""
         its = groups[self.request]
         kept = its != NONE

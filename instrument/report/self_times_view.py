@@ -308,7 +308,6 @@ class _Table:
     ) -> None:
         self._of, self._found, self._options = of, found, options
         self._every: list[Site] = lines.tree.sites
-        self._rows_of_sites: list[int] = sites.rows.tolist()
         self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
         self._site_of: list[int] = lines.site_of.tolist()
         # Of each key among these lines, and above them, what it is called, and how many are called the same.

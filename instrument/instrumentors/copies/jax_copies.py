@@ -24,7 +24,7 @@ def attach(jax: Any, transfers: Transfers) -> Places:
     """Replace `jax.device_put` and the reading of arrays' values."""
     places = Places(transfers, FRAMEWORK)
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
-    kept = [cls for cls in _implementations(array_type) if isinstance(vars(cls).get("_value"), property)]
+    kept = [cls for cls in _implementations() if isinstance(vars(cls).get("_value"), property)]
 
     def put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         ways: Counter[str] = Counter()
@@ -53,7 +53,7 @@ def attach(jax: Any, transfers: Transfers) -> Places:
     return places
 
 
-def _implementations(array_type: Any) -> list[Any]:
+def _implementations() -> list[Any]:
     """The class of concrete arrays, which is only registered below `jax.Array` and no subclass of it."""
     import sys
 

@@ -129,9 +129,9 @@ class Requests:
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""
-        return [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
+        return [self._verdict(rule) for rule in self.rules]
 
-    def _verdict(self, rule: RequestsRule, exchanges: Exchanges) -> Verdict:
+    def _verdict(self, rule: RequestsRule) -> Verdict:
         met = [name for name, kind in self._met.items() if kind in SERVERS]
         lacking = [text for text in self._met.values() if " " in text]
         if lacking:
