@@ -278,8 +278,9 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
         request.annotate(user="ü", ratio=0.5)
         plain.annotate({"step": 3})
         after = {span.site.name: dict(span.attributes) for span in read(recorder).open_spans()}
+        some = {f"text {place}": "more than the details of rows have room for" for place in range(40)}
         for _ in range(8_000):
-            with recorder.scope("many", attributes={"some": "more than the details of rows have room for" * 40}):
+            with recorder.scope("many", attributes=some):
                 pass
         mapped = read(recorder)
         assert {span.site.name: dict(span.attributes) for span in mapped.open_spans()} == after
@@ -302,7 +303,7 @@ def test_batches_of_many_keys_are_told_whole_and_what_is_too_long_is_counted(rec
             pass
     with recorder.scope("long", batch=["x" * 128] * 1024):
         pass
-    with pytest.raises(KeyError), recorder.scope("failing", attributes={"of a batch": "y" * 70_000}):
+    with pytest.raises(KeyError), recorder.scope("failing", attributes={f"of a batch {at}": ["y" * 200] * 128 for at in range(3)}):
         raise KeyError
     mapped = read(recorder)
     told = sorted(mapped.details().items())

@@ -912,7 +912,8 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
                 leaf()
                 sum(numbers())
         def plain():
-            with recorder.scope("scope", attributes={"list": [Cycle()]}):
+            with recorder.scope("scope", attributes={"list": ["a", "b"]}):
+                Cycle()
                 request()
                 Cycle()
                 sum(numbers())
