@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_service import beside_engine
 from otlp_collectors import Collector, be_slow, collecting, refuse_with, swallow, take
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
@@ -799,22 +800,9 @@ def serve(request_id, asked, done):
     submit(request_id, asked, done)
 """
 
-SERVED_BY_TWO = """
-import multiprocessing
-
-import core
-import front
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    asked, done = context.SimpleQueue(), context.SimpleQueue()
-    engine = context.Process(target=core.loop, args=(asked, done))
-    engine.start()
-    done.get()
+FIFTY = """
     for x in range(50):
         front.serve(f"r{x}", asked, done)
-    asked.put(None)
-    engine.join()
 """
 
 
@@ -823,7 +811,7 @@ def served_by_two(collector: Collector, sample: float, emit: str = "") -> list[A
     Path("core.py").write_text(CORE)
     Path("front.py").write_text(FRONT)
     Path("profile.yaml").write_text(KEYED % (emit, sample, collector.server_port))
-    done = run(SERVED_BY_TWO)
+    done = run(beside_engine(FIFTY))
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
     assert len(collector.spans) == 2
@@ -882,8 +870,7 @@ def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(
     recording = 'export:\n  recording: {path: "traces/{service}-{pid}.npz"}'
     text = KEYED % ("", 1.0, collector.server_port)
     Path("profile.yaml").write_text(text.replace("batch: ids", "batch: tokens").replace("export:", recording))
-    one = 'if True:\n        front.serve("long",'
-    done = run(SERVED_BY_TWO.replace('for x in range(50):\n        front.serve(f"r{x}",', one))
+    done = run(beside_engine('front.serve("long", asked, done)'))
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
     spans = [span for of in collector.spans.values() for span in of]

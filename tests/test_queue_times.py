@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_service import beside_engine
 from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
@@ -102,22 +103,7 @@ def answer(done):
         waiting[request_id].set()
 """
 
-SERVICE = """
-import multiprocessing
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
-import core
-import front
-import instrument
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    asked, done = context.SimpleQueue(), context.SimpleQueue()
-    engine = context.Process(target=core.loop, args=(asked, done))
-    engine.start()
-    done.get()
+SERVICE = beside_engine("""
     answering = threading.Thread(target=front.answer, args=(done,))
     answering.start()
     numbers = iter(range(1000))
@@ -129,10 +115,7 @@ if __name__ == "__main__":
             list(pool.map(lambda x: front.serve(f"r{x}", asked), [next(numbers) for _ in range(int(line))]))
         print("served", flush=True)
     front.serve("nobody serves it", asked)
-    asked.put(None)
-    engine.join()
-    done.put(None)
-"""
+""")
 
 TIME_IN_QUEUE = "gen_ai.server.time_in_queue"
 
