@@ -303,7 +303,10 @@ def test_batches_of_many_keys_are_told_whole_and_what_is_too_long_is_counted(rec
             pass
     with recorder.scope("long", batch=["x" * 128] * 1024):
         pass
-    with pytest.raises(KeyError), recorder.scope("failing", attributes={f"of a batch {at}": ["y" * 200] * 128 for at in range(3)}):
+    with (
+        pytest.raises(KeyError),
+        recorder.scope("failing", attributes={f"of a batch {at}": ["y" * 200] * 128 for at in range(3)}),
+    ):
         raise KeyError
     mapped = read(recorder)
     told = sorted(mapped.details().items())
