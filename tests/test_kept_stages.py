@@ -16,7 +16,8 @@ import pytest
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
-from instrument.agent import (
+from instrument.otlp.packing import Ids, identify, links_of
+from instrument.otlp.processor import (
     kept_stages,
     keyed_requests,
     keyed_trees,
@@ -25,7 +26,6 @@ from instrument.agent import (
     queue_times,
     served_batches,
 )
-from instrument.otlp.packing import Ids, identify, links_of
 from instrument.otlp.processor.column_shelf import ColumnShelf
 from instrument.otlp.processor.key_facts import Batch, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests

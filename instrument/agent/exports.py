@@ -170,6 +170,8 @@ class Exports:
             self._says(f"instrument: {message['said']!s}")
         else:
             self._done(message)
+        if self._child.is_there:  # else all that it said comes first
+            self._changed()
 
     def _done(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
