@@ -235,6 +235,7 @@ def test_a_process_reads_its_gauges_while_there_is_no_agent_and_the_next_agent_d
     second.communicate(timeout=120)
 
 
+@pytest.mark.slow
 def test_gauges_that_the_agent_reads_are_told_by_a_process_that_exports_itself() -> None:
     with collecting(take) as collector:
         service = serve(FUNCTIONS + GAUGES.replace("50ms", "1h") + OTLP % collector.server_port)

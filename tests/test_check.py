@@ -340,6 +340,7 @@ def test_the_process_that_saw_more_knows_better(verdicts: list[Any], whole: list
         assert found == set(whole)
 
 
+@pytest.mark.slow
 def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_named(recorder: Any, torch: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     rules = "layers: [{type: Linear}, {match: '1'}, {match: 'lyers.*'}, {type: Conv2d}]"

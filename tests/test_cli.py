@@ -574,6 +574,7 @@ def test_help_names_the_verbs() -> None:
         assert verb in done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_once_still_delivers_with_its_resource(folder: Path) -> None:
     write(folder / "main.py", "from work import step\nstep(1)\n")
     write(folder / "otlp.yaml", 'functions: [{match: "work:step"}]\nexport: {otlp: {}}')

@@ -848,6 +848,7 @@ def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_par
     assert printed == "10 0 []\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_allocations(kind: str) -> None:
     printed = run(

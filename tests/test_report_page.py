@@ -331,6 +331,7 @@ def test_a_page_of_a_hundred_thousand_spans_has_at_most_five_megabytes(tmp_path:
     assert document["left_out"] == []
 
 
+@pytest.mark.slow
 def test_a_page_that_is_too_large_has_fewer_spans_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording.of_trace(engine_trace(300))
     whole = write_page(tmp_path / "whole.html", recording, Options())
