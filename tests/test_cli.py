@@ -152,6 +152,7 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
         folder / "main.py",
         """
         import os, signal, sys, time
+        from types import SimpleNamespace
         from instrument import chrome
         from instrument.sessions import process
         from work import step
@@ -169,6 +170,15 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
             time.sleep(600)
+        if "missed" in sys.argv:  # as where the main thread is just about to sleep
+            sent = []
+
+            def kill(*arguments):
+                sent.append(arguments)
+                if len(sent) > 1:
+                    os.kill(*arguments)
+
+            process.os = SimpleNamespace(kill=kill, getpid=os.getpid)
         if "reading" in sys.argv:
             verdicts = process.session().selection.verdicts
 
@@ -184,10 +194,10 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
         chrome.dump = slow
         """,
     )
-    for arguments in ([], ["locked"], ["reading"]):
+    for arguments in ([], ["locked"], ["reading"], ["reading", "missed"]):
         done = run("run", "--profile", "profile.yaml", "--", "main.py", *arguments)
         assert (done.returncode, "Summary of " in done.stderr) == (-signal.SIGTERM, True), done.stderr
-    assert len(traces()) == 3
+    assert len(traces()) == 4
 
 
 def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -> None:

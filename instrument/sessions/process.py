@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from _thread import get_native_id
 from collections.abc import Mapping, Sequence
@@ -273,6 +274,9 @@ def _end_by(number: int, frame: FrameType | None) -> bool:
     # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
     # come again.
     inside = _is_inside(frame)
+    if inside and _coming_again.get(number) == os.getpid():
+        return False
+    _coming_again[number] = os.getpid() if inside else 0
     ending = Thread(functools.partial(_send_again, number) if inside else stop, "instrument-exit")
     try:
         ending.start()
@@ -282,6 +286,10 @@ def _end_by(number: int, frame: FrameType | None) -> bool:
     except RuntimeError:
         pass  # the interpreter is ending, where no thread can begin
     return True
+
+
+_coming_again: dict[int, int] = {}
+"""The process that is being sent a signal again, by the signal's number; 0 where it has been handled by then."""
 
 
 def _is_inside(frame: FrameType | None) -> bool:
@@ -295,8 +303,18 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _send_again(number: int) -> None:
-    sleep(0.02)
-    os.kill(os.getpid(), number)
+    """Send a signal until its handler has come at another time.
+
+    One that comes just as the main thread lets go of Python's lock to sleep does not wake it, and that is when this
+    thread has its turn. A handler that the service has set by then is called once.
+    """
+    while _coming_again.get(number):
+        sleep(0.02)
+        is_ours = signal.getsignal(number) == signal.SIG_DFL  # as the service sees it
+        if _coming_again.get(number):
+            os.kill(os.getpid(), number)
+        if not is_ours:
+            _coming_again[number] = 0
 
 
 def _forget(session: Session) -> None:
