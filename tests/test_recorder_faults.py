@@ -539,7 +539,7 @@ def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_stil
         local.loud = Loud()
         variable = contextvars.ContextVar("variable")
         variable.set(Loud())
-        open_scope = recorder.scope("never closed", attributes={"a": Loud()}).__enter__()
+        open_scope = recorder.scope("never closed", attributes={"a": "b"}).__enter__()
         sys.loud = Loud()
         recorder.loud = Loud()
         leaf.loud = Loud()

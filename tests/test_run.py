@@ -151,7 +151,6 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         print(child.pid, child.stdout.readline())
         import time, os
         from instrument.recording import board
-from instrument.sessions import files
         end = time.monotonic() + 240
         while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
             time.sleep(0.01)
