@@ -467,9 +467,9 @@ class KeyedTrees:
     ) -> list[tuple[KeyedRequest, Span]]:
         """Those of a request's tree that are requests of their own are known from now on."""
         apart = self._apart(spans) if apart is None else apart
-        whole.is_apart = True
         if not apart:
             return []
+        whole.is_apart = True
         theirs = {one.span_id for its in apart.values() for one in its}
         self._requests.note_apart(whole, [one for one in spans if one.span_id not in theirs])
         found = [
