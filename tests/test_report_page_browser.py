@@ -167,6 +167,7 @@ def test_arrow_keys_go_from_span_to_span_and_a_search_goes_to_its_hits(opened: A
     assert "serves\n" in told
     assert "its share\n" in told
     page.tab.get_by_text("spans as a table").click()
+    page.tab.wait_for_selector(".life tbody th")
     assert "engine.step" in page.texts(".life tbody th")
 
 
