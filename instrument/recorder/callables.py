@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from instrument.recorder import chains
-from instrument.recorder.annotation import error_told
-from instrument.recorder.chains import OPEN, Chain, Frame, ended_row, nearest_open, task_id, task_probe, top_of
+from instrument.recorder.chains import OPEN, Frame
 from instrument.recording.spans import Site
-
-_clock = time.monotonic_ns
 
 
 class Pass:
@@ -87,111 +82,26 @@ def make_function(
     site: Site,
     works: Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any] | None] | None = None,
 ) -> Any:
-    """A function around the function: `open`, the call and `close` in one body, three Python calls fewer."""
-    current = core._current
-    get, set_ = current.get, current.set
-    next_id = core._next_id
+    """A function with a span around each call. `works` is asked of those whose device time is."""
+    open_, close = core.open, core.close
     switch = core  # what counts the calls while the site is muted, see `instrument.recorder.wrapping.turn`
-    clock = _clock
-    device = site.device
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not switch.on:
             return function(*args, **kwargs)
-        if device or core.watches_all:
-            with Scope(core, site, None if works is None else works(args, kwargs)):
-                return function(*args, **kwargs)
-        try:
-            ring = core._rings.local.ring
-        except AttributeError:
-            ring = core._rings.new()
-        place = get()
-        # What `task_probe` answers; its call would cost more than the rest of this branch.
-        if (
-            ("asyncio" not in chains.modules or task_probe() < 0)
-            if chains.running_loop is None
-            else (chains.running_loop() is None)
-        ):
-            chain = place if place.__class__ is Chain and place.ring is ring else core._chain(place, ring)
-            parent = chain.top
-            task = 0
-            held = None
-        else:
-            chain = None
-            parent = top_of(place)
-            task = task_id()
-            held = place if place.__class__ is Chain else None
-        span_id = next_id()
-        start = clock()
-        frame: Frame
-        top = parent
-        if parent is None:
-            node = core._root.children.get(site) or core._node(core._root, site)
-            index = node.index
-            frame = [
-                node, span_id, 0, span_id, 0, ring, None, start, task, start, None, 1, held, None, None, None, index,
-                None, 0, None,
-            ]  # fmt: skip
-        elif parent[11]:
-            above = parent[0]
-            node = above.children.get(site) or core._node(above, site)
-            index = node.index if node.inner is None else core._index(node, parent, ring)
-            frame = [
-                node, span_id, parent[1], parent[3], 0, ring, parent, start, task, start, None, 1, held, None,
-                parent[14], None, index, None, 0, None,
-            ]  # fmt: skip
-        else:
-            frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)
-            node, parent, index = frame[0], frame[6], frame[16]
-            frame[17], frame[19] = None, None
+        told = None if works is None or not (site.device or core.watches_all) else works(args, kwargs)
+        frame: Frame | None = None
         # All of it in one `try`: a signal handler may raise after any call.
         try:
-            if chain is None:
-                core._apart[span_id] = frame
-                set_(frame)
-            else:
-                chain.top = frame
-            ring.top = frame
-            frame[7] = frame[9] = start = clock()
-            if core._writer is not None:
-                core._writer.begin(frame)
+            frame = open_(site, told)
+            frame[17] = frame[19] = None  # a function cannot be suspended, whatever it calls
             result = function(*args, **kwargs)
-            end = clock()
-            if get() is not (chain or frame) or frame[6] is not parent:
-                core.close(frame)
-                return result
-            if chain is None:
-                core._apart.pop(span_id, None)
-                set_(place)
-            elif chain.top is frame:
-                chain.top = top
-            else:
-                core.close(frame)
-                return result
-            frame[11] = 0
+            close(frame)
+            return result
         except BaseException as error:
-            if frame[11]:
-                core.close(frame, error)
+            if frame is not None and frame[11] == OPEN:
+                close(frame, error)
             raise
-        ring.top = parent
-        if parent is not None:
-            frame[6] = parent if parent[11] else nearest_open(parent)
-            if parent[5] is ring and parent[8] == task:
-                parent[4] += end - start
-                if core._writer is not None:
-                    core._writer.add_children(parent)
-        if ring.ended:  # by a reset
-            ring = core._ring()
-            core._renew(frame)
-        head = ring.head
-        error_name = error_told(frame[10], None) if frame[10] else None
-        ring.rows[head & ring.mask] = row = ended_row(frame, end, -1, error_name)
-        ring.head = head = head + 1
-        if core._writer is not None:
-            core._write(ring, frame, row)
-        if not head & ring.fold_mask:
-            ring.fold(core._nodes)
-        return result
 
     return wrapper
 
