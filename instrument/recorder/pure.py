@@ -438,12 +438,9 @@ class Core(Opened):
             error = error_told(frame[10], error)
         if ring is not frame[5]:
             self._renew(frame)
-        head = ring.head
-        ring.rows[head & ring.mask] = row = ended_row(frame, end, active_ns, error)
         if own_waited_ns:
             ring.waits[frame[16]] = ring.waits.get(frame[16], 0) + own_waited_ns
-        ring.head = head = head + 1
+        row = ended_row(frame, end, active_ns, error)
+        ring.put(row)
         if self._writer is not None:
             self._write(ring, frame, row, own_waited_ns)
-        if not head & ring.fold_mask:
-            ring.fold(self._nodes)

@@ -1,23 +1,19 @@
 """The rings: each thread's newest rows, and the totals of all that it ever recorded, in bounded memory.
 
-A finished span is a row, as `instrument.recording.rows` has it. Only its own thread writes to a ring. Totals are
-brought up to date from the rows in blocks, by the thread that fills a block or by whoever reads first, so that their
-cost is paid in tight loops instead of once a call.
+A finished span is a row, as `instrument.recording.rows` has it. Only its own thread writes to a ring. It counts each
+row in the totals, or leaves that to whoever reads them just then.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.rows import (
-    ACTIVE_NS,
     ATTRIBUTES,
-    CHILDREN_NS,
     END_NS,
     ERROR,
     NODE,
@@ -35,15 +31,10 @@ from instrument.runtime.unpatched import RLock, local
 First = tuple[int, int]
 """When a first call began, and how long it took on the host."""
 
-Waiting = tuple[int, First, list[int], list[Row], Any]
-"""Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
-more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
-
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
 
 SMALLEST_RING = 64
-FOLD_ROWS = 4096
 ENDED_RINGS_KEPT = 1000
 
 
@@ -51,22 +42,20 @@ class Ring:
     """The newest rows of one thread, and the totals of all of them by node index, with what they waited in `waits`."""
 
     __slots__ = (
-        "capacity", "ended", "first_calls", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows",
-        "stepping", "steps", "thread_id", "too_short", "top", "totals", "waiting", "waits",
+        "capacity", "counted", "ended", "first_calls", "head", "lock", "mask", "name", "nodes", "rows", "stepping",
+        "steps", "thread_id", "too_short", "top", "totals", "waits",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
         self.nodes = nodes
         self.capacity = capacity
         self.mask = capacity - 1
-        self.fold_mask = min(capacity // 2, FOLD_ROWS) - 1
         self.rows: list[Any] = [None] * capacity
         self.head = 0
-        self.folded = 0
+        self.counted = 0
         self.top: Any = None
         self.totals: dict[int, Totals] = {}
         self.first_calls: dict[int, First] = {}
-        self.waiting: Waiting | None = None
         self.too_short = 0
         self.steps: dict[int, int] = {}
         self.stepping: Any = None  # what is awaited, and runs here: the innermost
@@ -125,86 +114,66 @@ class Ring:
                 low = middle + 1
         return low
 
-    def fold(self, nodes: list[Node]) -> None:
+    def put(self, row: Row) -> None:
+        """Keep the row of a span that has ended, and count it."""
+        self.rows[self.head & self.mask] = row
+        self.head += 1
+        self.count()
+
+    def count(self) -> None:
         """Bring the totals up to the head.
 
-        The owner does not wait for a reader that folds already, unless unread rows would be overwritten. A signal
-        handler may raise in here after any call, or fold itself: each part of the work is prepared aside, and taken
-        over without a call in between if nobody else has done it.
+        The owner does not wait for a reader that does so already, unless uncounted rows would be overwritten.
         """
-        if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
+        if not self.lock.acquire(blocking=self.head - self.counted > self.capacity // 2):
             return
         try:
-            try:
-                self._fold(nodes)
-            except BaseException:
-                self._fold(nodes)  # or the ring might be full before the next time
-                raise
+            while self.counted < self.head:
+                self._count(self.counted, self.rows[self.counted & self.mask])
         finally:
             self.lock.release()
 
-    def _fold(self, nodes: list[Node]) -> None:
-        self._count_waiting(nodes)
-        first, last = self.folded, self.head
-        if first == last:
-            return
-        begin, end = first & self.mask, last & self.mask
-        block = self.rows[begin:end] if begin < end else self.rows[begin:] + self.rows[:end]
-        waiting = _grouped(block, self.totals)
-        if self.folded == first and self.waiting is None:
-            self.waiting = waiting
-            self.folded = last
-        self._count_waiting(nodes)
+    def _count(self, number: int, row: Row) -> None:
+        """Count the row of a number.
 
-    def _count_waiting(self, nodes: list[Node]) -> None:
-        while (waiting := self.waiting) is not None:
-            index, first, durations, rarer, rest = waiting
-            if index >= len(nodes):  # of a call that began just as another thread reset
-                index = 0
-            calls, total_ns = len(durations), sum(durations)
-            low, high = min(durations), max(durations)
-            self_total_ns = total_ns + sum([self_ns(row) - row[END_NS] + row[START_NS] for row in rarer])
-            errors = sum([row[ERROR] is not None for row in rarer])
-            moved_bytes = 0
-            if rarer and nodes[index].site.kind == "copy":
-                sizes = [row[ATTRIBUTES].get("bytes") for row in rarer if row[ATTRIBUTES]]
-                # A scope of this kind may carry anything there: what is no size counts for nothing.
-                moved_bytes = sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
-            is_inner = nodes[index].inner is nodes[index]
-            min_ns = nodes[index].site.min_ns
-            too_short = 0
-            if min_ns:
-                too_short = sum([duration < min_ns for duration in durations])
-                too_short -= sum(
-                    [row[END_NS] - row[START_NS] < min_ns and not is_too_short(row, min_ns) for row in rarer]
-                )
-            totals = self.totals.get(index) or Totals(first_ns=first[0], min_ns=low)
-            histogram = Counter(totals.histogram)
-            # The buckets of `histogram.bucket`, written out because a call each would double the cost.
-            histogram.update([d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations])
-            if self.waiting is waiting:
-                self.waiting = rest
-                self.totals[index] = totals
-                if index not in self.first_calls:
-                    self.first_calls[index] = first
-                self.too_short += too_short
-                totals.calls += calls
-                totals.errors += errors
-                if not is_inner:
-                    totals.total_ns += total_ns
-                    totals.elapsed_ns += total_ns
-                totals.self_ns += self_total_ns
-                totals.moved_bytes += moved_bytes
-                totals.histogram = histogram
-                if low < totals.min_ns:
-                    totals.min_ns = low
-                if high > totals.max_ns:
-                    totals.max_ns = high
+        A signal handler may raise in here after any call, or count the row itself: what there is to add is prepared
+        first, and then added without a call in between if nobody else has done it.
+        """
+        index = row[NODE] if row[NODE] < len(self.nodes) else 0  # of a call that began just as another thread reset
+        node = self.nodes[index]
+        start_ns, duration_ns, own_ns = row[START_NS], row[END_NS] - row[START_NS], self_ns(row)
+        is_short = duration_ns < node.site.min_ns and is_too_short(row, node.site.min_ns)
+        # A scope of this kind may carry anything there: what is no size counts for nothing.
+        size = row[ATTRIBUTES].get("bytes") if row[ATTRIBUTES] and node.site.kind == "copy" else None
+        moved_bytes = size if isinstance(size, int) and 0 <= size < 1 << 64 else 0
+        totals = self.totals.get(index) or self.totals.setdefault(index, Totals())
+        histogram, at = totals.histogram, bucket(duration_ns)
+        if at not in histogram:
+            histogram.setdefault(at, 0)
+        if self.counted != number:
+            return
+        self.counted = number + 1
+        self.too_short += is_short
+        if not totals.calls or duration_ns < totals.min_ns:
+            totals.min_ns = duration_ns
+        if duration_ns > totals.max_ns:
+            totals.max_ns = duration_ns
+        if not totals.calls or start_ns < totals.first_ns:
+            totals.first_ns = start_ns
+            self.first_calls[index] = start_ns, duration_ns
+        histogram[at] += 1
+        totals.calls += 1
+        totals.errors += row[ERROR] is not None
+        if node.inner is not node:
+            totals.total_ns += duration_ns
+            totals.elapsed_ns += duration_ns
+        totals.self_ns += own_ns
+        totals.moved_bytes += moved_bytes
 
     def usage(self) -> list[tuple[int, int, int, int]]:
         """Node index, calls, total ns and steps of each call path: those of generators, also of such as go on."""
         with self.lock:
-            self.fold(self.nodes)
+            self.count()
             steps = self.steps.copy()
             used = [(index, one.calls, one.total_ns, steps.pop(index, 0)) for index, one in self.totals.items()]
             return used + [(index, 0, 0, count) for index, count in steps.items()]
@@ -215,7 +184,7 @@ class Ring:
         The least elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins.
         """
         with self.lock:
-            self.fold(self.nodes)
+            self.count()
             totals = self.totals.get(index)
             if totals is None or device_ns < 0 or not 0 <= host_ns <= elapsed_ns:
                 return False
@@ -237,7 +206,7 @@ class Ring:
     def copied_totals(self) -> dict[int, Totals]:
         """The totals up to now, for another thread to keep."""
         with self.lock:
-            self.fold(self.nodes)
+            self.count()
             found = {index: totals.copy() for index, totals in self.totals.items()}
         for index, waiting_ns in self.waits.copy().items():
             if index in found:
@@ -247,28 +216,8 @@ class Ring:
     def firsts(self) -> dict[int, First]:
         """The first call of each call path."""
         with self.lock:
-            self.fold(self.nodes)
+            self.count()
             return dict(self.first_calls)
-
-
-def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
-    """A block's rows by node: one pass, in which most rows give their duration and nothing else."""
-    durations: defaultdict[int, list[int]] = defaultdict(list)
-    rarer: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in block:
-        durations[row[NODE]].append(row[END_NS] - row[START_NS])
-        if row[CHILDREN_NS] or row[ACTIVE_NS] >= 0 or row[ERROR] is not None or row[ATTRIBUTES] is not None:
-            rarer[row[NODE]].append(row)
-    never = (0, 0)
-    firsts = {index: (block[-1][END_NS], 0) for index in durations if index not in known}
-    if firsts:
-        for row in block:
-            if row[START_NS] < firsts.get(row[NODE], never)[0]:
-                firsts[row[NODE]] = (row[START_NS], row[END_NS] - row[START_NS])
-    waiting: Waiting | None = None
-    for index, of_node in durations.items():
-        waiting = (index, firsts.get(index, never), of_node, rarer.get(index, []), waiting)
-    return waiting
 
 
 class _Mark:
