@@ -21,9 +21,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from otlp_collectors import (
@@ -832,6 +834,39 @@ def test_grpc_says_why_it_failed() -> None:
         delivery = exporter.flush(60 * SECOND)
     assert (delivery.settled, delivery.failed) == (True, 5)
     assert "UNAVAILABLE" in delivery.reason
+
+
+def test_by_grpc_rejections_are_counted_and_a_collector_that_asks_for_time_gets_it() -> None:
+    grpc = pytest.importorskip("grpc")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
+
+    class Spans(services.TraceServiceServicer):  # type: ignore[misc]
+        tries_at: ClassVar[list[float]] = []
+
+        def Export(self, request: Any, context: Any) -> Any:
+            self.tries_at.append(time.monotonic())
+            if len(self.tries_at) == 1:
+                context.set_trailing_metadata([("google.rpc.retryinfo-bin", b"\x0a\x02\x08\x01")])
+                context.abort(grpc.StatusCode.UNAVAILABLE, "too busy")
+            answer = messages.ExportTraceServiceResponse()
+            answer.partial_success.rejected_spans = 2
+            answer.partial_success.error_message = "too old"
+            return answer
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    services.add_TraceServiceServicer_to_server(Spans(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with exporting(Otlp(f"http://127.0.0.1:{port}", "grpc", timeout_ns=5 * SECOND)) as exporter:
+            exporter.offer(tree(5))
+            delivery = exporter.flush(60 * SECOND)
+    finally:
+        server.stop(None).wait()
+    assert (delivery.exported, delivery.rejected, delivery.reason) == (3, 2, "too old")
+    first, second = Spans.tries_at
+    assert second - first >= 1
 
 
 FORK = """

@@ -1,7 +1,7 @@
-"""The two ways to a collector: HTTP/1.1 on a socket of our own, and gRPC by the official exporter at its own cost.
+"""The two ways to a collector: HTTP/1.1 on a socket of our own, and gRPC on a channel of the official library.
 
-A sender encodes trees, delivers one request at a time within the time that it is given, and returns a verdict. Only
-the export thread uses it, except for `abort` and `forked`.
+Both carry the same bytes. A sender delivers one request at a time within the time that it is given, and returns a
+verdict. Only the export thread uses it, except for `abort` and `forked`.
 """
 
 from __future__ import annotations
@@ -9,43 +9,116 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context
-from instrument.otlp.metrics import PATIENCE_NS, metrics_url
-from instrument.otlp.points import Point, Series, pack_metric
+from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive
+from instrument.otlp.metrics import metrics_url
+from instrument.otlp.points import Series, pack_metric
 from instrument.otlp.response import Response
 from instrument.profile.document import without_secrets
-from instrument.recording.spans import Origin, Span
 from instrument.runtime.compression import compressor
-from instrument.runtime.threads import current_name
 
 if TYPE_CHECKING:
-    import logging
     from http.client import HTTPResponse
-
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import ReadableSpan
 
     from instrument.profile.model import Otlp
 
 THREAD_NAME = "instrument-otlp"
-"""The export thread. What the official exporter logs on a thread of ours, we say ourselves."""
+"""The export thread."""
 
 _FIRST_BACK_OFF_S = 0.25
 _REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metrics
+_VARINT = rb"([\x80-\xff]*[\x00-\x7f])"
 # ExportTraceServiceResponse.partial_success {rejected_spans, error_message}; serialisers write fields in this order
 _PARTIAL_SUCCESS = re.compile(
-    rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08([\x80-\xff]*[\x00-\x7f]))?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
+    rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08" + _VARINT + rb")?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
 )
 
 
-class HttpSender:
+class _UnavailableError(Exception):
+    """The collector takes nothing now: why, and for how long it asks to be left alone."""
+
+    def __init__(self, reason: str, asked_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.asked_s = reason, asked_s
+
+
+class Sender(ABC):
+    """Carries requests to a collector, each as often as there is time and hope."""
+
+    modules: ClassVar[tuple[str, ...]]
+    """What sending needs, imported before the export thread starts."""
+
+    request_spans = 4_000  # there are receivers that drop beyond 8,192
+    encode = staticmethod(packing.pack)
+    _resource = b""
+    _places: tuple[Any, Any]
+    """Where spans and metrics go."""
+
+    def speak_for(self, resource: Mapping[str, object]) -> None:
+        """Send under this resource from now on."""
+        self._resource = packing.pack_resource(resource)
+
+    def size(self, piece: bytes) -> int:
+        """Bytes that a piece adds to a request."""
+        return len(piece)
+
+    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
+        """Deliver one request, trying again while there is time and hope."""
+        return self._send(self._places[0], packing.request_of(self._resource, pieces), len(pieces), left_s, pause)
+
+    def send_metrics(
+        self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]
+    ) -> Response:
+        """Deliver one request of metrics, likewise; what is rejected counts points."""
+        body = packing.request_of(self._resource, map(pack_metric, series))
+        return self._send(self._places[1], body, sum(len(one.points) for one in series), left_s, pause)
+
+    def _send(
+        self, place: Any, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
+    ) -> Response:
+        body = self._packed(body)
+        back_off_s = _FIRST_BACK_OFF_S
+        while True:
+            wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
+            try:
+                return self._try(place, body, count, left_s)
+            except _UnavailableError as answer:
+                reason, asked_s = answer.reason, answer.asked_s
+            if asked_s > 0:
+                reason = f"{reason}, asks to wait for {asked_s:.0f} s"
+                return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
+            if wait_s >= left_s():
+                return Response(False, reason=reason)
+            pause(wait_s)
+            back_off_s *= 2
+
+    def _packed(self, body: bytes) -> bytes:
+        return body
+
+    @abstractmethod
+    def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
+        """Send a request of so many spans or points once; `_UnavailableError` where another try may do better."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """From another thread: wake the one that waits."""
+
+    def forked(self) -> None:
+        """In a child: give up the parent's connection."""
+        self.close()
+
+
+class HttpSender(Sender):
     """OTLP over HTTP/1.1 on one connection that is kept alive.
 
     It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
@@ -53,10 +126,6 @@ class HttpSender:
     """
 
     modules = ("http.client", "email.utils", "importlib.metadata", "ssl", "uuid")
-    """What sending needs, imported before the export thread starts."""
-
-    request_spans = 4_000  # there are receivers that drop beyond 8,192
-    encode = staticmethod(packing.pack)
 
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
@@ -80,64 +149,34 @@ class HttpSender:
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
         head = "\r\n".join(["", *lines, "Content-Length: "])
-        self._head = f"POST {path} HTTP/1.1{head}".encode()
+        spans = f"POST {path} HTTP/1.1{head}".encode()
         metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
         path = metrics.path + (f"?{metrics.query}" if metrics.query else "")
-        self._metrics_head = f"POST {path} HTTP/1.1{head}".encode()
+        self._places = spans, f"POST {path} HTTP/1.1{head}".encode()
         self._connection: TcpConnection | None = None
-        self._resource = b""
 
-    def speak_for(self, resource: Mapping[str, object]) -> None:
-        """Send under this resource from now on."""
-        self._resource = packing.pack_resource(resource)
+    def _packed(self, body: bytes) -> bytes:
+        if not self._gzip:
+            return body
+        packer = compressor(zlib_level=1)
+        return packer.compress(body) + packer.flush()
 
-    def size(self, piece: bytes) -> int:
-        """Bytes that a piece adds to a request."""
-        return len(piece)
-
-    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
-        """Deliver one request, trying again while there is time and hope."""
-        return self._send(self._head, packing.request_of(self._resource, pieces), len(pieces), left_s, pause)
-
-    def send_metrics(
-        self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]
-    ) -> Response:
-        """Deliver one request of metrics, likewise; what is rejected counts points."""
-        body = packing.request_of(self._resource, map(pack_metric, series))
-        return self._send(self._metrics_head, body, sum(len(one.points) for one in series), left_s, pause)
-
-    def _send(
-        self, head: bytes, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
-    ) -> Response:
+    def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         from http.client import HTTPException
 
-        if self._gzip:
-            packer = compressor(zlib_level=1)
-            body = packer.compress(body) + packer.flush()
-        back_off_s = _FIRST_BACK_OFF_S
-        while True:
-            reused = self._connection is not None
-            wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
-            try:
-                response, content = self._post(head, body, left_s)
-            except OSError as fault:
-                if reused:  # the collector may have closed an idle connection
-                    continue
-                reason = f"{type(fault).__name__}: {fault}"
-            except HTTPException as fault:
-                return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
-            else:
-                if response.status not in (429, 502, 503, 504):
-                    return _judge(response, content, count)
-                reason = f"HTTP {response.status} {response.reason[:100]}"
-                asked_s = _retry_after_s(response.getheader("Retry-After"))
-                if asked_s > 0:
-                    reason = f"{reason}, asks to wait for {asked_s:.0f} s"
-                    return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
-            if wait_s >= left_s():
-                return Response(False, reason=reason)
-            pause(wait_s)
-            back_off_s *= 2
+        reused = self._connection is not None
+        try:
+            response, content = self._post(place, body, left_s)
+        except OSError as fault:
+            if reused:  # the collector may have closed an idle connection
+                return self._try(place, body, count, left_s)
+            raise _UnavailableError(f"{type(fault).__name__}: {fault}") from fault
+        except HTTPException as fault:
+            return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
+        if response.status in (429, 502, 503, 504):
+            reason = f"HTTP {response.status} {response.reason[:100]}"
+            raise _UnavailableError(reason, _retry_after_s(response.getheader("Retry-After")))
+        return _judge(response, content, count)
 
     def _post(self, head: bytes, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
         from http.client import HTTPException, HTTPResponse
@@ -169,15 +208,11 @@ class HttpSender:
         return TlsConnection(*self._address, left_s, trusted)
 
     def close(self) -> None:
-        """Close the connection; the next request opens another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    forked = close
-
     def abort(self) -> None:
-        """From another thread: wake the one that waits in the socket."""
         connection = self._connection
         if connection is not None:
             connection.abort()
@@ -200,9 +235,12 @@ def partial_success(answer: bytes) -> tuple[int, str]:
     found = _PARTIAL_SUCCESS.match(answer)
     if found is None:
         return 0, ""
-    varint, message = found.group(1) or b"", found.group(2) or b""
-    rejected = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
+    rejected, message = _number(found.group(1) or b""), found.group(2) or b""
     return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
+
+
+def _number(varint: bytes) -> int:
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
 
 
 def _retry_after_s(text: str | None) -> float:
@@ -218,245 +256,95 @@ def _retry_after_s(text: str | None) -> float:
 
 
 def require_grpc() -> None:
-    """Raise ExportError when the official gRPC exporter is not installed. Imports no more than its parent packages."""
+    """Raise ExportError when gRPC is not installed. Imports nothing."""
     from importlib.util import find_spec
 
-    try:
-        installed = find_spec("opentelemetry.exporter.otlp.proto.grpc") and find_spec("grpc")
-    except ModuleNotFoundError:
-        installed = None
-    if installed is None:
+    if find_spec("grpc") is None:
         raise ExportError(
-            "asked to export spans by grpc, but the official exporter is not installed; "
+            "asked to export spans by grpc, but it is not installed; "
             "install instrument-sdk[grpc], or set the protocol to http/protobuf"
         )
 
 
-class GrpcSender:
-    """OTLP over gRPC by the official exporter, with its own retries.
+_SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
+_PASSING = (
+    "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
+)  # fmt: skip
+"""Statuses after which OTLP has a client try again."""
+# RetryInfo.retry_delay.seconds, by itself or as a detail of a status
+_RETRY_INFO = re.compile(rb"(?:^|google\.rpc\.RetryInfo\x12.)\x0a.\x08" + _VARINT, re.DOTALL)
 
-    The official exporter does not tell how many spans the collector rejected: here those count as exported.
-    """
 
-    request_spans = 1_000  # receivers stop at 4 MiB; the official exporter says no sizes
-    modules = (
-        "grpc",
-        "importlib.metadata",
-        "opentelemetry.exporter.otlp.proto.grpc.metric_exporter",
-        "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
-        "opentelemetry.sdk.metrics.export",
-        "opentelemetry.sdk.trace.export",
-        "uuid",
-    )
+class GrpcSender(Sender):
+    """OTLP over gRPC, of which only the channel is another's."""
 
-    said: ClassVar[str] = ""
+    modules = ("grpc", "importlib.metadata", "uuid")
     _of_parents: ClassVar[list[Any]] = []
 
     def __init__(self, settings: Otlp) -> None:
         require_grpc()
         self._settings = settings
-        self._exporter: Any = None
-        self._metric_exporter: Any = None
-        self._resource: Any = None
+        self._channel: Any = None
+        self._places = _SERVICES
+        self._metadata = tuple((name.lower(), value) for name, value in settings.headers)
 
-    def speak_for(self, resource: Mapping[str, object]) -> None:
-        """Send under this resource from now on."""
-        from opentelemetry.sdk.resources import Resource
-
-        self._resource = Resource(_official(resource))
-
-    def encode(
-        self, spans: Sequence[Span], ids: packing.Ids, origin: Origin, threads: Mapping[int, str]
-    ) -> Iterator[ReadableSpan]:
-        """Each span and device interval as the SDK's own, with our ids and times."""
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-
-        scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
-        unset = Status(StatusCode.UNSET)
-        for trace_id, own, parent, flags, state, span, interval in packing.identify(spans, ids):
-            name, kind, status, w3c_flags = span.site.name, SpanKind.INTERNAL, unset, TraceFlags(flags & 0xFF)
-            if interval is not None:
-                name, attributes = packing.device_name(span.site), packing.device_attributes(span, interval)
-            else:
-                attributes = packing.attributes_of(span, threads)
-                kind = SpanKind.SERVER if packing.is_server(span) else kind
-                told = packing.status_of(span)
-                if told is not None:
-                    status = Status(StatusCode.ERROR, told[1]) if told[0] else Status(StatusCode.OK)
-            links = packing.links_of(span, ids) if interval is None else []
-            yield ReadableSpan(
-                str(packing.plain(name)),
-                context=SpanContext(trace_id, own, False, w3c_flags, _trace_state(state)),
-                parent=SpanContext(trace_id, parent, bool(flags & packing.IS_REMOTE), w3c_flags) if parent else None,
-                resource=self._resource,
-                attributes=_official(attributes),
-                links=list(map(_official_link, links)),
-                kind=kind,
-                status=status,
-                start_time=origin.realtime_of((interval or span).start_ns),
-                end_time=origin.realtime_of((interval or span).end_ns),
-                instrumentation_scope=scope,
-            )
-
-    def size(self, _piece: ReadableSpan) -> int:
-        """Nothing: the official exporter packs, so only the number of spans is known."""
-        return 0
-
-    def send(self, pieces: Sequence[ReadableSpan], left_s: Callable[[], float], _pause: object) -> Response:
-        """Deliver one request, within the time that the official exporter was given."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        if left_s() <= 0:
-            return Response(False)
-        GrpcSender.said = "the official gRPC exporter reported a failure"
-        exporter = self._exporter = self._exporter or self._open()
-        try:
-            taken = exporter.export(pieces) is SpanExportResult.SUCCESS
-        except Exception as fault:  # `abort` may close the channel between two of its tries
-            return Response(False, reason=f"{type(fault).__name__}: {fault}")
-        return Response(taken, reason="" if taken else self.said)
-
-    def send_metrics(self, series: Sequence[Series], left_s: Callable[[], float], _pause: object) -> Response:
-        """Deliver one request of metrics, likewise."""
-        from opentelemetry.sdk.metrics.export import MetricExportResult
-
-        if left_s() <= 0:
-            return Response(False)
-        GrpcSender.said = "the official gRPC exporter reported a failure"
-        exporter = self._metric_exporter = self._metric_exporter or self._open_metrics()
-        try:
-            taken = exporter.export(self._metrics_data(series)) is MetricExportResult.SUCCESS
-        except Exception as fault:  # as above
-            return Response(False, reason=f"{type(fault).__name__}: {fault}")
-        return Response(taken, refused="UNIMPLEMENTED" in self.said, reason="" if taken else self.said)
-
-    def _metrics_data(self, series: Sequence[Series]) -> Any:
-        from opentelemetry.sdk.metrics import export as sdk
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
-        def number(point: Point, unit: str) -> Any:
-            value: Any = point.value
-            return sdk.NumberDataPoint(
-                attributes=point.attributes,
-                start_time_unix_nano=point.start_ns,
-                time_unix_nano=point.at_ns,
-                value=round(value) if unit == "By" else value,
-            )
-
-        def metric(one: Series) -> Any:
-            temporality = sdk.AggregationTemporality.DELTA if one.is_delta else sdk.AggregationTemporality.CUMULATIVE
-            if one.kind == "histogram":
-                data: Any = sdk.ExponentialHistogram([_official_histogram(point) for point in one.points], temporality)
-            elif one.kind == "gauge":
-                data = sdk.Gauge([number(point, one.unit) for point in one.points])
-            else:
-                points = [number(point, one.unit) for point in one.points]
-                data = sdk.Sum(points, temporality, is_monotonic=one.kind == "counter")
-            return sdk.Metric(name=one.name, description=one.description, unit=one.unit, data=data)
-
-        scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
-        metrics = sdk.ScopeMetrics(scope, [metric(one) for one in series], packing.SCHEMA_URL)
-        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, [metrics], "")])
-
-    def _open(self) -> OTLPSpanExporter:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-        return OTLPSpanExporter(**self._options(), timeout=self._settings.timeout_ns / 1e9)
-
-    def _open_metrics(self) -> OTLPMetricExporter:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-
-        return OTLPMetricExporter(**self._options(), timeout=min(self._settings.timeout_ns, PATIENCE_NS) / 1e9)
-
-    def _options(self) -> dict[str, Any]:
-        import logging
+    def _try(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         from importlib import import_module
 
-        grpc, settings = import_module("grpc"), self._settings
+        grpc: Any = import_module("grpc")
+        try:
+            channel = self._channel = self._channel or self._opened(grpc)
+            export = channel.unary_unary(f"/opentelemetry.proto.collector.{place}/Export")
+            answer = export(body, timeout=positive(left_s()), metadata=self._metadata)
+        except grpc.RpcError as fault:
+            status, details = fault.code().name, fault.details() or ""
+            reason = f"gRPC {status}: {details[:200]}"
+            too_large = status == "RESOURCE_EXHAUSTED" and "larger than max" in details
+            if too_large or status not in _PASSING:
+                return Response(False, too_large=too_large, refused=status == "UNIMPLEMENTED", reason=reason)
+            raise _UnavailableError(reason, _retry_info_s(fault.trailing_metadata())) from fault
+        except (OSError, ValueError) as fault:  # no time is left, or `abort` has closed the channel
+            raise _UnavailableError(f"{type(fault).__name__}: {fault}") from fault
+        rejected, message = partial_success(answer)
+        return Response(True, rejected=min(rejected, count), reason=message)
+
+    def _opened(self, grpc: Any) -> Any:
+        from urllib.parse import urlsplit
+
+        settings = self._settings
+        compression = grpc.Compression.Gzip if settings.compression == "gzip" else grpc.Compression.NoCompression
+        facts = {
+            "compression": compression,
+            "options": [("grpc.primary_user_agent", f"instrument-sdk/{packing.version()}")],
+        }
+        target = urlsplit(settings.endpoint).netloc or settings.endpoint
+        if not settings.endpoint.startswith("https:"):
+            return grpc.insecure_channel(target, **facts)
         key = settings.client_key or settings.client_certificate  # one file may hold both
         trust = (settings.certificate, key, settings.client_certificate)
-        compression = grpc.Compression
-        filters = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters
-        if _listen not in filters:
-            filters.insert(0, _listen)  # before the exporter's own, which hides what was said in the last 20 s
-        return {
-            "endpoint": settings.endpoint,
-            "insecure": not settings.endpoint.startswith("https:"),
-            "credentials": grpc.ssl_channel_credentials(*(file and Path(file).read_bytes() for file in trust)),
-            "headers": tuple((name.lower(), value) for name, value in settings.headers),
-            "compression": compression.Gzip if settings.compression == "gzip" else compression.NoCompression,
-        }
+        credentials = grpc.ssl_channel_credentials(*(file and Path(file).read_bytes() for file in trust))
+        return grpc.secure_channel(target, credentials, **facts)
 
     def close(self) -> None:
-        """Close the channels; the next request opens another."""
-        exporters = self._exporter, self._metric_exporter
-        self._exporter = self._metric_exporter = None
-        for exporter in exporters:
-            if exporter is not None:
-                exporter.shutdown()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     abort = close
 
     def forked(self) -> None:
         """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
-        self._of_parents.extend((self._exporter, self._metric_exporter))
-        self._exporter = self._metric_exporter = None
+        self._of_parents.append(self._channel)
+        self._channel = None
 
 
-def _listen(record: logging.LogRecord) -> bool:
-    """A log filter that keeps for the report what the official exporter says of our requests: we say it once.
-
-    It stays for good, because a request that `stop` gave up may still be logged later.
-    """
-    if current_name() is None:
-        return True
-    GrpcSender.said = record.getMessage()
-    return False
-
-
-def _official_histogram(point: Point) -> Any:
-    from opentelemetry.sdk.metrics import Exemplar
-    from opentelemetry.sdk.metrics import export as sdk
-
-    value: Any = point.value
-    return sdk.ExponentialHistogramDataPoint(
-        attributes=point.attributes,
-        start_time_unix_nano=point.start_ns,
-        time_unix_nano=point.at_ns,
-        count=value.count,
-        sum=value.sum_s,
-        scale=value.scale,
-        zero_count=value.zero_count,
-        positive=sdk.Buckets(value.offset, value.counts),
-        negative=sdk.Buckets(0, ()),
-        flags=0,
-        min=value.least_s,
-        max=value.most_s,
-        exemplars=[Exemplar({}, one.value_ns / 1e9, one.at_ns, one.span_id, one.trace_id) for one in point.exemplars],
-    )
-
-
-def _trace_state(state: str) -> Any:
-    from opentelemetry.trace import TraceState
-
-    return TraceState.from_header([state]) if state else None
-
-
-def _official_link(link: packing.LinkedSpan) -> Any:
-    from opentelemetry.trace import Link, SpanContext
-
-    context = SpanContext(link.trace_id, link.span_id, is_remote=False, trace_state=_trace_state(link.state))
-    return Link(context)
-
-
-def _official(attributes: Mapping[str, object]) -> dict[str, Any]:
-    return {str(packing.plain(key)): packing.plain(value) for key, value in attributes.items()}
-
-
-Sender = HttpSender | GrpcSender
-"""Either way; the exporter does not care which."""
+def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float:
+    """For how many seconds a status asks to be left alone, 0 where it does not say so."""
+    for _, told in metadata or ():
+        found = _RETRY_INFO.search(told) if isinstance(told, bytes) else None
+        if found is not None:
+            return float(_number(found[1]))
+    return 0.0
 
 
 def sender_for(settings: Otlp) -> Sender:
