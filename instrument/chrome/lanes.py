@@ -60,7 +60,6 @@ class Board:
         return self._lane(self._pid, thread_id, number)
 
     def of_stream(self, device: int, stream: int, number: int) -> Lane:
-        """A lane of a stream."""
         return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, number)
 
     def _lane(self, pid: int, own_id: int, number: int) -> Lane:

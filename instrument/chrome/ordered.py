@@ -42,7 +42,6 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace, base_ns: int) -> Spans:
-        """Those of a trace."""
         row = in_order(trace)
         place_of, parent, task_id = rank_of(row), trace.parent[row], trace.task_id[row]
         site, firsts = by_first_sight(trace.site[row])
@@ -107,7 +106,6 @@ class OrderedIntervals(NamedTuple):
 
     @classmethod
     def of(cls, spans: Spans, base_ns: int) -> OrderedIntervals:
-        """Those of these spans."""
         its = spans.trace.device
         row = np.lexsort((-its.end_ns, its.start_ns))
         return cls(

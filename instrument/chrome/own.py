@@ -101,7 +101,6 @@ class Own:
 
     @property
     def taken(self) -> int:
-        """How many events have said something."""
         return len(self._numbers["span_id"]) + len(self._samples) + len(self._intervals["owner"]) + self._marks
 
     def add(self, events: list[TraceEvent]) -> None:

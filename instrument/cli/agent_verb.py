@@ -14,7 +14,6 @@ from instrument.runtime import run_folder
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `agent` and its options."""
     parser = verbs.add_parser(
         "agent",
         help="hold what other processes record, as a container beside theirs or in place of an agent that has gone",
@@ -25,7 +24,7 @@ def add(verbs: Verbs) -> None:
     which.add_argument("--socket", metavar="PATH", help="where to listen, in a folder of this user's alone")
     which.add_argument("--run", metavar="RUN", help="the run whose agent has gone")
     parser.add_argument("--captures", metavar="DIR", help="where captures go (default: beside each service's files)")
-    parser.set_defaults(verb=agent, takes_host=False)
+    parser.set_defaults(verb=agent)
 
 
 def agent(options: argparse.Namespace, host: list[str]) -> int:

@@ -25,7 +25,6 @@ from instrument.runtime.main_module import MAINS
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `check` and its options."""
     parser = verbs.add_parser(
         "check",
         help="load a profile, import what it names, show what each rule matches and what it cannot reach",
@@ -47,7 +46,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="exit code 1 where a target is not observed in full, or not at all"
     )
-    parser.set_defaults(verb=check, takes_host=False)
+    parser.set_defaults(verb=check)
 
 
 def check(options: argparse.Namespace, host: list[str]) -> int:

@@ -28,7 +28,6 @@ FORMS = {
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `convert` and its options."""
     parser = verbs.add_parser(
         "convert",
         help="write saved traces as a recording, Chrome JSON, a Perfetto trace, Parquet or OTLP",
@@ -40,7 +39,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
     )
-    parser.set_defaults(verb=convert, takes_host=False)
+    parser.set_defaults(verb=convert)
 
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `dump` and its options."""
     parser = verbs.add_parser("dump", help="save what the processes of a run have recorded; they go on meanwhile")
     parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument("--last", type=time_ns, metavar="T", help="only what ended in this time, such as 10s")
@@ -27,7 +26,7 @@ def add(verbs: Verbs) -> None:
         metavar="FILE",
         help="a recording (.npz) or a Chrome trace (.json, .json.gz) (default: RUN-dump.npz)",
     )
-    parser.set_defaults(verb=dump, takes_host=False)
+    parser.set_defaults(verb=dump)
 
 
 def dump(options: argparse.Namespace, host: list[str]) -> int:

@@ -48,7 +48,6 @@ limits: {{ring: 4MiB, blocked: off}}
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `init` and its options."""
     parser = verbs.add_parser(
         "init",
         allow_abbrev=False,
@@ -66,7 +65,7 @@ def add(verbs: Verbs) -> None:
         help="where to write (default: profile.yaml); - prints, and the command's output goes to stderr then",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.set_defaults(verb=init, takes_host=False)
+    parser.set_defaults(verb=init)
 
 
 def init(options: argparse.Namespace, host: list[str]) -> int:

@@ -16,13 +16,12 @@ EVERY_S = 1.0
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `live` and its options."""
     parser = verbs.add_parser("live", help="requests in flight, rates and hottest places of a run, as it is now")
     parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument("--every", type=seconds, default=EVERY_S, metavar="S", help=f"seconds (default: {EVERY_S:g})")
     parser.add_argument("--once", action="store_true", help="one look at all since the begin, as plain text")
     parser.add_argument("--json", action="store_true", help="each look as a line of JSON, times in ns")
-    parser.set_defaults(verb=live, takes_host=False)
+    parser.set_defaults(verb=live)
 
 
 def live(options: argparse.Namespace, host: list[str]) -> int:

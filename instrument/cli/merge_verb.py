@@ -12,7 +12,6 @@ from instrument.cli.option_values import Verbs
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `merge` and its options."""
     parser = verbs.add_parser("merge", help="write several saved traces as one file, every span once")
     add_files(parser)
     parser.add_argument(
@@ -22,7 +21,7 @@ def add(verbs: Verbs) -> None:
         metavar="OUT",
         help="what to write: .json or .json.gz is Chrome JSON, .pftrace Perfetto's, .parquet Parquet, or a recording",
     )
-    parser.set_defaults(verb=merge, takes_host=False)
+    parser.set_defaults(verb=merge)
 
 
 def merge(options: argparse.Namespace, host: list[str]) -> int:

@@ -14,11 +14,10 @@ RUN = "a run, as far as it takes to tell it from others, the number of a process
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `ps` and its options."""
     parser = verbs.add_parser("ps", help="list the runs and their processes, with what each records, costs and loses")
     parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
     parser.add_argument("--json", action="store_true", help="the same as one JSON document, times in ns")
-    parser.set_defaults(verb=ps, takes_host=False)
+    parser.set_defaults(verb=ps)
 
 
 def ps(options: argparse.Namespace, host: list[str]) -> int:

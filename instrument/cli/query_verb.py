@@ -26,7 +26,6 @@ TABLES = {
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `query` and its options."""
     parser = verbs.add_parser(
         "query",
         help="ask saved traces by SQL, with DuckDB",
@@ -41,7 +40,7 @@ def add(verbs: Verbs) -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="rows as one JSON document")
     forms.add_argument("--csv", action="store_true", help="rows as CSV")
-    parser.set_defaults(verb=query, takes_host=False)
+    parser.set_defaults(verb=query)
 
 
 def query(options: argparse.Namespace, host: list[str]) -> int:

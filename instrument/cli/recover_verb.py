@@ -13,7 +13,6 @@ from instrument.recording import memory
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `recover` and its options."""
     parser = verbs.add_parser(
         "recover",
         help="save what processes that were killed have left in the files of limits.ring_dir",
@@ -22,7 +21,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
     parser.add_argument("--remove", action="store_true", help="then remove the files of all processes that are gone")
-    parser.set_defaults(verb=recover, takes_host=False)
+    parser.set_defaults(verb=recover)
 
 
 def recover(options: argparse.Namespace, host: list[str]) -> int:

@@ -18,7 +18,6 @@ from instrument.sessions.control_client import WAIT_S, Answer, Request, folder_o
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `reload` and its options."""
     parser = verbs.add_parser(
         "reload",
         help="tell running processes to go over to a changed profile",
@@ -42,7 +41,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--wait", type=seconds, default=WAIT_S, metavar="S", help=f"the longest, for the answers (default: {WAIT_S:g})"
     )
-    parser.set_defaults(verb=reload, takes_host=False)
+    parser.set_defaults(verb=reload)
 
 
 def reload(options: argparse.Namespace, host: list[str]) -> int:

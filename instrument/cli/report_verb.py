@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `report` and its options."""
     parser = verbs.add_parser(
         "report",
         help="print the summary of saved recordings or Chrome traces",
@@ -66,7 +65,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
     parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
-    parser.set_defaults(verb=report_files, takes_host=False)
+    parser.set_defaults(verb=report_files)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from instrument.sessions import autostart, files
 
 
 def add(verbs: Verbs) -> None:
-    """The verb `run` and its options."""
     parser = verbs.add_parser(
         "run",
         allow_abbrev=False,
@@ -40,7 +39,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--profile", metavar="P", help=f"profile.yaml ({DEFAULT})")
     parser.add_argument("--preset", choices=PRESETS, help="a profile that comes with the package")
-    parser.set_defaults(verb=run, takes_host=True)
+    parser.set_defaults(verb=run)
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:

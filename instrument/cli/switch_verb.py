@@ -15,12 +15,11 @@ from instrument.sessions.control_client import WAIT_S, Request
 
 
 def add(verbs: Verbs) -> None:
-    """The verbs `on` and `off` and their options."""
     for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
         parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
         parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=f"(default: {WAIT_S:g})")
-        parser.set_defaults(verb=functools.partial(switch, on=on), takes_host=False)
+        parser.set_defaults(verb=functools.partial(switch, on=on))
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:

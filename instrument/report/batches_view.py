@@ -84,7 +84,6 @@ class BatchTimes:
     _options: Options
 
     def sections(self) -> list[Section]:
-        """Sizes, times, and device times where there are any."""
         return [
             Section(
                 "Sizes", self.rows,
@@ -114,7 +113,6 @@ class BatchTimes:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The text."""
         unit = self._options.unit
         lines = [*title("Batches Report"), *self.coverage.lines(), f"Time unit: {unit}", ""]
         if not self.rows:

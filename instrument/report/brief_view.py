@@ -76,11 +76,9 @@ class Brief:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """None: its numbers are those of other views."""
         return []
 
     def lines(self) -> list[str]:
-        """One screen."""
         unit = self._options.unit
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
         others = [note for note in self.notes if note != why]

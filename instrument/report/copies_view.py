@@ -82,7 +82,6 @@ class CopyUse:
         return self.waited_bytes / self.waited_ns if self.waited_ns else None
 
     def moved_mb(self) -> float:
-        """10^6 bytes that were moved."""
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
@@ -137,7 +136,6 @@ class CopiesView:
     _options: Options
 
     def sections(self) -> list[Section]:
-        """The copies of each direction, and of each call."""
         sums = "calls=Calls|moved_mb=MB|device_ns=Device|host_ns=Host|rate_gb_s=GB/s|base=Over|"
         texts: dict[str, Text] = {
             "moved_mb": lambda use, unit: number(use.moved_mb()),
@@ -157,7 +155,6 @@ class CopiesView:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """A table of directions and one of calls."""
         unit = self._options.unit
         lines = [*title("Copies Report"), *self.coverage.lines()]
         if not self.calls:

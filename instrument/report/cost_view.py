@@ -67,7 +67,6 @@ class SiteCost:
     remaining: int = 0
 
     def label(self) -> str:
-        """Its name, and where it is."""
         return _named(self.name, self.place)
 
     burden = Ratio("cost_ns", of="host_ns")
@@ -89,7 +88,6 @@ class MutedSite:
     now: bool
 
     def label(self) -> str:
-        """Its name, and where it is."""
         return _named(self.name, self.place)
 
 
@@ -141,7 +139,6 @@ class InstrumentationCost:
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def sections(self) -> list[Section]:
-        """What it cost by part and by probe, what was lost, and what was passed over."""
         each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
         return [
@@ -163,7 +160,6 @@ class InstrumentationCost:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """What it cost, what is held, what was not kept and what was not observed."""
         unit = self._options.unit
         by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
         lines = [*title("Instrumentation Report"), *wrapped(by), f"Time unit: {unit}", ""]

@@ -31,7 +31,6 @@ class Coverage:
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
 
     def lines(self) -> list[str]:
-        """One sentence."""
         since, until = number(self.since_ns / 1e9), number(self.until_ns / 1e9)
         if self.complete:
             return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]

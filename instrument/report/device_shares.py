@@ -32,11 +32,9 @@ class EndpointShare:
 
     @property
     def device_ns(self) -> int:
-        """All of it."""
         return self.own_ns + self.shared_ns
 
     def mean_ns(self) -> float:
-        """Of a request."""
         return self.device_ns / self.requests
 
 
@@ -58,6 +56,5 @@ def device_shares(found: DeviceLedger, by_name: Mapping[str, Int64s], options: O
 
 
 def device_share_section(found: Sequence[EndpointShare]) -> Section:
-    """The table."""
     columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
     return Section("Device time by requests", found, columns, SHOWN)

@@ -92,7 +92,6 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
-        """The table."""
         return Section(
             "Gauges", [row.shown() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
@@ -108,7 +107,6 @@ class DeviceSummary:
         )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The section."""
         lines, unit = section_title("Device Summary"), self._options.unit
         if not self.rows:
             return [*lines, "No gauges were read.", ""]

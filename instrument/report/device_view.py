@@ -56,7 +56,6 @@ class DeviceView:
     _options: Options
 
     def sections(self) -> list[Section]:
-        """The devices, what each did, what was asked for in vain, and what gauges read."""
         devices = Section(
             "Devices", self.devices,
             "device=Device|busy_ns=Busy|busy_ratio=Of window|compute_ns=Compute|copy_ns=Copies|starved_ns=Starved|"
@@ -72,7 +71,6 @@ class DeviceView:
         return Section("Without device time", self.unanswered, columns, widths=COLUMN_WIDTH)
 
     def lines(self) -> list[str]:
-        """A section for each device, and what was asked for in vain."""
         lines = [*title("Device Report"), *self.coverage.lines(), f"Time unit: {self._options.unit}", ""]
         if self.gauges is not None:
             lines += self.gauges.lines()

@@ -61,7 +61,6 @@ class DistributionView:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """Communication beside computation by place, and operations."""
         return [
             Section(
                 "Communication beside computation", self.places,
@@ -76,7 +75,6 @@ class DistributionView:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = [*title("Distribution Report"), *self.coverage.lines()]
         if not self.places:
             return [
@@ -137,7 +135,6 @@ class OperationUse:
     device_ns: int | None
 
     def moved_mb(self) -> float:
-        """10^6 bytes that were moved."""
         return self.moved_bytes / 1e6
 
 

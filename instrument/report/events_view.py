@@ -115,7 +115,6 @@ class Events:
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
-        """The rows of each block, with all that is known of them, and the copies."""
         columns = (
             "name=Event|calls=Calls|errors=Errors|total_ns=Total|ave_ns=Ave|min_ns=Min|max_ns=Max|p50_ns=p50|"
             "p99_ns=p99|self_ns=Self|host_ns=Host|device_ns=Device|ratio=Ratio"
@@ -125,7 +124,6 @@ class Events:
         return [*blocks, Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio")]
 
     def lines(self) -> list[str]:
-        """The report as text: the one of all threads merged, and then the one with all blocks of threads."""
         lines: list[str] = []
         merged = [block for block in self.blocks if block.thread is None]
         apart = [block for block in self.blocks if block.thread is not None]

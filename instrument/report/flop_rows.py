@@ -60,7 +60,6 @@ class FlopTable:
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
-        """The table."""
         return Section(
             "Operations", self.rows,
             "name=Operator|calls=Calls|flops=FLOPs|per_call=Per call|ratio=Of all|on=On|time_ns=Time|"
@@ -77,7 +76,6 @@ class FlopTable:
         )  # fmt: skip
 
     def lines(self, unit: str) -> list[str]:
-        """The text, times in the unit."""
         lines = self.section().lines(unit)
         if self.elsewhere:
             part = tenths(self.elsewhere, self.flops)

@@ -135,11 +135,9 @@ class Kernels:
 
     @property
     def window_ns(self) -> int:
-        """The time that was looked at."""
         return self.window[1] - self.window[0]
 
     def sections(self) -> list[Section]:
-        """The kernels by device, by name, and by the place that asked for them."""
         is_seen = self.source == KERNELS
         heaviest = [use.heaviest for use in self.places if not use.remaining]
         named = [use.name for use in self.kernels if not use.remaining]
@@ -164,7 +162,6 @@ class Kernels:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The view as text."""
         lines = [*title("Kernels Report"), *self.coverage]
         if not self.calls:
             return [*lines, "", *_nothing(self)]

@@ -27,7 +27,6 @@ class Loops:
     _options: Options
 
     def sections(self) -> list[Section]:
-        """The loops."""
         columns = (
             "name=Loop|steps=Steps|skipped=Skipped|batch.mean=Mean|batch.p50=p50|batch.p99=p99|batch.least=Min|"
             "batch.most=Max|reader_ratio=Reader|rate.mean=A second|rate_of=Of"
@@ -35,7 +34,6 @@ class Loops:
         return [Section("Steps", self.loops, columns)]
 
     def lines(self) -> list[str]:
-        """A table for each loop."""
         unit = self._options.unit
         lines = [*title("Benchmark Report"), *(self.coverage.lines() if self.coverage is not None else [])]
         lines += [f"Time unit: {unit}; ips: in a second", ""]

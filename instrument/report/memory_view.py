@@ -74,7 +74,6 @@ class Peak:
     end_bytes: int
 
     def label(self) -> str:
-        """Whose memory it is."""
         return f"{device_name(self.device)} {self.what}"
 
 
@@ -138,7 +137,6 @@ class GaugedMemory:
     peak_bytes: float | None
 
     def label(self) -> str:
-        """Which gauge of what."""
         return f"{'Process' if self.device == HOST else device_name(self.device)}: {self.gauge}"
 
     @property
@@ -168,7 +166,6 @@ class MemoryView:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """Peaks, what was taken and given back by place and in all, and what gauges read."""
         of_all = [
             PlaceMemory(
                 one.device, "(all)", "", "", one.allocations, one.frees, one.allocated_bytes, one.freed_bytes,
@@ -199,7 +196,6 @@ class MemoryView:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The view as text."""
         lines, unit = title("Memory Report"), self._options.unit
         peaks, by_place, gauged = self.sections()
         if self.devices:

@@ -100,12 +100,10 @@ class Operators:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """The blocks, and the operations."""
         operations = [] if self.operations is None else [self.operations.section()]
         return [*map(block_section, self.blocks), *operations]
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = [*title("Operator Report"), *self.coverage]
         if not self.blocks:
             otherwise = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."

@@ -80,7 +80,6 @@ class Overview:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """The kinds of spans below the window, and what each device did."""
         if not self.kinds and not self.devices and self._options.state != "GPU":
             return []
         steps = "|step_ratio=Of steps" if self.steps_ns is not None else ""
@@ -113,7 +112,6 @@ class Overview:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = [*title("Overview Report"), *self.coverage]
         if not self.sections():
             otherwise = "No span was recorded in it: name functions or layers in the profile, or open a scope."

@@ -90,7 +90,6 @@ class PhasesView:
     _options: Options = field(repr=False)
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = [*title("Phases Report"), *self.coverage.lines()]
         if not self.rows and self.skipped and not self.timed + self.cut:
             return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
@@ -130,7 +129,6 @@ class PhasesView:
         return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
 
     def sections(self) -> list[Section]:
-        """The phases on the host and on devices, as far as the state asks for either and there is any."""
         base = "Of window" if self.of == "window" else f"Of {self.of}s"
         wanted: list[tuple[str, str, tuple[str, ...]]] = []
         if self._options.state != "GPU":

@@ -95,7 +95,6 @@ class RequestLife:
     _options: Options
 
     def lines(self) -> list[str]:
-        """The text."""
         unit = self._options.unit
         error = f", {safe(self.error)}" if self.error else ""
         keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""

@@ -124,8 +124,6 @@ class RequestTimes:
     _options: Options
 
     def sections(self) -> list[Section]:
-        """The endpoints, what their time went to, streamed answers, what blocked loops, devices within requests, and
-        their shares of devices."""
         blocked = [] if self.blocked is None else [self.blocked.whole(), *(one.indented() for one in self.blocked.by)]
         return [
             Section(

@@ -130,11 +130,9 @@ class SelfTimes:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """The rows of each function."""
         return [self._rows(function) for function in self.functions]
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = title(f"{self.of.capitalize()} Report")
         if not self.functions:
             return [*lines, "No call was counted: name functions or layers in the profile, or open a scope."]

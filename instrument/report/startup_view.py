@@ -177,7 +177,6 @@ class StartupView:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """The tables of the text, but for the way to serving, of which they have the parts alone."""
         of_it, unit = "", self._options.unit
         if self.imports_in_spans_ns:
             of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
@@ -202,7 +201,6 @@ class StartupView:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The view as text."""
         lines = title("Startup Report")
         if not self.is_known:
             return [*lines, *wrapped(UNKNOWN)]

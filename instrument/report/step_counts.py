@@ -54,12 +54,10 @@ class LoopTimes:
 
     @property
     def reader_ratio(self) -> float | None:
-        """Reader cost as a share of batch cost."""
         return self.reader.mean / self.batch.mean if self.reader is not None and self.batch is not None else None
 
     @property
     def rate_of(self) -> str:
-        """What the rate counts."""
         return "steps" if self.samples is None else "samples"
 
 

@@ -303,7 +303,6 @@ def summed(rows: Sequence[Row], fields: Sequence[str], **others: Any) -> Row:
 
 
 def _widest(cells: Sequence[str]) -> int:
-    """Columns of the widest of some cells."""
     return max(map(len if "".join(cells).isascii() else columns, cells))
 
 

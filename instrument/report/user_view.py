@@ -41,11 +41,9 @@ class User:
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """The blocks."""
         return [*map(block_section, self.blocks)]
 
     def lines(self) -> list[str]:
-        """The text."""
         lines = [*title("User Report"), *self.coverage]
         if not self.blocks:
             otherwise = "No span of kind user was recorded: open one with scope(name), or give a rule that kind."

@@ -194,7 +194,6 @@ class Unanswered:
     remaining: int = 0
 
     def why(self) -> str:
-        """The reason in words."""
         return REASONS.get(self.reason, self.reason)
 
 

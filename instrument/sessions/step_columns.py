@@ -112,16 +112,13 @@ class _Attributes:
         return self._of_spans[row] if row < self._count else self._of_steps[row - self._count]
 
     def rows(self) -> Int64s:
-        """The rows that have any, in order."""
         return np.concatenate([self._of_spans.rows(), self._count + np.arange(len(self._of_steps))])
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name, in order."""
         has = np.array([name in its for its in self._of_steps], dtype=np.bool_)
         return np.concatenate([self._of_spans.having(name), self._count + np.flatnonzero(has)])
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name."""
         return [self[row].get(name) for row in rows.tolist()]
 
 

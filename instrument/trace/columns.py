@@ -55,15 +55,12 @@ class AttributesOfRows:
         return self._found.get(row, {})
 
     def rows(self) -> Int64s:
-        """The rows that have any, in order."""
         return np.array([*self._found], dtype=np.int64)
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name, in order."""
         return np.array([row for row, its in self._found.items() if name in its], dtype=np.int64)
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name."""
         return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 

@@ -40,11 +40,9 @@ class Groups:
         return found
 
     def least(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
-        """Of each group the least."""
         return self._reduced(np.minimum, numbers, otherwise)
 
     def most(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
-        """Of each group the greatest."""
         return self._reduced(np.maximum, numbers, otherwise)
 
     def _reduced(self, reduce: np.ufunc, numbers: NDArray[Any], otherwise: int) -> Int64s:

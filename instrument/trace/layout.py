@@ -207,7 +207,6 @@ class PackedAttributes:
         return bytes(self._texts[first : int(self._ends[number])])
 
     def rows(self) -> Int64s:
-        """The rows that have any."""
         return self._rows
 
     def having(self, name: str) -> Int64s:

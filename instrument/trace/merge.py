@@ -128,15 +128,12 @@ class JoinedAttributes:
         return {**its, **moved_link(its[LINK], part)} if LINK in its else its
 
     def rows(self) -> Int64s:
-        """The rows that have any, in order."""
         return self._now([part.trace.attributes.rows() for part in self._parts])
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name, in order."""
         return self._now([part.trace.attributes.having(name) for part in self._parts])
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name, None where they say nothing."""
         if name == LINK:
             return [self[row].get(name) for row in rows.tolist()]
         found: list[AttributeValue | None] = [None] * len(rows)

@@ -80,7 +80,6 @@ def packed_allocations(found: Sequence[Allocation], base_ns: int) -> dict[str, C
 
 
 def unpacked_allocations(columns: Columns, base_ns: int) -> Allocations:
-    """The allocations again."""
     thread_id = _of_table(columns, "allocation_thread")
     known: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
     known |= {name: columns[f"allocation_{name}"] for name in PLAIN}

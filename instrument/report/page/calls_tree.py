@@ -103,7 +103,6 @@ def _column(numbers: Iterable[int | None]) -> str:
 
 
 def _parents(rows: Sequence[EventRow]) -> list[int]:
-    """The place of the row above each."""
     above: list[int] = []
     found = []
     for place, row in enumerate(rows):
