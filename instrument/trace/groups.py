@@ -131,3 +131,25 @@ def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 def firsts_of(groups: NDArray[Any]) -> Int64s:
     """The places at which a group begins, of numbers that lie together by their group."""
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
+
+
+def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
+    """Of each number the most up to it within its group, whose numbers lie together, in the order of the groups."""
+    if not len(numbers):
+        return numbers
+    if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
+        values, places = np.unique(numbers, return_inverse=True)
+        return values[running_most(places.astype(np.int64), groups)]
+    base = groups * (int(numbers.max()) + 1)
+    return np.asarray(np.maximum.accumulate(numbers + base) - base)
+
+
+def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
+    """How many numbers there are in a group that are no more than a limit, for groups and their limits."""
+    both = np.concatenate([groups, of])
+    order = np.lexsort((np.arange(len(both)), np.concatenate([numbers, upto]), both))
+    is_asked = order >= len(groups)
+    counted = np.cumsum(~is_asked)
+    found = np.empty(len(both), dtype=np.int64)
+    found[order] = counted
+    return np.asarray(found[len(groups) :] - np.searchsorted(np.sort(groups), of))

@@ -1,11 +1,12 @@
 """Keys: which request each span serves, across threads, tasks and processes, by what rules read of calls.
 
 A request is known by the keys that spans of its tree bear. A span elsewhere that bears a key, and what lies below it,
-is of the request of that key which began last before it: keys may come again. Other keys below it name the request from
-then on, too. A request that bears the key of one that it lies within is a part of that one, as where an engine's
-process has request spans of its own. One in its own tree is a request of its own by its keys, and what bears there the
-key of another request is of that one, see `instrument.trace.sub_requests`. A batch is of several requests, and of none
-as a whole.
+is of the request of that key which began last before it: keys may come again. A key by which another request was known
+first that was open at the time names this one from when it bore it. Other keys below a span that bears one name the
+request from then on, too. A request that bears the key of one that it lies within is a part of that one, as where an
+engine's process has request spans of its own. One in its own tree is a request of its own by its keys, and what bears
+there the key of another request is of that one, see `instrument.trace.sub_requests`. A batch is of several requests,
+and of none as a whole.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import numpy as np
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
 from instrument.trace.columns import Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest, rows_of
+from instrument.trace.groups import counts_up_to
 from instrument.trace.owners import owners
-from instrument.trace.sub_requests import with_sub_requests, without_strays
+from instrument.trace.sub_requests import FirstKeys, with_sub_requests, without_strays
 
 THOUSANDTHS = 1000
 """What weights are counted in."""
@@ -78,17 +80,22 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
     if owner is None:
         owner = owners(trace, trace.of_kind("request"))
     keyed, key_of, numbers = _keys(trace)
-    owner = without_strays(trace, with_sub_requests(trace, owner, keyed, key_of), keyed, key_of)
+    owner = with_sub_requests(trace, owner, keyed, key_of)
+    first = FirstKeys(trace, owner, keyed, key_of)
+    owner = without_strays(trace, owner, first)
     above = _above(trace)
     bears = owner[keyed] != NONE
-    pairs = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64))
+    starts = trace.start_ns[keyed]
+    pairs, since_ns = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64), starts[bears])
     for _ in range(ROUNDS):
-        bound = _Bound(trace, pairs, apart_ns)
+        bound = _Bound(trace, pairs, since_ns, apart_ns, owner, first)
         rows, place_of, of, unbound = _resolved(trace, owner, above, keyed, key_of, bound)
         known = np.flatnonzero(of[keyed] != NONE)
-        more = _pairs(
-            np.concatenate([pairs[0], key_of[known]]), np.concatenate([pairs[1], rows[of[keyed[known]]]])
-        )  # fmt: skip
+        more, since_ns = _pairs(
+            np.concatenate([pairs[0], key_of[known]]),
+            np.concatenate([pairs[1], rows[of[keyed[known]]]]),
+            np.concatenate([since_ns, starts[known]]),
+        )
         if more.shape == pairs.shape:
             break
         pairs = more
@@ -116,9 +123,8 @@ def strays_of(trace: Trace, is_of_another: Callable[[int, str, int], bool]) -> I
     keyed, key_of, numbers = _keys(trace)
     names = list(numbers)
     owner = with_sub_requests(trace, owner, keyed, key_of)
-    left = without_strays(
-        trace, owner, keyed, key_of, lambda row, key, at_ns: is_of_another(row, names[key], at_ns)
-    )  # fmt: skip
+    first = FirstKeys(trace, owner, keyed, key_of)
+    left = without_strays(trace, owner, first, lambda row, key, at_ns: is_of_another(row, names[key], at_ns))
     return np.flatnonzero((owner != NONE) & (left == NONE))
 
 
@@ -133,9 +139,13 @@ def _keys(trace: Trace) -> tuple[Int64s, Int64s, dict[str, int]]:
     return keyed[is_text], key_of, numbers
 
 
-def _pairs(keys: Int64s, requests: Int64s) -> Int64s:
-    """Keys and the rows of requests that bear them, each pair once."""
-    return np.unique(np.stack([keys, requests]), axis=1) if len(keys) else np.zeros((2, 0), dtype=np.int64)
+def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
+    """Keys and the rows of requests that bear them, each pair once, and the first of its times."""
+    if not len(keys):
+        return np.zeros((2, 0), dtype=np.int64), times_ns
+    order = np.lexsort((times_ns, requests, keys))
+    found, firsts = np.unique(np.stack([keys, requests])[:, order], axis=1, return_index=True)
+    return found, times_ns[order][firsts]
 
 
 def _above(trace: Trace) -> Int32s:
@@ -174,9 +184,15 @@ def _resolved(
 
 
 class _Bound:
-    """Which request each key names at a time: rows of requests by key and begin."""
+    """Which request each key names at a time: rows of requests by key and begin.
 
-    def __init__(self, trace: Trace, pairs: Int64s, apart_ns: int) -> None:
+    The key that another request was known by first, which goes on in the meantime, names a request from `since_ns` on,
+    when that bore it.
+    """
+
+    def __init__(
+        self, trace: Trace, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
+    ) -> None:
         keys, requests = pairs
         starts, ends = trace.start_ns[requests], trace.end_ns[requests]
         order = np.lexsort((requests, -ends, starts, keys))
@@ -192,10 +208,33 @@ class _Bound:
         self.parts = np.array(list(parts), dtype=np.int64)
         self.wholes = np.array([_top(parts, one) for one in parts], dtype=np.int64)
         whole = np.array([_top(parts, one) for one in requests.tolist()], dtype=np.int64)
-        order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], keys))
-        self._keys, self._requests = keys[order], whole[order]
-        self._starts = trace.start_ns[self._requests]
+        names_from = self._named_from(trace, keys, whole, since_ns[order], owner, first)
+        order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
+        self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
         self._ends, self._apart_ns = trace.end_ns, apart_ns
+
+    def _named_from(
+        self, trace: Trace, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
+    ) -> Int64s:
+        """When each key begins to name its request: with that, or where another one is known by it first that went on
+        after that, and had begun by the time that it was borne, right after that time."""
+        found = trace.start_ns[whole]
+        further = np.flatnonzero(~first.are_first(whole, keys))
+        if not len(further):
+            return found
+        keys, whole, since_ns = keys[further], whole[further], since_ns[further]
+        whole_of = np.arange(len(trace))
+        whole_of[self.parts] = self.wholes
+        around = owner[first.rows].astype(np.int64)
+        around = whole_of[np.where(around == NONE, first.rows, around)]
+        ends = np.maximum(first.ends, first.starts + 1)
+        begun = counts_up_to(first.keys, first.starts, keys, since_ns)
+        before = counts_up_to(first.keys, ends, keys, trace.start_ns[whole])
+        of_own = first.keys * len(trace) + around
+        own = counts_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
+        is_theirs = begun - before > own
+        found[further[is_theirs]] = since_ns[is_theirs] + 1
+        return found
 
     def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """The row of the request that each key names at a time, -1 for none: an index of what says so.
@@ -210,18 +249,9 @@ class _Bound:
 
     def _begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """The row of the request of each key that began last up to a time."""
-        if not len(self._keys):
-            return np.full(len(keys), NONE, dtype=np.int64)
-        both = np.concatenate([self._keys, keys])
-        order = np.lexsort((np.arange(len(both)), np.concatenate([self._starts, times_ns]), both))
-        is_bound = order < len(self._keys)
-        last = np.maximum.accumulate(np.where(is_bound, np.arange(len(order)), -1))
-        found = np.full(len(both), NONE, dtype=np.int64)
-        known = last >= 0
-        before = order[last[known]]
-        fits = self._keys[before] == both[order[known]]
-        found[order[known]] = np.where(fits, self._requests[before], NONE)
-        return found[len(self._keys) :]
+        begun = counts_up_to(self._keys, self._starts, keys, times_ns)
+        last = np.searchsorted(self._keys, keys) + begun - 1
+        return np.where(begun > 0, np.append(self._requests, NONE)[last], NONE)
 
 
 def _top(parts: Mapping[int, int], request: int) -> int:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import Site
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered
+from instrument.trace.groups import Groups, numbered, running_most
 from instrument.trace.joined import Joined, Served
 from instrument.trace.turns import turns
 
@@ -279,7 +279,7 @@ def _between(trace: Trace, joined: Joined, work: Stretches, batches: Stretches) 
         return Stretches(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])
     # A pipeline's batches overlap: the time between two begins when all up to then have ended.
-    reach = _running_most(batches.end_ns, np.cumsum(is_first) - 1)
+    reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
     parts = [_queued(trace, joined, work, batches, firsts)]
     later = np.flatnonzero(~is_first)
@@ -289,15 +289,6 @@ def _between(trace: Trace, joined: Joined, work: Stretches, batches: Stretches) 
     what = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
     filled = starts < ends
     return Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
-
-
-def _running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Of each number the most up to it within its group, whose rows lie together."""
-    if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
-        values, places = np.unique(numbers, return_inverse=True)
-        return values[_running_most(places.astype(np.int64), groups)]
-    base = groups * (int(numbers.max()) + 1)
-    return np.asarray(np.maximum.accumulate(numbers + base) - base)
 
 
 def _queued(trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s) -> _Part:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from instrument.trace.columns import Int32s, Int64s, Trace
+from instrument.trace.columns import Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest
+from instrument.trace.groups import counts_up_to, running_most
 
 
 def with_sub_requests(trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
@@ -56,12 +57,46 @@ def are_strays(at_ns: int, start_ns: int, other_start_ns: int, other_end_ns: int
     return other_start_ns <= at_ns and (other_end_ns > at_ns or other_start_ns >= start_ns)
 
 
+class FirstKeys:
+    """The requests of a trace by the keys that they were known by first: those in the trees of others, too, for parts
+    of a request lie in its tree or in their own."""
+
+    def __init__(self, trace: Trace, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
+        near = nearest(trace.parent, trace.of_kind("request"))
+        self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
+        """Of each row the request that is nearest at or above it."""
+        borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
+        order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
+        self.borne, self.borne_keys = borne[order], keys[order]
+        """The rows of requests that bear keys, in the order of their begins, and the numbers of these."""
+        rows, firsts = np.unique(self.around[self.borne], return_index=True)
+        first = self.borne_keys[firsts]
+        self._first_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
+        self._first_of[rows] = first
+        order = np.lexsort((trace.start_ns[rows], first))
+        self.rows, self.keys = rows[order].astype(np.int64), first[order]
+        self.starts, self.ends = trace.start_ns[self.rows], trace.end_ns[self.rows]
+        self._reach = running_most(self.ends, self.keys)
+
+    def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
+        """Which of some requests were known by these keys first."""
+        return np.asarray(self._first_of[rows] == keys)
+
+    def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
+        """Which of some keys, each first borne at a time in a request that began then, and that is known by another one
+        first, are those of others: it is `are_strays` for all of them."""
+        begun = counts_up_to(self.keys, self.starts, keys, at_ns)
+        last = np.searchsorted(self.keys, keys) + begun - 1
+        if not len(self.keys):
+            return np.zeros(len(keys), dtype=np.bool_)
+        return np.asarray((begun > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
+
+
 def without_strays(
     trace: Trace,
     owner: Int32s,
-    keyed: Int64s,
-    key_of: Int64s,
-    elsewhere: Callable[[int, int, int], bool] = lambda row, key, at_ns: False,
+    first: FirstKeys,
+    elsewhere: Callable[[int, int, int], bool] | None = None,
 ) -> Int32s:
     """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
 
@@ -70,30 +105,19 @@ def without_strays(
     `elsewhere` tells whether that other one is not in the trace, for the row of a request, the number of a key that is
     not its first, and when it bore that first.
     """
-    borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
-    order = np.lexsort((trace.level[borne], trace.start_ns[borne]))
-    borne, keys = borne[order], keys[order]
-    requests, firsts = np.unique(owner[borne], return_index=True)
-    pairs, began = np.unique(np.stack([owner[borne].astype(np.int64), keys]), axis=1, return_index=True)
-    if len(began) == len(firsts):
-        return owner
-    first = dict(zip(requests.tolist(), keys[firsts].tolist(), strict=True))
-    known: dict[int, list[int]] = {}
-    for request, key in first.items():
-        known.setdefault(key, []).append(request)
-    starts, ends = trace.start_ns, trace.end_ns
-    strays = {
-        (request, key)
-        for request, key, at_ns in zip(*pairs.tolist(), starts[borne[began]].tolist(), strict=True)
-        if key != first[request]
-        and (
-            any(are_strays(at_ns, int(starts[request]), int(starts[one]), int(ends[one])) for one in known.get(key, ()))
-            or elsewhere(request, key, at_ns)
-        )
-    }
-    if not strays:
+    around = first.around[first.borne]
+    pairs, began, pair_of = np.unique(
+        np.stack([around, first.borne_keys]), axis=1, return_index=True, return_inverse=True
+    )  # fmt: skip
+    at_ns = trace.start_ns[first.borne[began]]
+    is_further = ~first.are_first(*pairs)
+    are_astray = is_further & first.are_of_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
+    if elsewhere is not None:
+        for at in np.flatnonzero(is_further & ~are_astray).tolist():
+            are_astray[at] = elsewhere(int(pairs[0, at]), int(pairs[1, at]), int(at_ns[at]))
+    if not are_astray.any():
         return owner
     is_stray = np.zeros(len(trace), dtype=np.bool_)
-    is_stray[borne] = [pair in strays for pair in zip(owner[borne].tolist(), keys.tolist(), strict=True)]
+    is_stray[first.borne] = are_astray[pair_of.reshape(-1)]
     top = nearest(trace.parent, is_stray | (owner == np.arange(len(trace))))
     return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)
