@@ -303,17 +303,38 @@ def test_a_signal_to_check_ends_the_command_and_its_verdicts_are_told() -> None:
     assert states(text) == {"checked:busy": "attached"}
 
 
-def test_notes_say_in_one_line_how_many_targets_were_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_targets_that_were_never_called_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    session = instrument.start(loads('functions: [{match: "many_late:*"}]', environ={}))
+    assert session is not None
+    try:
+        write("many_late.py", "\n".join(f"def {name * 80}(): ..." for name in "gfedcba"))
+        __import__("many_late")
+        (note,) = [note for note in session.notes() if "never called" in note]
+        assert note.startswith("7 targets were never called: many_late:aaa")
+        assert [name * 9 in note for name in "abcdefg"] == [True] * 4 + [False] * 3
+        assert note.endswith(", and 3 more (`instrument check` names all)")
+        assert len(note) < 400
+    finally:
+        instrument.stop()
+
+
+def test_notes_name_the_targets_that_were_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     session = instrument.start(loads('functions: [{match: "checked_late:*"}]', environ={}))
     assert session is not None
     try:
         write("checked_late.py", SERVICE.replace("@register\n", ""))
         module = __import__("checked_late")
-        assert [note for note in session.notes() if "never called" in note] == ["4 targets were never called"]
+        (note,) = [note for note in session.notes() if "never called" in note]
+        assert note == (
+            "4 targets were never called: checked_late:busy, checked_late:idle, checked_late:register, "
+            "checked_late:routed"
+        )
         module.busy(1)
         module.register(module.idle(1))
-        assert [note for note in session.notes() if "never called" in note] == ["1 target was never called"]
+        (note,) = [note for note in session.notes() if "never called" in note]
+        assert note == "1 target was never called: checked_late:routed"
         assert {verdict.target: verdict.calls for verdict in session.verdicts()}["checked_late:busy"] == 1
         module.routed(1)
         assert session.notes() == []

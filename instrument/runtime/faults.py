@@ -23,7 +23,7 @@ class Faults:
     def __init__(self) -> None:
         self._lock = RLock()  # a finaliser may come in while its thread holds it
         self._counts: dict[str, int] = {}
-        self._of_rules: dict[str, int] = {}
+        self._of_rules: dict[str, tuple[int, str]] = {}
 
     def note(self, place: str, fault: BaseException) -> None:
         """Count one fault at `place` (a short noun phrase such as ``"import hook"``)."""
@@ -55,8 +55,9 @@ class Faults:
         No fault of ours: the log gets one line at the first of each place, without a traceback.
         """
         with self._lock:
-            count = self._of_rules[place] = self._of_rules.get(place, 0) + 1
-        if count == 1:
+            count, first = self._of_rules.get(place, (0, words))
+            self._of_rules[place] = count + 1, first
+        if not count:
             try:
                 logger.warning("%s: %s; it is left out, later ones are only counted", place, words)
             except Exception:
@@ -70,7 +71,12 @@ class Faults:
     def counts_of_rules(self) -> Mapping[str, int]:
         """How often each rule could not have what it asks for, by its place."""
         with self._lock:
-            return dict(self._of_rules)
+            return {place: count for place, (count, _) in self._of_rules.items()}
+
+    def notes_of_rules(self) -> list[str]:
+        """The same in words, with what was found the first time."""
+        with self._lock:
+            return [f"{place}: not read: {count} times; {first}" for place, (count, first) in self._of_rules.items()]
 
     def clear(self) -> None:
         """Forget all counts (tests, and a forked child)."""

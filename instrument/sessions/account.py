@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument import otlp
@@ -18,6 +18,7 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board, export_place
 from instrument.recording.spans import Cost, Site
+from instrument.report.table import shorten
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
@@ -25,6 +26,9 @@ from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 
 COMPLAINTS_KEPT = 20
+
+UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
+"""How many of the targets that nobody has called are named, and each in how many columns."""
 
 _UNSENT = ("failed", "rejected", "dropped")
 
@@ -168,11 +172,10 @@ class Account:
             for verdict in verdicts
             if verdict.state not in untold and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
-        uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
-        if uncalled:
-            notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")
+        if uncalled := [verdict.target or verdict.rule for verdict in verdicts if verdict.state == "uncalled"]:
+            notes.append(_never_called(sorted(uncalled)))
         notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
-        notes.extend(f"{place}: not read: {count} times" for place, count in FAULTS.counts_of_rules().items())
+        notes.extend(FAULTS.notes_of_rules())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
             notes.append(
@@ -202,3 +205,10 @@ class Account:
         # A call that has not ended is one too: a server's main loop never does.
         calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
         return [verdict.counted(lambda site: calls[site.key]) for verdict in verdicts]
+
+
+def _never_called(targets: Sequence[str]) -> str:
+    many = f"{len(targets)} targets were" if len(targets) > 1 else "1 target was"
+    named = ", ".join(shorten(target, UNCALLED_COLUMNS) for target in targets[:UNCALLED_NAMED])
+    rest = len(targets) - UNCALLED_NAMED
+    return f"{many} never called: {named}" + (f", and {rest} more (`instrument check` names all)" if rest > 0 else "")
