@@ -15,9 +15,12 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -240,6 +243,90 @@ def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Sp
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
     assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]
     assert list(FAULTS.counts_of_rules().values()) == [1]
+
+
+ANY_WEIGHTS = [
+    10**400, -(10**400), 2**63, -1, float("nan"), float("inf"), -float("inf"), True, Decimal("NaN"), 1j,
+    Fraction(10**400), np.float64("nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["batch: output", "batch: {argument: output.ids, weights: output.tokens}"])
+@pytest.mark.parametrize("weight", ANY_WEIGHTS, ids=lambda one: repr(one)[:12])
+def test_numbers_that_are_no_amounts_are_named_and_all_requests_of_the_batch_count_alike(
+    rule: str, weight: object, recorded: Callable[..., list[Span]]
+) -> None:
+    given = {"a": weight, "b": 2} if rule == "batch: output" else of(ids=["a", "b"], tokens=[weight, 2])
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
+    assert dict(span.attributes) == {BATCH_KEYS: ("a", "b")}
+    ((place, count),) = FAULTS.counts_of_rules().items()
+    assert ("weights" in place or place == "output.ids: output.tokens", count) == (True, 1)
+
+
+@pytest.mark.parametrize("weight", [Decimal(3), Fraction(6, 2), 3, 3.0, np.float16(3)], ids=repr)
+def test_numbers_of_any_class_are_weights(weight: object, recorded: Callable[..., list[Span]]) -> None:
+    (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", ({"a": weight, "b": 0},)))
+    assert dict(span.attributes) == {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (3, 0)}
+    assert FAULTS.counts_of_rules() == {}
+
+
+@dataclass
+class OnDevice:
+    """A tensor on a GPU, as torch, jax and cupy have them: who reads it waits for the device."""
+
+    ndim: int = 0
+
+    def __dlpack__(self) -> None:
+        raise AssertionError("the device was waited for")
+
+    __array__ = __int__ = __index__ = __len__ = __iter__ = __getitem__ = item = tolist = __dlpack__
+
+
+class Pair(NamedTuple):
+    first: str
+
+
+REFUSED = [OnDevice(), OnDevice(1), np.array([7, 8]), np.array(7.5), Decimal(7), np.float64(7), Pair("a"), date.min]
+
+
+@pytest.mark.parametrize("rule", ["key: output", "batch: 'output[]'", "batch: {argument: 'output[]', cut: '-[0-9]$'}"])
+@pytest.mark.parametrize("given", REFUSED, ids=lambda one: type(one).__name__)
+def test_what_is_a_value_is_no_key_by_where_it_lies(
+    rule: str, given: object, recorded: Callable[..., list[Span]]
+) -> None:
+    (span,) = recorded(
+        f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given if rule == "key: output" else [given, "b"],))
+    )
+    assert dict(span.attributes) == ({} if rule == "key: output" else {BATCH_KEYS: ("", "b")})
+    (note,) = FAULTS.notes_of_rules()
+    assert f"not read: 1 times; asked for keys, found {type(given).__name__}" in note
+
+
+@pytest.mark.parametrize("rule", ["batch: output", "batch: 'output[]'", "batch: {argument: ids, weights: output}"])
+def test_a_tensor_on_a_device_is_no_batch_and_is_never_read(rule: str, recorded: Callable[..., list[Span]]) -> None:
+    given = OnDevice(1)
+    rule = rule.replace("ids", "output.ids").replace("weights: output", "weights: output.held")
+    value = given if "ids" not in rule else of(ids=["a"], held=given)
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (value,)))
+    assert BATCH_WEIGHTS not in span.attributes
+    (note,) = FAULTS.notes_of_rules()
+    assert "found OnDevice that is on a device or has not one dimension, and is not read" in note
+
+
+def test_numbers_in_tensors_of_the_host_are_keys_and_weights(recorded: Callable[..., list[Span]]) -> None:
+    torch = pytest.importorskip("torch")
+    keyed = "{match: 'keyed_engine:add', key: request}"
+    assert recorded(keyed, ("add", (torch.tensor(7),)))[0].attributes[KEY] == "7"
+    (span,) = recorded(
+        "{match: 'keyed_engine:step', batch: {argument: output.ids, weights: output.held}}",
+        ("step", (of(ids=torch.tensor([7, 8]), held=torch.tensor([1.5, 2])),)),
+    )
+    assert dict(span.attributes) == {BATCH_KEYS: ("7", "8"), BATCH_WEIGHTS: (1.5, 2.0)}
+    assert FAULTS.counts_of_rules() == {}
+    for refused in (torch.tensor(7.5), torch.tensor([7]), torch.empty(1, device="meta")[0]):
+        FAULTS.clear()
+        assert KEY not in recorded(keyed, ("add", (refused,)))[0].attributes
+        assert list(FAULTS.counts_of_rules().values()) == [1]
 
 
 @pytest.mark.parametrize("path", ["output", "return"])

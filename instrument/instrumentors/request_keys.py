@@ -3,7 +3,7 @@
 A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
 an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
 ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text, whole
-numbers, UUIDs or bytes, or objects of other classes, which are keys within their process. Reading never raises: what
+numbers, UUIDs or bytes, or objects of the service's own, which are keys within their process. Reading never raises: what
 cannot be read is left out, counted and named.
 """
 
@@ -13,14 +13,23 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from instrument import native
 from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
-from instrument.recorder.annotation import LOOKED_AT, key_text, weights_told
+from instrument.recorder.annotation import (
+    ALLOWED_KEYS,
+    LOOKED_AT,
+    NO_WEIGHTS,
+    UnreadError,
+    are_amounts,
+    items_of,
+    key_text,
+    refused_keys,
+    weights_told,
+)
 from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, KEY_LIMIT, AttributeValue
 from instrument.runtime.faults import FAULTS
@@ -83,14 +92,14 @@ class KeyReader:
 
     def _reader(self, name: str, wanted: RequestKeys) -> ReadResult:
         """What reads one thing that is wanted below a value."""
-        return _key_of(wanted) if name == KEY else _batch_of(wanted)
+        return _key_of(wanted) if name == KEY else _batch_of(wanted, f"{self._place}: {wanted.argument}")
 
     def _complainer(self, wanted: RequestKeys) -> Callable[[Any, Exception], Told]:
         """What notes that something could not be read, without its text, which may hold what nobody asked for."""
         place = f"{self._place}: {wanted.argument}"
 
         def complain(value: Any, error: Exception) -> Told:
-            found = f"{type(error).__name__} below a {type(value).__name__}"
+            found = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
             FAULTS.note_of_rule(place, f"asked for keys, found {found}")
             return {}
 
@@ -148,14 +157,14 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
         for step in steps:
             value = _part(value, step)
         key = text(value)
-        if not key and value is not None and value != "":
-            raise TypeError("it is no key")  # and is counted and named as what cannot be read
+        if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
+            raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")
         return {KEY: key} if key else {}
 
     return read
 
 
-def _batch_of(wanted: RequestKeys) -> ReadResult:
+def _batch_of(wanted: RequestKeys, place: str) -> ReadResult:
     of_keys, texts = _values_of(_steps(wanted.argument)), _texts_of(wanted.cut)
     of_weights = _values_of(_steps(wanted.weights)) if wanted.weights else None
 
@@ -165,35 +174,37 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
             return {}
         if isinstance(found, (str, bytes, int)) or not hasattr(type(found), "__iter__"):
             found = (found,)  # a batch of one
-        _must_stay_whole(found)
-        keys = list(islice(found, BATCH_LIMIT + 1))
+        keys = _items(found, BATCH_LIMIT + 1)
         weights: Any = None
         if of_weights is not None:
             weights = of_weights(value)
-            _must_stay_whole(weights)
         elif _is_mapping(found):
             weights = found.values()
         if len(keys) > BATCH_LIMIT:
             FAULTS.note_of_rule(wanted.argument, f"found more than {BATCH_LIMIT} keys; those beyond are left out")
             del keys[BATCH_LIMIT:]
-        told: dict[str, AttributeValue] = {BATCH_KEYS: texts(keys)}
+        told: dict[str, AttributeValue] = {BATCH_KEYS: (found := texts(keys))}
+        if refused := refused_keys(keys, found):
+            FAULTS.note_of_rule(place, f"asked for keys, found {refused} among them; {ALLOWED_KEYS}")
         if weights is not None:
-            its = tuple(islice(weights, len(keys)))
+            its = _items(weights, len(keys))
             numbers = weights_told(its) if len(its) == len(keys) else None
             if numbers is not None:
                 told[BATCH_WEIGHTS] = numbers
-            elif of_weights is not None:
-                place = f"{wanted.argument}: {wanted.weights}"
-                FAULTS.note_of_rule(place, f"asked for {len(keys)} numbers, found other weights; all count alike")
+            elif of_weights is not None or are_amounts(its):
+                where = f"{wanted.argument}: {wanted.weights}" if wanted.weights else f"{place}: weights"
+                FAULTS.note_of_rule(where, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
         return told
 
     return read
 
 
-def _must_stay_whole(found: Any) -> None:
-    """Raise where going through something would take its items from the service: generators, files."""
+def _items(found: Any, most: int) -> list[Any]:
+    """The first items of what can be gone through. Raises where that would take them from the service, as of generators
+    and files, or where a device would have to be waited for."""
     if hasattr(type(found), "__next__"):
-        raise TypeError("its items can be taken only once")
+        raise UnreadError(f"{type(found).__name__}, whose items can be taken only once")
+    return items_of(found, most)
 
 
 def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
@@ -212,8 +223,7 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
 
     def each(value: Any) -> Any:
         found = before(value)
-        _must_stay_whole(found)
-        some = list(islice(found.values() if _is_mapping(found) else found, BATCH_LIMIT + 1))
+        some = _items(found.values() if _is_mapping(found) else found, BATCH_LIMIT + 1)
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(_is_mapping_type, kinds))

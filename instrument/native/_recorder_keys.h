@@ -109,15 +109,16 @@ told_weights(PyObject *weights, Py_ssize_t count, int *asked)
         return NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *weight = PyList_GET_ITEM(weights, i);
-        int overflow = 0;
+        int overflow = 0, is_amount = 0;
         if (PyLong_CheckExact(weight))
-            (void)PyLong_AsLongLongAndOverflow(weight, &overflow);
-        else if (!PyFloat_CheckExact(weight)) {
-            *asked |= PyNumber_Check(weight); /* a number of another kind, as numpy's are */
+            is_amount = PyLong_AsLongLongAndOverflow(weight, &overflow) >= 0 && !overflow;
+        else if (PyFloat_CheckExact(weight))
+            is_amount = PyFloat_AS_DOUBLE(weight) >= 0 && isfinite(PyFloat_AS_DOUBLE(weight));
+        if (!is_amount) {
+            for (i = 0; i < count; i++) /* one of another kind, as numpy's are, or that is no weight */
+                *asked |= PyNumber_Check(PyList_GET_ITEM(weights, i));
             return NULL;
         }
-        if (overflow)
-            return NULL;
     }
     return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
 }

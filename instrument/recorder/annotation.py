@@ -8,9 +8,10 @@ what it stands for.
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
@@ -33,6 +34,9 @@ from instrument.recording.spans import (
 
 REFUSED = "attributes of a kind that no span has"
 """What is counted where a value cannot be kept."""
+
+ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
+NO_WEIGHTS = "found such as are no finite numbers from 0 on of 64 bits; all count alike"
 
 LOOKED_AT = 4096
 """Characters of a key's begin and of its end that tell it from others: more would take the service's time."""
@@ -92,8 +96,9 @@ def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, 
 def key_text(value: object) -> str:
     """A key as text of at most `KEY_LIMIT` characters; "" of what is none: None, a bool, a float, a container.
 
-    Whole numbers of any kind, UUIDs and bytes are what they say, wherever they are. An object of another class, such as
-    the service's own, is a key within its process, by what it is and where it lies.
+    Whole numbers of any kind, UUIDs and bytes are what they say, wherever they are; so is a single whole number in an
+    array of the host. An object of another class, such as the service's own, is a key within its process, by what it is
+    and where it lies: but for values, of which another copy may be there the next time, and for other arrays.
     """
     kind = type(value)
     if kind is int:
@@ -111,7 +116,11 @@ def key_text(value: object) -> str:
             return str(value)[:KEY_LIMIT]
         if issubclass(kind, numbers.Integral):
             return key_text(int(cast(Any, value)))
+        if _is_array(kind):
+            return key_text(_only_number(value))
     except Exception:  # of a number of the service's own
+        return ""
+    if _is_value(kind):
         return ""
     return f"{kind.__name__[: KEY_LIMIT // 2]}-{os.getpid()}-{id(value):x}"
 
@@ -136,11 +145,84 @@ _is_uuid: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_uuid)
 """Whether it is `uuid.UUID` or one of a driver's own, without an import of what only those who use it need."""
 
 
+_OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
+def _is_kind_of_array(kind: type) -> bool:
+    return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS)
+
+
+_is_array: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_array)
+"""Whether its objects are arrays or tensors, of whatever library: a new one is made each time that one is taken."""
+
+
+def _is_kind_of_tensor(kind: type) -> bool:
+    return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2:])
+
+
+is_tensor: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_tensor)
+"""Whether its objects may lie on a device."""
+
+
+def _is_on_host(array: Any) -> bool:
+    """Whether it is an array of numpy's, or a tensor of torch's that can be read without a wait.
+
+    What lies on a device is not looked at: to read it the service would wait for all that is queued there.
+    """
+    kind = type(array).__module__, type(array).__name__
+    return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
+
+
+def _only_number(array: Any) -> object:
+    """The number in an array of the host that has no dimensions, None of any other one."""
+    return array.item() if _is_on_host(array) and array.ndim == 0 else None
+
+
+def items_of(given: Any, most: int) -> list[Any]:
+    """The first items of what can be gone through. Raises `TypeError` of our own for tensors that cannot be read."""
+    if not is_tensor(type(given)):
+        return list(islice(given, most))
+    if not _is_on_host(given) or given.ndim != 1:
+        raise UnreadError(f"{_kind(given)} that is on a device or has not one dimension, and is not read")
+    found: list[Any] = given[:most].tolist()
+    return found
+
+
+class UnreadError(TypeError):
+    """What was found in place of keys, in words of our own."""
+
+
+_VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
+
+
+def _is_kind_of_value(kind: type) -> bool:
+    return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
+
+
+_is_value: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_value)
+"""Whether its objects are values or containers: decimals, dates, named tuples. What they are is told by what they hold,
+and not by where they lie."""
+
+
+def refused_keys(given: Sequence[object], texts: Sequence[str]) -> str:
+    """The class of the first of some keys that was refused, "" without any. An empty place of a batch is none."""
+    if "" not in texts:
+        return ""
+    empty = (one for one, text in zip(given, texts, strict=False) if not text)
+    refused = (one for one in empty if one is not None and _text(one) != "" and not key_text(one))
+    return next(map(_kind, refused), "")
+
+
+def are_amounts(found: Sequence[object]) -> bool:
+    """Whether any of the values of a mapping is a number: then they are meant as weights."""
+    return any(issubclass(kind, numbers.Number) for kind in set(map(type, found)))
+
+
 def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
     """Weights as Python's own numbers; None where something among them is no number, such as an array's item on a
-    device, for which one would have to wait, or is a whole one beyond 64 bits."""
+    device, for which one would have to wait, is negative, not finite, or a whole one beyond 64 bits."""
     kinds = set(map(type, found))
-    if bool in kinds or not all(issubclass(kind, numbers.Real) for kind in kinds):
+    if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
         return None
     try:
         told = tuple(
@@ -148,7 +230,7 @@ def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
         )
     except Exception:  # of a number of the service's own
         return None
-    return told if all(type(one) is float or -(2**63) <= one < 2**63 for one in told) else None
+    return told if all(0 <= one < (math.inf if type(one) is float else 2**63) for one in told) else None
 
 
 def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
@@ -157,24 +239,28 @@ def keys_told(key: object, batch: object, complain: Complain) -> dict[str, Attri
     if key is not None and (text := key_text(key)):
         told[KEY] = text
     elif key is not None:
-        allowed = "text, not empty, a whole number, or an object of a class of the service's own"
-        complain(REFUSED, f"asked for a key, found {_kind(key)}; allowed: {allowed}")
+        complain(REFUSED, f"asked for a key, found {_kind(key)}; {ALLOWED_KEYS}")
     if batch is None:
         return told
     try:
         is_one = issubclass(type(batch), (str, bytes))
-        given = [batch] if is_one else list(islice(cast("Iterable[object]", batch), BATCH_LIMIT + 1))
+        given = [batch] if is_one else items_of(batch, BATCH_LIMIT + 1)
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
-        complain(REFUSED, f"asked for a batch, found {_kind(batch)}, {_kind(error)} when reading it")
+        found = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
+        complain(REFUSED, f"asked for a batch, found {found}")
         return told
     if len(given) > BATCH_LIMIT:
         complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
         del given[BATCH_LIMIT:]
-    told[BATCH_KEYS] = tuple(map(key_text, given))
+    told[BATCH_KEYS] = texts = tuple(map(key_text, given))
+    if refused := refused_keys(given, texts):
+        complain(REFUSED, f"asked for the keys of a batch, found {refused} among them; {ALLOWED_KEYS}")
     if weights is not None and len(weights) == len(given) and (numbers_told := weights_told(weights)) is not None:
         told[BATCH_WEIGHTS] = numbers_told
+    elif weights is not None and are_amounts(weights):
+        complain(REFUSED, f"asked for {len(given)} weights, {NO_WEIGHTS}")
     return told
 
 
