@@ -3,8 +3,8 @@
 A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
 an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
 ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text, whole
-numbers, UUIDs or bytes, or objects of the service's own, which are keys within their process. Reading never raises: what
-cannot be read is left out, counted and named.
+numbers, UUIDs or bytes, or objects of the service's own, which are keys within their process. Reading never raises:
+what cannot be read is left out, counted and named.
 """
 
 from __future__ import annotations
