@@ -324,7 +324,7 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, t
 
     told = section(run, "Instrumentation Report")
     assert any(line.startswith(f"{len(run.trace.spans)} calls x ") for line in told)
-    assert "Nothing was lost." in told
+    assert "Nothing was lost." in told, "\n".join(told)
     (probe,) = (line for line in told if line.startswith("decode_next [chat.text.decode_next]"))
     assert probe.split()[2:4] == ["phase", str(len(named(run, "decode_next")))]
 

@@ -15,6 +15,7 @@ import sysconfig
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
@@ -30,10 +31,13 @@ from instrument.agent.client import Member
 from instrument.agent.run_report import fold
 from instrument.agent.screen import Looker
 from instrument.errors import TraceError
+from instrument.otlp.processor.drain import Drain
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
+from instrument.recording.export_place import Progress
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalRing
+from instrument.recording.lines import WIDTH
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.remote_parents import REMOTE
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Sample, Site
@@ -439,6 +443,44 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
     totals = [row.totals for row in read(recorder).tally().rows()]
     assert [one.calls for one in totals] == [sum(one.histogram.values()) for one in totals]
     assert sum(one.calls for one in totals) == 120
+
+
+def metered(mapped: Mapped) -> list[str]:
+    lines = Drain(mapped, Progress()).lines(merged=True)
+    return [lines.tree.sites[lines.site_of[place]].name for place in lines.merged()[::WIDTH]]
+
+
+READS = {
+    "open spans": lambda mapped: [span.site.name for span in mapped.open_spans()],
+    "a trace": lambda mapped: [span.site.name for span in saved_of(mapped).trace().spans if span.clipped],
+    "totals": metered,
+}
+"""What is read of a recording, as names of sites."""
+
+
+@pytest.mark.parametrize("part", ["nodes", "rings", "frames"])
+@pytest.mark.parametrize("what", READS)
+def test_a_process_that_meets_new_call_paths_while_it_is_read_is_read_all_the_same(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str, part: str
+) -> None:
+    recorder.wrap(lambda: None, Site("known", "request"))()
+    copied, opened = Mapped._slots, ExitStack()
+
+    def then_more_are_met(self: Mapped, name: str, kind: Any) -> Any:
+        found = copied(self, name, kind)
+        if name == part:
+            monkeypatch.setattr(Mapped, "_slots", copied)  # once
+            for number in range(40):
+                recorder.wrap(lambda: None, Site(f"new {number}"))()
+                opened.enter_context(recorder.scope(f"new {number}"))
+        return found
+
+    with opened:
+        if what != "totals":
+            opened.enter_context(recorder.scope("known"))
+        mapped = read(recorder)
+        monkeypatch.setattr(Mapped, "_slots", then_more_are_met)
+        assert "known" in READS[what](mapped)
 
 
 def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -262,7 +262,8 @@ class Mapped:
         index, known = index[first], known[first]
         count = int(np.argmin(index == np.arange(len(index)))) if (index != np.arange(len(index))).any() else len(index)
         known = known[:count]
-        number_of = np.full(len(nodes) + 1, -1, np.int64)
+        part = self._parts["nodes"]
+        number_of = np.full(min(part.used, part.slots) + 1, -1, np.int64)
         number_of[known] = np.arange(count)
         parents = number_of[self._slot_of(nodes["parent"][known], "nodes")]
         parents[parents >= np.arange(count)] = -1  # a parent is known before its children
@@ -377,14 +378,14 @@ class Mapped:
 
     def open_spans(self) -> list[OpenSpan]:
         """The spans that have begun and not ended, in the order in which they began."""
-        tree = self.tree()
-        number_of = self._node_numbers
         rings = {ring.slot: ring for ring in self._rings()}
         ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
         found: dict[int, OpenSpan] = {}
         for _ in range(TRIES):
             before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
+            tree = self.tree()  # of all of these frames: the process goes on
+            number_of = self._node_numbers
             sound = (frames["state"] != 0) & (frames["start_ns"] > 0) & (frames["start_ns"] < FARTHEST_NS)
             sound &= (frames["span_id"] != 0) & (frames["span_id"] >> np.uint64(63) == 0)
             open_slots = np.flatnonzero(sound)
@@ -515,10 +516,10 @@ class Mapped:
 
     # ---------------------------------------------------------------- totals
 
-    def tally(self, wanted: Sequence[bool] | None = None) -> Tally:
+    def tally(self, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """The totals of all calls by now, by call path and thread, as the process itself would tell them.
 
-        Or of those whose sites are `wanted`, by the numbers that the tree gives them.
+        Or of those whose sites are `wanted` of the tree, by the numbers that this one gives them: others have others.
         """
         for _ in range(READINGS):
             moving = int(self._read_head()["moving"])
@@ -532,7 +533,7 @@ class Mapped:
         own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
         if wanted is not None:
-            of_node = np.array(wanted, np.bool_)[np.array(tree.site_of, np.int64)]
+            of_node = np.array(wanted(tree), np.bool_)[np.array(tree.site_of, np.int64)]
             own[own] = of_node[totals["node"][own]]
         totals = totals[own]
         packed = self._histograms(totals, chunks, highs)

@@ -38,8 +38,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     time in it where it is not given, which is nearly when a process ended that has gone.
     Raises `TraceError` for a recording that is damaged.
     """
-    header, tree = mapped.header, mapped.tree()
-    rings, open_spans = mapped.rows(), mapped.open_spans()
+    header, rings, open_spans = mapped.header, mapped.rows(), mapped.open_spans()
+    tree = mapped.tree()  # of all of these: the process goes on
     intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in rings)])
     threads = np.repeat([ring.thread_id for ring in rings], [len(ring.rows) for ring in rings]).astype(np.int64)

@@ -86,9 +86,7 @@ class Drain:
 
     def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
         """The totals up to now of the sites that are wanted of a tree: of requests, where nobody says of which."""
-        tree = self._mapped.tree()
-        sites = tree.by_site(_is_request) if wanted is None else wanted(tree)
-        return Lines.of_tally(self._mapped.tally(sites), merged=merged)
+        return Lines.of_tally(self._mapped.tally(wanted or _are_requests), merged=merged)
 
     # ---------------------------------------------------------------- what the meter asks
 
@@ -257,6 +255,10 @@ def row_of_open(span: OpenSpan) -> Row:
     """The row that an open span would be, without what it bears."""
     its = (span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns)
     return row_of(*its, end_ns=0)
+
+
+def _are_requests(tree: CallTree) -> Sequence[bool]:
+    return tree.by_site(_is_request)
 
 
 def _is_request(site: Site) -> bool:
