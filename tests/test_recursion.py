@@ -163,8 +163,6 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
         spin(100_000)
         if depth:
             context = recorder.copy_context() if recorder.native else contextvars.copy_context()
-            if not recorder.native:
-                recorder.publish_to(context)
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 pool.submit(context.run, work_, depth - 1).result()
 

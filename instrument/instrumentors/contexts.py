@@ -1,11 +1,11 @@
 """Copied contexts: the recorder is told when one is copied, so that what runs in the copy finds its parent.
 
-To know the current span of each context at any time, the recorder would have to write a context variable twice a span,
-which costs more than the rest of the span. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where
-it makes a task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its users go through. So
-both tell the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there each span is written
-down as it begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's `call_soon` do, has
-the copy find the nearest request, for those are written down wherever a loop runs.
+To know the current span of each context at any time, the native recorder would have to write a variable twice a span,
+which costs more than the rest of it (the one in Python does so). Contexts are copied by `contextvars.copy_context`, and
+by asyncio in C where it makes a task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its
+users go through. So both tell the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there
+each span is written down as it begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's
+`call_soon` do, has the copy find the nearest request, for those are written down wherever a loop runs.
 
 A context that is given to two tasks is one to its variables as well: a span of one task may hang below one of the
 other. Which task it ran in is asked for at each step there, for self times go by that.
@@ -20,38 +20,24 @@ from contextvars import Context
 from typing import Any
 from weakref import WeakValueDictionary
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.holders import rebind
 from instrument.recorder.recorder import RECORDER, Recorder
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
     """Tell the recorder of copies from now on; returns the way back."""
-    original = contextvars.copy_context
+    if not recorder.native:  # it writes that variable at each span
+        return lambda: None
     undos: list[Undo] = []
-    if recorder.native:
-        copy_context: Any = recorder.copy_context
-        recorder.tells_of_tasks = _Tasks(recorder, undos).are_told
-
-        def forget() -> None:
-            recorder.tells_of_tasks = None
-
-        undos.append(forget)
-    else:
-        publish_to = recorder.publish_to
-
-        @functools.wraps(original)
-        def copy_context() -> Context:
-            context = original()
-            publish_to(context)
-            return context
-
+    original, copy_context = contextvars.copy_context, recorder.copy_context
+    recorder.tells_of_tasks = _Tasks(recorder, undos).are_told
     rebind([(original, copy_context)])
 
     def undo() -> None:
         rebind([(copy_context, original)])
-        while undos:
-            undos.pop()()
+        recorder.tells_of_tasks = None
+        undo_all(undos)
 
     return undo
 

@@ -94,7 +94,7 @@ def make_function(
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             frame = open_(site, told)
-            frame[17] = frame[19] = None  # a function cannot be suspended, whatever it calls
+            frame[12] = frame[17] = None  # a function cannot be suspended, whatever it calls
             result = function(*args, **kwargs)
             close(frame)
             return result

@@ -1,19 +1,14 @@
-"""The tasks and contexts that the recorder in Python runs in, and the chains of open spans that they have.
+"""The tasks that the recorder in Python runs in, and the chains of open spans that contexts have.
 
-Under a running event loop the context variable holds the innermost frame, for tasks copy their context behind our back.
-Elsewhere to write it twice a call would cost a fifth of the call: there it holds a `Chain`, which knows the innermost
-frame, and `publish_to` tells a copied context the frame instead. A copy that nobody told us of shares the chain: on the
-same thread its calls still nest as they run, on another one they begin at the chain's base.
-
-An open span is a *frame*, a list that only the modules of this recorder touch:
+A context variable holds the innermost span. An open span is a *frame*, a list that only the modules of this recorder
+touch:
 
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
-    12 the chain that the context variable held before, or None   13 what times the span on a device, or None
+    12 what of the time of the children they waited; None for a function's   13 what times the span on a device, or None
     14 the request that it is in: the frame of its tree's root, or None
     15 the frame that the context held before, where that had ended   16 the index of the node that it is counted under
     17 what is awaited around it, or None   18 how long that had been suspended when the span began
-    19 what of the time of the children they waited; None for a function's
 
 The frame above is the nearest one that is open, also above a frame that has ended: so whoever came from that finds it.
 """
@@ -21,11 +16,9 @@ The frame above is the nearest one that is open, also above a frame that has end
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from instrument.recording.ring import Ring
 from instrument.recording.rows import Row
 
 Frame = list[Any]
@@ -82,29 +75,11 @@ def task_id() -> int:
     return max(found, 0)
 
 
-class Chain:
-    """The frames that a context opened without an event loop. `base` is the frame that the variable held before."""
-
-    __slots__ = ("__weakref__", "base", "ring", "thread", "top")
-
-    def __init__(self, base: Frame | None, ring: Ring) -> None:
-        self.base = self.top = base
-        self.ring = ring
-        self.thread = threading.get_ident()
-
-
 def nearest_open(frame: Frame | None) -> Frame | None:
     """The nearest frame that is open, from this one upwards."""
     if frame is None or frame[11] != CLOSED:
         return frame
     return next((above for above in upwards(frame) if above[11] != CLOSED), None)
-
-
-def top_of(place: Chain | Frame | None) -> Frame | None:
-    """The innermost frame of a context, of what its variable holds."""
-    if place.__class__ is Chain:
-        return place.top if place.thread == threading.get_ident() else place.base
-    return place  # type: ignore[return-value]
 
 
 DEEPEST = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from instrument.recorder.chains import CLOSED, Chain, Frame, nearest_open, task_probe, top_of, upwards
+from instrument.recorder.chains import CLOSED, Frame, nearest_open, task_id, upwards
 from instrument.recorder.stepped import Stepped
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site
 
@@ -19,9 +19,8 @@ class Stretch:
     """A generator's span: current only while the body runs, its active time against whoever resumed it."""
 
     __slots__ = (
-        "_active_ns", "_attributes", "_caller", "_chain", "_core", "_first_item_ns", "_inner", "_items",
-        "_last_item_ns", "_longest_gap_ns", "_parent", "_place", "_resumed_ns", "_site", "_stepped",
-        "_suspended_ns", "_waited_told_ns", "frame",
+        "_active_ns", "_attributes", "_caller", "_core", "_first_item_ns", "_inner", "_items", "_last_item_ns",
+        "_longest_gap_ns", "_parent", "_resumed_ns", "_site", "_stepped", "_suspended_ns", "_waited_told_ns", "frame",
     )  # fmt: skip
 
     def __init__(self, core: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
@@ -30,8 +29,6 @@ class Stretch:
         self._attributes = attributes
         self.frame: Frame | None = None
         self._caller: Frame | None = None
-        self._chain: Chain | None = None
-        self._place: Chain | Frame | None = None
         self._inner: Frame | None = None
         self._parent: Frame | None = None
         self._active_ns = 0
@@ -57,15 +54,11 @@ class Stretch:
                 self.finish(None)
                 return True
         if frame is None:
-            self._place = core._current.get()
+            self._caller = core._current.get()
             frame = self.frame = core.open(self._site, self._attributes)
             frame[17] = None  # who resumes it may wait while it stands still
             self._parent = frame[6]
-            self._caller = frame[15] or frame[6]
             frame[15] = None
-            place = core._current.get()
-            self._chain = place if isinstance(place, Chain) else None
-            core._apart[frame[1]] = frame
             core._begun_in[frame[1]] = frame[6]
             self._resumed_ns = frame[7]
             return None
@@ -74,20 +67,11 @@ class Stretch:
             return None
         now = _clock()
         gap_ns = now - self._suspended_ns
-        ring, task = core._ring(), task_probe()
-        self._place = place = core._current.get()
+        ring, task = core._ring(), task_id()
+        self._caller = core._current.get()
         self._inner = None
-        if task < 0:
-            chain = self._chain = core._chain(place, ring)
-            self._caller = chain.top
-            chain.top = inner
-            task = 0
-        else:
-            self._chain = None
-            self._caller = top_of(place)
-            core._current.set(inner)
+        core._current.set(inner)
         frame[6] = nearest_open(self._caller)
-        ring.top = inner
         for own in () if inner is frame else upwards(inner):
             if own is frame:
                 break
@@ -95,10 +79,10 @@ class Stretch:
             core._renew(own)
             own[4] += gap_ns
             own[9] += gap_ns
-            own[5], own[8], own[12] = ring, task, None
-            if own[17] is None and (around := ring.stepping) is not None and around.is_running and own[19] is not None:
+            own[5], own[8] = ring, task
+            if own[17] is None and (around := ring.stepping) is not None and around.is_running and own[12] is not None:
                 own[17], own[18] = around, around.waited_ns - own[18]
-        frame[5], frame[8], frame[12] = ring, task, None
+        frame[5], frame[8] = ring, task
         if core._writer is not None:
             core._writer.begin(frame)
         ring.steps[frame[16]] = ring.steps.get(frame[16], 0) + 1
@@ -116,26 +100,19 @@ class Stretch:
         step_ns = now - self._resumed_ns
         self._active_ns += step_ns
         self._suspended_ns = now
-        top = inner = top_of(core._current.get())
+        inner = core._current.get()
         if inner is not frame and all(above is not frame for above in upwards(inner)):
             return  # ended elsewhere
-        self._inner = core._apart[frame[1]] = top  # type: ignore[assignment]
+        self._inner = inner
         if self._stepped is None and inner is not None and inner is not frame:
             self._leave_steps(inner, now)
         caller, self._caller = self._caller, None
         above, frame[6] = frame[6], None
-        place, self._place = self._place, None
-        chain, self._chain = self._chain, None
-        if chain is not None:
-            chain.top = caller
-            place = chain
-        if core._current.get() is not place:
-            core._current.set(place)
-        frame[5].top = caller
+        core._current.set(caller)
         if above is not None and above[5] is frame[5] and above[8] == frame[8]:
             above[4] += step_ns
-            if self._stepped is not None and above[19] is not None:
-                above[19] += self._stepped.waited_ns - self._waited_told_ns
+            if self._stepped is not None and above[12] is not None:
+                above[12] += self._stepped.waited_ns - self._waited_told_ns
                 self._waited_told_ns = self._stepped.waited_ns
         if frame[13] is not None:
             frame[13].pause()
@@ -193,7 +170,7 @@ class Stretch:
         end = _clock()
         if self._items:
             self._tell_items(frame)
-        core._apart.pop(frame[1], None)
+        core._open.pop(frame[1], None)
         core._begun_in.pop(frame[1], None)
         frame[11] = CLOSED
         frame[6], self._parent = nearest_open(self._parent), None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import Context, ContextVar
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.call_nodes import Counted
-from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Chain, Frame, nearest_open, top_of, upwards
+from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Frame, nearest_open, upwards
 from instrument.recorder.stepped import waited_of
-from instrument.recording.ring import Ring
 from instrument.recording.rows import TASK, Row, is_request_root, row_of
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import Node
@@ -24,11 +22,10 @@ class Opened(Counted):
 
     on: bool
     _remote_key: Any
-    _current: ContextVar[Chain | Frame | None]
-    _chains: weakref.WeakSet[Chain]
+    _current: ContextVar[Frame | None]
     _writer: MemoryWriter | None
-    _apart: dict[int, Frame]
-    """Frames that are in no chain, and innermost ones of suspended bodies."""
+    _open: dict[int, Frame]
+    """Every open frame by its id."""
     _begun_in: dict[int, Frame | None]
     """The span above that of a generator, by the id of that."""
 
@@ -51,7 +48,7 @@ class Opened(Counted):
 
     def _innermost(self) -> Frame | None:
         """The innermost open span of this context."""
-        return nearest_open(top_of(self._current.get()))
+        return nearest_open(self._current.get())
 
     def annotate_innermost(self, attributes: Any = None, /, **more: Any) -> None:
         """Set attributes of the innermost open span; see `instrument.recorder.scopes.annotate`."""
@@ -96,7 +93,7 @@ class Opened(Counted):
                 self._rename(frame, site)
 
     def _rename(self, frame: Frame, site: Site) -> None:
-        open_ = {each[1]: each for each in self._open_frames(self.rings())}
+        open_ = {each[1]: each for each in self._open_frames()}
         if frame[1] not in open_:
             self.irregular["span renamed that is not open"] += 1
             return
@@ -158,22 +155,13 @@ class Opened(Counted):
             yield above
             above = self._above(above)
 
-    def _open_frames(self, rings: Iterable[Ring]) -> list[Frame]:
+    def _open_frames(self) -> list[Frame]:
         """The frames that are open, of every context."""
-        with self._lock:
-            chains = list(self._chains)
-        tops = [*(ring.top for ring in rings), *self._apart.copy().values(), *(chain.top for chain in chains)]
-        found: dict[int, Frame] = {}
-        for top in tops:
-            for frame in upwards(top):
-                if frame[1] in found:
-                    break
-                found[frame[1]] = frame
-        return [frame for frame in found.values() if frame[11] != CLOSED]
+        return [frame for frame in self._open.copy().values() if frame[11] != CLOSED]
 
     def current_id(self) -> int:
         """Identity of the current span, 0 if there is none."""
-        frame = nearest_open(top_of(self._current.get()))
+        frame = self._innermost()
         return 0 if frame is None else int(frame[1])
 
     def current_trace(self) -> tuple[int, int, Any] | None:
@@ -184,28 +172,21 @@ class Opened(Counted):
         request = frame[14]
         return frame[1], frame[3], None if request is None else (request[10] or {}).get(self._remote_key)
 
-    def publish_to(self, context: Context) -> None:
-        """Make the current span known to a context that has just been copied from this one."""
-        place = self._current.get()
-        if place.__class__ is Chain:
-            context.run(self._current.set, top_of(place))
-
     def forget_current(self) -> None:
         """Forget what is open in this context."""
         self._current.set(None)
 
     def _forget_all(self) -> None:
         """Forget what is open in every context: in a forked child, where the other threads are gone."""
-        self._apart.clear()
+        self._open.clear()
         self._begun_in.clear()
-        self._chains.clear()
         self._current.set(None)
         if self._writer is not None:
             self._writer.end_all()
 
     def innermost_manual(self, name: str | None) -> Frame | None:
         """The innermost open frame of this context that was opened as manual, by name where one is given."""
-        for frame in upwards(top_of(self._current.get())):
+        for frame in upwards(self._current.get()):
             if frame[11] == MANUAL and (name is None or frame[0].site.name == name):
                 return frame
         return None
@@ -219,7 +200,7 @@ class Opened(Counted):
         """Thread id and row of each span that is open now, ending now."""
         now = self.now_ns()
         found: list[tuple[int, Row]] = []
-        for frame in self._open_frames(self.rings()):
+        for frame in self._open_frames():
             if frame[7]:
                 end = max(now, frame[7])
                 waited_ns = waited_of(frame, end)

@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
-from instrument.recorder import chains
 from instrument.recorder.annotation import error_told
 from instrument.recorder.call_nodes import NODE_LIMIT
 from instrument.recorder.chains import (
     CLOSED,
-    MANUAL,
     OPEN,
-    Chain,
     Frame,
     ended_row,
     nearest_open,
     task_id,
-    task_probe,
-    top_of,
     upwards,
 )
 from instrument.recorder.http_status import ANSWER_BYTES, FIRST_OF_SERVER, REQUEST_BYTES, STATUS, status_of
@@ -89,10 +82,10 @@ class Core(Opened):
         self._remote_key = remote_key
         self._link_of = link_of
         self._thread_name = thread_name
-        self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
+        self._current: ContextVar[Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(2, 2).__next__
         self._lock = RLock()
-        self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
+        self._open: dict[int, Frame] = {}
         self._writer: MemoryWriter | None = None
         self._begin_tree(overflow, [])
         self._reset(None)
@@ -129,52 +122,20 @@ class Core(Opened):
         self._lock = RLock()
         if self._writer is not None:
             self._writer.begin_generation()
-        before: Rings | None = getattr(self, "_rings", None)
-        if before is not None:
-            # Not `rings()`: in a forked child a thread that is gone may hold the lock.
-            open_frames = self._open_frames(before.unlocked())
-            self._begin_tree(self._overflow.site, open_frames)
+        open_frames = self._open_frames()
+        self._begin_tree(self._overflow.site, open_frames)
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name, self._writer)
         if self._writer is not None:
             for frame in open_frames:
                 self._writer.begin(frame)
                 self._writer.tell_attributes(frame)
-        self._apart: dict[int, Frame] = {}  # open frames that are in no chain, and innermost ones of suspended bodies
         self._begun_in: dict[int, Frame | None] = {}  # the span above that of a generator, by the id of that
         self.irregular: Counter[str] = Counter() if self._writer is None else self._writer.counter()
 
-    def _chain(self, place: Chain | Frame | None, ring: Ring) -> Chain:
-        """The chain of this context, which holds none yet, one of another thread, or one from before a reset."""
-        if isinstance(place, Chain) and place.thread == threading.get_ident():
-            place.ring = ring
-            return place
-        chain = Chain(top_of(place), ring)
-        with self._lock:
-            self._chains.add(chain)
-        self._current.set(chain)
-        return chain
-
     def open(self, site: Site, attributes: dict[Any, Any] | None = None, state: int = OPEN) -> Frame:
         """Begin a span under the current one and make it current."""
-        place = self._current.get()
-        ring = self._ring()
-        chain = held = None
-        task = 0
-        # What is opened by hand may be closed by another thread in this context, so the variable must tell it.
-        if state != MANUAL and (
-            ("asyncio" not in chains.modules or task_probe() < 0)
-            if chains.running_loop is None
-            else chains.running_loop() is None
-        ):
-            chain = place if place.__class__ is Chain and place.ring is ring else self._chain(place, ring)
-            parent = chain.top
-        else:
-            parent = top_of(place)
-            task = task_id()
-            if place.__class__ is Chain:
-                held = place
         span_id = self._next_id()
-        frame = self._new_frame(site, span_id, parent, ring, task, attributes, state, held)
+        frame = self._new_frame(site, span_id, self._current.get(), self._ring(), task_id(), attributes, state)
         request = frame[14]
         if site.kind == "request" and (request is None or request[11] == CLOSED):
             frame[1] = frame[3] = span_id = span_id | REQUEST_BIT
@@ -183,12 +144,8 @@ class Core(Opened):
                 self._note_remote(frame)
         # A signal handler may raise after any call, and then nobody has the frame to end it.
         try:
-            if chain is not None:
-                chain.top = frame
-            else:
-                self._apart[span_id] = frame
-                self._current.set(frame)
-            ring.top = frame
+            self._open[span_id] = frame
+            self._current.set(frame)
             frame[7] = frame[9] = _clock()
             if self._writer is not None:
                 self._writer.begin(frame)
@@ -203,8 +160,8 @@ class Core(Opened):
 
     def _abandon(self, frame: Frame) -> None:
         """End a span whose begin was broken off, if it is open."""
-        self._apart.pop(frame[1], None)
-        if top_of(self._current.get()) is frame:
+        self._open.pop(frame[1], None)
+        if self._current.get() is frame:
             self.close(frame)
 
     def _new_frame(
@@ -216,7 +173,6 @@ class Core(Opened):
         task: int,
         attributes: dict[Any, Any] | None,
         state: int,
-        held: Chain | None,
     ) -> Frame:
         """A frame below the nearest that is open. Where all have ended it is a root and says what it came from."""
         ended = place if place is not None and place[11] == CLOSED else None
@@ -228,15 +184,15 @@ class Core(Opened):
         if parent is not None:
             parent_id, root_id, request = parent[1], parent[3], parent[14]
             return [
-                node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, held, None,
-                request, ended, index, *self._awaited_around(ring), 0,
+                node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, 0, None,
+                request, ended, index, *self._awaited_around(ring),
             ]  # fmt: skip
         if ended is not None:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
         return [
-            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, held, None, None, ended,
-            index, *self._awaited_around(ring), 0,
+            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, 0, None, None, ended,
+            index, *self._awaited_around(ring),
         ]  # fmt: skip
 
     @staticmethod
@@ -291,28 +247,23 @@ class Core(Opened):
         if attributes is not None:
             self._take_attributes(frame, attributes)
         frame[11] = CLOSED
-        waited_ns = waited_of(frame, end) if frame[17] is not None or frame[19] else 0
-        self._apart.pop(frame[1], None)
-        place = self._current.get()
-        current = place.top if isinstance(place, Chain) else place
+        waited_ns = waited_of(frame, end) if frame[17] is not None or frame[12] else 0
+        self._open.pop(frame[1], None)
+        current = self._current.get()
         owner = frame[6]
-        above = frame[6] = nearest_open(owner)  # or tasks that start one another would hold all that were
+        frame[6] = nearest_open(owner)  # or tasks that start one another would hold all that were
         if current is frame:
-            if place.__class__ is Chain and place.base is not frame:
-                place.top = frame[15] or owner
-            else:
-                self._current.set(frame[12] or frame[15] or owner)
-            frame[12] = frame[15] = None
+            self._current.set(frame[15] or owner)
+            frame[15] = None
         elif current is not None:
             self._cross(frame, current, end, anywhere)
         if frame[14] is frame:
             frame[14] = None  # the collector alone could free it
         ring = self._ring()
-        ring.top = above
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
-            if owner[19] is not None:
-                owner[19] += waited_ns
+            if owner[12] is not None:
+                owner[12] += waited_ns
             if self._writer is not None:
                 self._writer.add_children(owner)
         self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error), waited_ns)
@@ -376,10 +327,9 @@ class Core(Opened):
     def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
         end = _clock()
-        place = top_of(self._current.get())
         ring = self._ring()
         task = task_id()
-        frame = self._new_frame(site, self._next_id(), place, ring, task, attributes, CLOSED, None)
+        frame = self._new_frame(site, self._next_id(), self._current.get(), ring, task, attributes, CLOSED)
         frame[7] = frame[9] = start_ns
         frame[13] = pair
         parent = frame[6]
@@ -405,11 +355,6 @@ class Core(Opened):
         below[9] = end
         below[6] = frame[6]
         below[15] = frame[15]
-        held = below[12]
-        if held is None:
-            below[12] = frame[12]
-        elif held.top is frame:
-            held.top = frame[6]
 
     @staticmethod
     def _error_of(frame: Frame, error: BaseException | str) -> str | None:

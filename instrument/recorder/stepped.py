@@ -123,7 +123,7 @@ def waited_of(frame: Frame, now_ns: int) -> int:
         waited_ns = around.waited_ns - frame[18]
         if around.suspended_ns:
             waited_ns += now_ns - around.suspended_ns
-    return int(max(min(max(waited_ns, frame[19] or 0), now_ns - frame[7]), 0))
+    return int(max(min(max(waited_ns, frame[12] or 0), now_ns - frame[7]), 0))
 
 
 def take_waited(frame: Frame, active_ns: int, waited_ns: int) -> int:
@@ -131,7 +131,7 @@ def take_waited(frame: Frame, active_ns: int, waited_ns: int) -> int:
 
     That is what its children have not waited; what they ran and it did not is theirs.
     """
-    ran_ns = max(active_ns - (frame[4] - (frame[19] or 0)), 0)
+    ran_ns = max(active_ns - (frame[4] - (frame[12] or 0)), 0)
     own_ns = active_ns + waited_ns - frame[4]
     frame[4] -= waited_ns
     return int(max(own_ns - ran_ns, 0))

@@ -43,7 +43,7 @@ class Ring:
 
     __slots__ = (
         "capacity", "counted", "ended", "first_calls", "head", "lock", "mask", "name", "nodes", "rows", "stepping",
-        "steps", "thread_id", "too_short", "top", "totals", "waits",
+        "steps", "thread_id", "too_short", "totals", "waits",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -53,7 +53,6 @@ class Ring:
         self.rows: list[Any] = [None] * capacity
         self.head = 0
         self.counted = 0
-        self.top: Any = None
         self.totals: dict[int, Totals] = {}
         self.first_calls: dict[int, First] = {}
         self.too_short = 0
@@ -315,10 +314,6 @@ class Rings:
         """The rings in the order in which their threads first recorded."""
         with self._lock:
             return list(self._rings)
-
-    def unlocked(self) -> list[Ring]:
-        """As `all`, also where the lock is held for ever."""
-        return list(self._rings)
 
     def copied_ended_totals(self) -> dict[int, Totals]:
         """The totals of the threads whose rings were given up."""
