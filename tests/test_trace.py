@@ -23,7 +23,6 @@ from instrument.trace.call_tree import call_tree
 from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
-from instrument.trace.owners import owners
 from instrument.trace.self_times import self_times_of
 from instrument.trace.turns import turns
 
@@ -236,7 +235,7 @@ def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
         return found
 
     columns = trace_of(trace.spans)
-    rows = owners(columns, columns.of_kind(kind)).tolist()
+    rows = columns.owners(columns.of_kind(kind)).tolist()
     assert [trace.spans[row].span_id if row != NONE else 0 for row in rows] == list(map(owner, trace.spans))
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, count, islice, starmap
 from pathlib import Path
 
-from instrument.chrome.lanes import DEVICE_PIDS, Row
-from instrument.chrome.ordered import BATCH
-from instrument.chrome.slices import Slices
+from instrument.chrome.arrows import Arrows
+from instrument.chrome.batch_marks import BatchMarks
+from instrument.chrome.interval_events import IntervalEvents
+from instrument.chrome.lanes import DEVICE_PIDS, Board, Row
+from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans, batches
+from instrument.chrome.span_events import SpanEvents
 from instrument.errors import TraceError
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.recording.tally import Tally
@@ -79,18 +82,27 @@ def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iter
     """The file's text in pieces of some thousand events."""
     pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
-    slices = Slices(columns, since_ns, pid)
-    sites = Sites(slices.sites)
-    head = metadata(trace, slices.base_ns, sites, tally, slices.left_out)
+    base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
+    spans = Spans.of(columns, base_ns)
+    intervals, marks, board = OrderedIntervals.of(spans, base_ns), BatchMarks(spans), Board(pid)
+    arrows = Arrows(spans, intervals, marks)
+    sites = Sites(spans.sites)
+    head = metadata(trace, base_ns, sites, tally, arrows.left_out)
     service = trace.origin.service or f"process {trace.origin.pid}"
     yield '{"displayTimeUnit":"ms","instrument":'
     yield from head
     yield ',"traceEvents":[\n'
     yield ",\n".join(_process_names(pid, service, 0))
-    yield from slices.texts([sites.texts[site] for site in slices.sites])
+    of_sites = [sites.texts[site] for site in spans.sites]
+    of_spans = SpanEvents(spans, board, arrows.binds, of_sites)
+    yield from starmap(of_spans.text, batches(len(spans.row)))
+    of_intervals = IntervalEvents(spans, intervals, board, of_sites)
+    yield from (of_intervals.text(first, end, arrows.ties) for first, end in batches(len(intervals.row)))
+    yield from arrows.texts(of_spans, of_intervals)
+    yield from marks.texts(of_spans, of_sites, arrows.marked)
     counted: set[int] = set()
-    names = _lane_names(pid, slices.rows, counted, trace)
-    events = chain(_counter_events(trace.samples, slices.base_ns, pid, counted), names)
+    names = _lane_names(pid, board.rows, counted, trace)
+    events = chain(_counter_events(trace.samples, base_ns, pid, counted), names)
     while batch := list(islice(events, BATCH)):
         yield "".join([f",\n{event}" for event in batch])
     yield "\n]}\n"

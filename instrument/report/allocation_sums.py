@@ -10,9 +10,9 @@ import numpy as np
 from instrument.recording.spans import HOST
 from instrument.report.places import places
 from instrument.report.view import Recording
-from instrument.trace.allocation_rows import rows_and_times
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import Groups, numbered
+from instrument.trace.watched import rows_and_times
 
 
 class Sums(NamedTuple):

@@ -19,7 +19,6 @@ from instrument.report.section import Section, Text, section_lines
 from instrument.report.table import MISSING, bounded, in_unit, number, summed, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
-from instrument.trace.device_times import device_times
 from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
@@ -105,7 +104,7 @@ def copy_uses(trace: Trace) -> list[CopyUse]:
     its = number_of[trace.site[rows]]
     moved = sizes(trace, rows)
     host_ns = trace.total_ns[rows]
-    device_ns, timed = device_times(trace, rows)
+    device_ns, timed = trace.device_times(rows)
     staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
     waited = np.array([_is_waited(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
     each = (

@@ -26,11 +26,9 @@ from instrument.report.section import Section, section_lines
 from instrument.report.table import Ratio, bounded, in_unit, number, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
-from instrument.trace.device_times import device_times
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import NOTHING, Union, clipped, common, lie_in, shared_ns, together, union, without
-from instrument.trace.owners import owners
 
 COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span in which the host computes."""
@@ -210,7 +208,7 @@ class _Found:
     def _add_devices(self, trace: Trace, window: Interval, named: Bools) -> None:
         """What calls of communication put on a device, and all else."""
         its = trace.device.only(trace.device.timed).within(window)
-        is_comm = (owners(trace, trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
+        is_comm = (trace.owners(trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
         computes = ~is_comm & ~trace.of_kind("copy")[its.row]
         for device in distinct(its.device).tolist():
             for places, of_place in ((self.communicates, is_comm), (self.computes, computes)):
@@ -249,7 +247,7 @@ def _operations(trace: Trace, calls: Int64s, options: Options) -> list[Operation
     """The operations by the time of their calls and waits, the rest as one row more."""
     found: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])
-    device_ns, timed = device_times(trace, calls)
+    device_ns, timed = trace.device_times(calls)
     moved = sizes(trace, calls)
     groups = Groups(np.searchsorted(of_sites, trace.site[calls]), len(of_sites))
     each = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)

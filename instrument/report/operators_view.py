@@ -38,7 +38,6 @@ from instrument.report.section import Section
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording
 from instrument.trace.groups import distinct
-from instrument.trace.owners import owners
 
 OPERATORS = ("op", "layer", "comm")
 """Kinds of span that are operators."""
@@ -185,7 +184,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     trace, (first, last) = recording.columns, recording.facts.held
     kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
-    owner = owners(trace, trace.of_kind(kind))
+    owner = trace.owners(trace.of_kind(kind))
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     topmost = topmost[np.lexsort((trace.span_id[topmost], trace.start_ns[topmost]))]
     is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)

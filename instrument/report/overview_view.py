@@ -24,7 +24,6 @@ from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
 from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
-from instrument.trace.owners import owners
 
 ALL_DEVICES = -1
 """The device of rows that are of all devices."""
@@ -191,7 +190,7 @@ def _work(trace: Trace, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Where each device worked, by what the work was."""
     its = trace.device.only(trace.device.timed).within(window)
     is_copy = trace.of_kind("copy")[its.row]
-    communicates = owners(trace, trace.of_kind("comm"))[its.row] != NONE
+    communicates = trace.owners(trace.of_kind("comm"))[its.row] != NONE
     found = {}
     for number in distinct(its.device).tolist():
         works = {"compute": ~is_copy, "copies": is_copy, "communication": communicates & ~is_copy}

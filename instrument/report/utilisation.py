@@ -35,7 +35,6 @@ from instrument.trace.intervals import (
     union,
     union_by_group,
 )
-from instrument.trace.owners import owners
 
 REASONS = {
     "captured": "captured into a graph, so nothing ran",
@@ -277,7 +276,7 @@ def utilisation(recording: Recording) -> Utilisation:
 
 def request_of_spans(recording: Recording) -> Int32s:
     """Of each span the row of the topmost request at or above it."""
-    return owners(recording.columns, recording.columns.of_kind("request"))
+    return recording.columns.owners(recording.columns.of_kind("request"))
 
 
 def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int64s, int]:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
-from instrument.trace.intervals import Union, clipped, lie_in, union
+from instrument.trace.groups import places_of
+from instrument.trace.intervals import Union, clipped, lengths_by_group, lie_in, union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -207,6 +208,34 @@ class Trace:
             attributes=AttributesOfRows({}),
             remote={},
         )
+
+    def owners(self, wanted: Bools) -> Int32s:
+        """The row of the topmost wanted span at or above each, `NONE` where there is none.
+
+        The root that a span names is asked first: its parents may be among the spans that were not kept.
+        """
+        rows = np.arange(len(self), dtype=np.int32)
+        found = np.where(wanted, rows, np.int32(NONE)).astype(np.int32)
+        above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)
+        while len(open_rows):  # of ever longer ways up, whose upper part comes first
+            up = above[open_rows]
+            higher, farther = found[up], above[up]
+            found[open_rows] = np.where(higher != NONE, higher, found[open_rows])
+            above[open_rows] = farther
+            open_rows = open_rows[farther != NONE]
+        roots = rows_of(self.span_id, self.root_id)
+        by_root = (roots != NONE) & wanted[roots] if len(self) else np.zeros(0, dtype=np.bool_)
+        return np.where(by_root, roots, found).astype(np.int32)
+
+    def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
+        """Of some rows how long devices worked for each, and whether any of that was timed."""
+        its = self.device
+        numbers = places_of(rows, len(self))[its.row]
+        wanted = numbers != NONE
+        lengths_ns = lengths_by_group(numbers[wanted], its.start_ns[wanted], its.end_ns[wanted], len(rows))
+        timed = np.zeros(len(rows), dtype=np.bool_)
+        timed[numbers[wanted & its.timed]] = True
+        return lengths_ns, timed
 
     @cached_property
     def on_line_of_parent(self) -> Bools:

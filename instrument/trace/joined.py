@@ -23,7 +23,6 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, K
 from instrument.trace.columns import Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import counts_up_to
-from instrument.trace.owners import owners
 from instrument.trace.sub_requests import FirstKeys, with_sub_requests, without_strays
 
 THOUSANDTHS = 1000
@@ -78,7 +77,7 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
     Where the clocks of its processes are apart, a span may seem to begin before its request, by `apart_ns` at most.
     """
     if owner is None:
-        owner = owners(trace, trace.of_kind("request"))
+        owner = trace.owners(trace.of_kind("request"))
     keyed, key_of, numbers = _keys(trace)
     owner = with_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
@@ -119,7 +118,7 @@ def strays_of(trace: Trace, is_of_another: Callable[[int, str, int], bool]) -> I
     `is_of_another(row, key, at_ns)` tells whether a request that is not in it is known by a key first that the request
     of the row bore first at that time.
     """
-    owner = owners(trace, trace.of_kind("request"))
+    owner = trace.owners(trace.of_kind("request"))
     keyed, key_of, numbers = _keys(trace)
     names = list(numbers)
     owner = with_sub_requests(trace, owner, keyed, key_of)

@@ -14,13 +14,13 @@ from instrument.recording import spans
 from instrument.recording.allocations import Allocations
 from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
 from instrument.recording.tally import Tally
-from instrument.trace.allocation_rows import ROW
 from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import Trace
 from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
 from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import LIMIT_LINKS
+from instrument.trace.watched import ROW
 
 OF_ALL = ("system_cpu",)
 """Gauges of the host that are no process's own."""

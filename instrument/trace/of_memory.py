@@ -21,7 +21,7 @@ from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
 from instrument.trace.gathering import GatheredAttributes, written
 from instrument.trace.interval_columns import device_intervals
-from instrument.trace.row_numbers import has_more, numbers_in
+from instrument.trace.of_rows import has_more, numbers_in
 
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""

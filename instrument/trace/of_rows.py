@@ -12,9 +12,8 @@ from instrument.recording import memory_layout
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Taken, more_of, packed_row
 from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import AttributesOfRows, Bools, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
-from instrument.trace.row_numbers import has_more, numbers_in
 from instrument.trace.self_times import self_times_of
 
 _SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
@@ -22,6 +21,17 @@ ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.f
 """A row, as `instrument.recording.ring.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
 
 Rows = NDArray[Any]
+
+
+def numbers_in(rows: Rows) -> tuple[Int64s, Int64s]:
+    """The places of the rows that tell their active time as a number, and these times."""
+    places = np.flatnonzero(rows["rare"] & 1)
+    return places, (rows["rare"][places] >> 1).astype(np.int64)
+
+
+def has_more(rows: Rows) -> Bools:
+    """Which rows have more to say, that stands beside them."""
+    return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
 class _Part(NamedTuple):

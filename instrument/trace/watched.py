@@ -6,6 +6,7 @@ Both are in the order of time, so that their times are kept as steps; threads st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,32 @@ from numpy.typing import NDArray
 
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import WORK, Kernel
-from instrument.trace.allocation_rows import ROW
 from instrument.trace.columns import FARTHEST_NS, Int64s, lie_within
 from instrument.trace.groups import ranked
 from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.layout import Column, Columns, narrow, steps, summed
 from instrument.trace.text import clean
 
+ROW = np.dtype([(known.name, np.int64) for known in fields(Allocation)])
+"""An allocation, with the names of `Allocation`."""
+
+INT64 = np.iinfo(np.int64)
+
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
 """Of an allocation what differs from one to the next, and what changes little."""
+
+
+def rows_and_times(found: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
+    """The rows, whose own times count from wherever they were counted from, and the times on the clock.
+
+    A time that no clock reads is told as the first or last one that none reads. Raises `OverflowError` for numbers
+    beyond 64 bits.
+    """
+    packed = Allocations.of(found)
+    rows, base_ns = np.frombuffer(packed.rows, dtype=ROW), packed.base_ns
+    first, last = max(-FARTHEST_NS - base_ns, int(INT64.min)), min(FARTHEST_NS - base_ns, int(INT64.max))
+    return rows, rows["at_ns"].clip(first, last) + base_ns
 
 
 def packed_kernels(found: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:

@@ -28,7 +28,6 @@ from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Members, places_of
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
-from instrument.trace.owners import owners
 
 MOST_LISTED = 10_000
 """Requests in the list, at most."""
@@ -76,7 +75,7 @@ class Listed:
             found = recording.once(request_ledger)
             return cls(trace, "request", joined.rows, joined.of, joined.keys, found, joined.served)
         is_step = trace.of_kind("step")
-        own = owners(trace, is_step if is_step.any() else trace.parent == NONE)
+        own = trace.owners(is_step if is_step.any() else trace.parent == NONE)
         rows = np.flatnonzero(own == np.arange(len(trace)))
         rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
         return cls(trace, "step" if is_step.any() else "span", rows, places_of(rows, len(trace))[own])
