@@ -7,12 +7,12 @@ run's socket. Who reads it checks it, and takes what is not sound as not said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from instrument.otlp.packing import Ids, plain
-from instrument.profile.model import Capture, Otlp, Rate, Usual, Where
+from instrument.profile.model import Capture, Otlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,47 +73,19 @@ def told(
 
 def facts_from(found: Any) -> ExportFacts | None:
     """What a process told, None where it told nothing that can be used."""
+    import msgspec  # which a service that an agent exports for has no use for
+
     try:
-        seeds = [int(seed) % (1 << 64) for seed in found["seeds"]]
-        first, second, third = seeds
-        resource = {str(name): value for name, value in dict(found["resource"]).items()}
+        first, second, third = (int(seed) % (1 << 64) for seed in found["seeds"])
         ids = Ids((first, second, third), str(found["instance"]))
-        metered = _metered_from(found["metered"])
-        return ExportFacts(ids, resource, _capture_from(found["capture"]), int(found["spans_per_request"]), metered)
+        resource = {str(name): value for name, value in dict(found["resource"]).items()}
+        capture = msgspec.convert(found["capture"], Capture, strict=False)
+        metered = msgspec.convert(found["metered"], MeteredFacts, strict=False)
+        if capture.limit is not None and capture.limit.per_ns < 1:
+            return None
+        return ExportFacts(ids, resource, capture, int(found["spans_per_request"]), metered)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-
-
-def _metered_from(found: Mapping[str, Any]) -> MeteredFacts:
-    return MeteredFacts(
-        start_ns=int(found["start_ns"]),
-        asks=bool(found["asks"]),
-        requests=bool(found["requests"]),
-        routes=tuple(map(str, found["routes"])),
-        watches=bool(found["watches"]),
-        calls=tuple(map(str, found["calls"])),
-        streams=tuple(map(str, found["streams"])),
-        environ={str(name): str(value) for name, value in found["environ"].items()},
-        losses={str(reason): int(count) for reason, count in found["losses"].items()},
-        costs_ns={str(part): float(spent_ns) for part, spent_ns in found["costs_ns"].items()},
-        queued={str(name): int(count) for name, count in found["queued"].items()},
-    )
-
-
-def _capture_from(found: Mapping[str, Any]) -> Capture:
-    limit, usual = found["limit"], found["slow_over"]
-    return Capture(
-        sample=float(found["sample"]),
-        slow_ns=None if found["slow_ns"] is None else int(found["slow_ns"]),
-        errors=bool(found["errors"]),
-        limit=None if limit is None else Rate(int(limit["count"]), max(int(limit["per_ns"]), 1)),
-        before_ns=int(found["before_ns"]),
-        slow_over=None if usual is None else Usual(float(usual["fraction"]), float(usual["factor"])),
-        where=tuple(
-            Where(str(one["attribute"]), tuple((str(how), value) for how, value in one["any_of"]))
-            for one in found["where"]
-        ),
-    )
 
 
 def settings_told(settings: Otlp) -> dict[str, Any]:
@@ -126,9 +98,7 @@ def settings_told(settings: Otlp) -> dict[str, Any]:
 
 
 def settings_from(found: Mapping[str, Any]) -> Otlp:
-    """The settings of a collector that a process told. Raises `TypeError` or `ValueError` for what are none."""
-    known = {one.name: found[one.name] for one in fields(Otlp) if one.name in found}
-    headers = tuple((str(name), str(value)) for name, value in known.pop("headers", ()))
-    if "timeout_ns" in known:
-        known["timeout_ns"] = int(known["timeout_ns"])
-    return Otlp(**known, headers=headers)
+    """The settings of a collector that a process told. Raises `ValueError` for what are none."""
+    import msgspec
+
+    return msgspec.convert(found, Otlp, strict=False)
