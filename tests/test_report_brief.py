@@ -88,7 +88,7 @@ def crowded() -> Trace:
 
 def test_a_screen_has_what_was_served_its_parts_the_time_the_device_the_cost_and_what_is_missing() -> None:
     text = text_of(service())
-    assert "requests: 5, 1 more at an edge of what is held; 1 of them ended with an error" in text
+    assert "requests: 6; 1 of them ended with an error; told of below: the newest 5" in text
     assert row(text, "POST /chat")[:2] == ["3", "1"]
     assert row(text, "queue")[0] == "3"
     assert row(text, "Linear [model.layers.0.mlp.up]")[1].endswith("%")
@@ -119,7 +119,7 @@ def test_what_there_is_no_room_for_is_counted() -> None:
     assert "(37 more devices: --view device)" in text
     assert "Not kept: ... (28 more: --view cost)" in text
     assert "Not observed: ... (295 more: --view cost)" in text
-    assert "older ones were overwritten" in text
+    assert "of all that\nended before there are totals" in text
 
 
 def test_no_number_is_made_a_second_time() -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,18 @@ def report_of(run: Run) -> Callable[[], Answer]:
     """What makes the report of a run, of what its processes have saved."""
     of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
     asked = of or {"views": ["brief"], "options": {}}
-    parts = [ReportedProcess(_line_in_report(process), process.saved) for process in run.recorded()]
-    if run.folded:
-        parts.insert(0, ReportedProcess(f"{run.folded_count} that ended before them", run.folded))
+    parts = [ReportedProcess(_line_in_report(one), one.saved, _is_notable(one)) for one in run.recorded()]
+    if run.folded_ends:
+        ends = ", ".join(f"{count} {end}" for end, count in run.folded_ends.most_common())
+        unread = f"; of {run.unfolded} the recording could not be read" if run.unfolded else ""
+        name = f"that ended before the others: {ends}{unread}"
+        parts.insert(0, ReportedProcess(name, run.folded, True, run.folded_ends.total()))
     return lambda: run_report.made(parts, asked["views"], asked["options"])
+
+
+def _is_notable(process: Process) -> bool:
+    """Whether a process ended as none should."""
+    return process.how == VANISHED or bool(process.status)
 
 
 def _line_in_report(process: Process) -> str:
@@ -73,10 +81,20 @@ def place_for_report(folder: Path, of: object) -> str:
 
 def remove_for_report(folder: Path, run: Run) -> None:
     """Remove what was saved in a folder for the report of a run. Raises nothing."""
-    for path in (run.folded, *(one.saved for one in run.processes)):
-        if path.endswith(FOR_REPORT) and Path(path).parent == folder:
-            with suppress(OSError):
-                Path(path).unlink(missing_ok=True)
+    _remove(folder, run.folded)
+    remove_saved(folder, run.processes)
+
+
+def remove_saved(folder: Path, processes: Iterable[Process]) -> None:
+    """Remove what processes have saved there for the report of their run. Raises nothing."""
+    for process in processes:
+        _remove(folder, process.saved)
+
+
+def _remove(folder: Path, path: str) -> None:
+    if path.endswith(FOR_REPORT) and Path(path).parent == folder:
+        with suppress(OSError):
+            Path(path).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> None:

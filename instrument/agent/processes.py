@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,9 +98,10 @@ class Run:
     """The processes that one `instrument run` started; `first` is the number of what it became, 0 if unknown.
 
     `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
-    connection of the process that waits for it. `folded` is the file with the totals of the `folded_count` processes
-    that ended first. `captures` counts those that vanished. `stderr` is what the first process writes its errors to, or
-    who joined first where that one never did: the service's, where helpers that outlive it may have files of their own.
+    connection of the process that waits for it. `folded` is the file with the totals of the processes that ended first,
+    `folded_ends` counts these by how they ended, `unfolded` those whose recordings could not be read for it. `captures`
+    counts those that vanished. `stderr` is what the first process writes its errors to, or who joined first where that
+    one never did: the service's, where helpers that outlive it may have files of their own.
     """
 
     name: str
@@ -111,7 +113,8 @@ class Run:
     captures: int = 0
     stderr: str = ""
     folded: str = ""
-    folded_count: int = 0
+    folded_ends: Counter[str] = field(default_factory=Counter)
+    unfolded: int = 0
     lost: dict[str, int] = field(default_factory=dict)
 
     def living(self) -> list[Process]:

@@ -12,19 +12,21 @@ from typing import Any, NamedTuple
 LONGEST_BYTES = 100_000
 """Of a longer report the rest is left out: it goes over a socket in one piece."""
 
+CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
+
 PROCESSES_TOLD = 12
-
-NOTES_KEPT = 100
-"""Of what processes that ended long ago could not observe and the like."""
-
-LEFT_OUT = "spans of processes that ended long before the run"
 
 
 class ReportedProcess(NamedTuple):
-    """A process of the run, or several: what is said of it, and the recording that it has left ("": none)."""
+    """A process of the run, or so many: what is said of it, and the recording that it has left ("": none).
+
+    One that `is_notable` ended as none should.
+    """
 
     name: str
     path: str
+    is_notable: bool = False
+    processes: int = 1
 
 
 def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
@@ -37,7 +39,7 @@ def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mappin
 
     read, lines = [], []
     for part in parts:
-        what = part.name
+        what = part.name if part.processes == 1 else f"{part.processes} {part.name}"
         try:
             if part.path:
                 read.append(file.load(part.path))
@@ -49,31 +51,34 @@ def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mappin
     if not read:
         raise TraceError("no process of the run has left a recording")
     text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
-    more = len(lines) - PROCESSES_TOLD
-    told = [*lines[:PROCESSES_TOLD], *([f"and {more} more"] if more > 0 else [])]
-    text += "\nProcesses:\n" + "".join(f"  {line}\n" for line in told)
-    return {"report": text.encode()[:LONGEST_BYTES].decode(errors="ignore")}
+    if len(text.encode()) > LONGEST_BYTES:
+        text = text.encode()[:LONGEST_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT
+    told = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:PROCESSES_TOLD])
+    more = len(parts) - len(told)
+    text += f"\nProcesses: {sum(part.processes for part in parts)}\n"
+    text += "".join(f"  {lines[place]}\n" for place in told)
+    return {"report": text + (f"  and {more} more\n" if more else "")}
 
 
 def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Put several recordings into one that has their totals and none of their spans, and remove those beside it."""
-    from dataclasses import replace
-
-    import numpy as np
-
+    """Put several recordings into one that grows no further, and remove those beside it: where, and how many of them
+    could not be read.
+    """
+    from instrument.errors import TraceError
     from instrument.trace import file
-    from instrument.trace.merge import merge
+    from instrument.trace.folded import folded
 
-    read = [file.load(path) for path in paths]
-    saved = merge(read).saved
-    # As they were said: named by process they would be more with each fold, and the names before them too.
-    notes = list(dict.fromkeys(note for one in read for note in one.facts.notes))[:NOTES_KEPT]
-    left_out = len(saved.columns)
-    losses = dict(saved.facts.losses)
-    losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + left_out
-    none = saved.columns.only(np.zeros(left_out, dtype=np.bool_))
-    file.write(into, none, replace(saved.facts, losses=losses, notes=notes), saved.counted())
-    for path in map(Path, paths):
-        if path.parent == Path(into).parent:
-            path.unlink()
-    return {"path": into}
+    read, unread = [], 0
+    for path in paths:
+        try:
+            read.append(file.load(path))
+        except TraceError:
+            unread += 1
+    if not read:
+        raise TraceError(f"none of {len(paths)} recordings can be read")
+    saved = folded(read)
+    file.write(into, saved.columns, saved.facts, saved.counted())
+    for read_path in map(Path, paths):
+        if read_path.parent == Path(into).parent:
+            read_path.unlink()
+    return {"path": into, "unread": unread}

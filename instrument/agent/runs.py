@@ -375,15 +375,20 @@ class Runs:
         kept = [one for one in ended if one.has_recorded]
         if len(kept) < ENDED or run.waiting is not None or not self._jobs.is_idle:
             return
-        for process in kept[: ENDED // 2]:
+        first = kept[: ENDED // 2]
+        for process in first:
             run.processes.remove(process)
             process.release()
-        run.folded_count += ENDED // 2
-        paths = [path for path in [run.folded, *(one.saved for one in kept[: ENDED // 2])] if path]
+        run.folded_ends.update(map(departure.end_of, first))
+        paths = [path for path in [run.folded, *(one.saved for one in first)] if path]
         into = departure.place_for_report(self._folder, "before")
 
         def then(answer: Any) -> None:
-            run.folded = str(answer.get("path", ""))
+            run.unfolded += int(answer.get("unread", len(first)))
+            if answer.get("path"):
+                run.folded = str(answer["path"])
+            else:  # what was folded before is still there
+                departure.remove_saved(self._folder, first)
             self._report_if_due(run)
             self._end_of(run)
 

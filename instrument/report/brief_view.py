@@ -99,11 +99,13 @@ class Brief:
     def _served(self) -> list[str]:
         """How much of what, in which time, and which part of it the tables are of."""
         window = f"{number(self.window_ns / 1e9)} s"
-        cut = f", {self.requests.requests_cut} more at an edge of what is held" if self.requests.requests_cut else ""
-        if self.requests.requests:
-            errors = sum(endpoint.errors for endpoint in self.requests.endpoints)
+        has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
+        cut = f", {self.requests.requests_cut} more at an edge of what is held" if has_more else ""
+        if self.requests.counted:
+            errors = self.requests.errors
             ended = f"{errors} of them ended with an error" if errors else "none ended with an error"
-            lines = wrapped(f"Window: {window}; requests: {self.requests.requests}{cut}; {ended}")
+            part = f"; told of below: the newest {self.requests.requests}" if self.requests.is_part else ""
+            lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}{part}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
@@ -164,7 +166,8 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     for endpoint in times.endpoints:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
         shown = [four_digits(time_ns, unit) for time_ns in its]
-        cells.append([row_name(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
+        of = f" of {endpoint.counted}" * (endpoint.counted > endpoint.requests)
+        cells.append([row_name(endpoint), f"{endpoint.requests}{of}", str(endpoint.errors), *shown, ""])
         if not endpoint.phases:
             continue  # all of it would be unknown
         room -= len(endpoint.phases) + 1

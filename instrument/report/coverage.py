@@ -35,8 +35,8 @@ class Coverage:
         if self.complete:
             return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
         return [
-            f"Spans: the newest {self.spans} that the rings hold, none of them missing from {since} s to {until} s;",
-            "older ones were overwritten",
+            f"Spans: the newest {self.spans} are held, none is missing from {since} s to {until} s; of all that",
+            "ended before there are totals",
         ]
 
 

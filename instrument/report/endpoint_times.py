@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
 
@@ -51,7 +51,8 @@ class EndpointTimes:
 
     `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
     and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
-    `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
+    `ratio` is of the wall of all requests of the view. `counted` are all requests of the name that ever ended, also
+    those of which no span is held any more. One with `remaining` stands for so many endpoints that were left
     out.
     """
 
@@ -75,6 +76,7 @@ class EndpointTimes:
     statuses: Mapping[str, int] = field(default_factory=dict)
     streams: StreamedAnswers | None = None
     remaining: int = 0
+    counted: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,16 +126,18 @@ class WholeRequests:
             time_ns=found.time_ns[kept],
         )
 
-    def endpoints(self, options: Options) -> list[EndpointTimes]:
-        """Those of the requests, in any order."""
-        return self._come_to(self.endpoint, self.names, options)
+    def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
+        """Those of the requests, in any order. `counted` are all requests that ended, by name, where that is more."""
+        found = self._come_to(self.endpoint, self.names, options)
+        return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
 
     def rest(self, others: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
         """The requests of several endpoints together."""
         left_out = {one.name for one in others}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
         groups = np.where(is_other[self.endpoint], 0, NONE)
-        return self._come_to(groups, ("",), options, remaining=len(others))[0]
+        (rest,) = self._come_to(groups, ("",), options, remaining=len(others))
+        return replace(rest, counted=sum(one.counted for one in others))
 
     def _come_to(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.lines import CALLS, DEVICE, FIRST, MAX, MIN, WIDTH, Lines, Numbers, Sum
+from instrument.recording.lines import CALLS, DEVICE, ERRORS, FIRST, MAX, MIN, WIDTH, Lines, Numbers, Sum
 from instrument.recording.spans import Site
 from instrument.report.view import Recording
 from instrument.trace.forest import NONE, nearest
@@ -89,10 +89,22 @@ class LineSums:
         """All lines added up by the number of their site."""
         return self.by(self.site_of, int(self.site_of.max(initial=NONE)) + 1)
 
+    def _topmost(self, say: Callable[[Site], bool]) -> Bools:
+        """The nodes of whose site a function says so, and of none above them."""
+        marked = np.array([*self.tree.by_site(say), False], dtype=np.bool_)[self.site_of]
+        return np.asarray(marked & (around(self.parents, marked) == NONE))
+
+    def topmost_by_name(self, say: Callable[[Site], bool]) -> dict[str, tuple[int, int]]:
+        """The calls of the topmost lines of whose site a function says so, and those of them that failed, by name."""
+        numbers: dict[str, int] = {}
+        of_site = [numbers.setdefault(site.name, len(numbers)) for site in self.tree.sites]
+        groups = np.where(self._topmost(say), np.array([*of_site, NONE], dtype=np.int32)[self.site_of], NONE)
+        sums = self.by(groups, len(numbers))[:, [CALLS, ERRORS]].tolist()
+        return {name: (calls, errors) for name, (calls, errors) in zip(numbers, sums, strict=True) if calls}
+
     def total(self, say: Callable[[Site], bool]) -> Sum:
         """The sum of the topmost lines of whose site a function says so."""
-        marked = np.array([*self.tree.by_site(say), False], dtype=np.bool_)[self.site_of]
-        groups = np.where(marked & (around(self.parents, marked) == NONE), 0, NONE)
+        groups = np.where(self._topmost(say), 0, NONE)
         found = Sum(*self.by(groups, 1)[0].tolist())
         below_ns = sum(more_ns for node, more_ns in self.device_below(None).items() if groups[node] == 0)
         return found._replace(device_ns=found.device_ns + below_ns)

@@ -27,6 +27,7 @@ from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_shares import EndpointShare, device_share_section, device_shares
 from instrument.report.device_view import by_endpoint, other_endpoints
 from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, phase_times
+from instrument.report.line_sums import LineSums
 from instrument.report.section import Section, section_lines
 from instrument.report.table import (
     LINE,
@@ -108,13 +109,17 @@ class SlowRequest:
 class RequestTimes:
     """The requests that lie within the window of which every span is held, by endpoint.
 
-    `requests_cut` reach over an edge of it, or had not ended, and are in nothing else. `blocked` is of all stretches
-    that are held, None where no event loop was blocked. `device_shares` tell of device time where batches had any.
+    `counted` are all that ended, `errors` of them failed: more than `requests` where spans are not held any more, also
+    of endpoints that none is held of. `requests_cut` reach over an edge of the window, or had not ended, and are in
+    nothing else. `blocked` is of all stretches that are held, None where no event loop was blocked. `device_shares`
+    tell of device time where batches had any.
     """
 
     coverage: Coverage
     requests: int
     requests_cut: int
+    counted: int
+    errors: int
     wall_ns: int
     endpoints: tuple[EndpointTimes, ...]
     devices: tuple[DeviceWithin, ...]
@@ -128,7 +133,8 @@ class RequestTimes:
         return [
             Section(
                 "Endpoints", self.endpoints,
-                "name=Request|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
+                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|errors=Errors|"
+                "mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",), time=_eleven,
             ),
@@ -163,12 +169,18 @@ class RequestTimes:
             device_share_section(self.device_shares),
         ]  # fmt: skip
 
+    @property
+    def is_part(self) -> bool:
+        """Whether more requests have ended than those that all but the sums of them are told of."""
+        return self.counted > self.requests
+
     def lines(self) -> list[str]:
         """A table of endpoints, one of what their time went to, devices within them, and the slowest requests."""
         unit = self._options.unit
         lines = [*title("Requests Report"), *self.coverage.lines(), f"Time unit: {unit}"]
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
-        lines += [f"Requests: {self.requests}{cut}", ""]
+        part = f", of which {self.requests} are held and told of below" if self.is_part else ""
+        lines += [f"Requests: {self.counted}{part}{cut}", ""]
         if not self.requests:
             why = "No request ended within the window." if self.requests_cut else "No request was recorded."
             complete = self.coverage.complete or self.requests_cut > 0
@@ -200,14 +212,23 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     joined = recording.once(joined_requests)
     whole, cut = requests_within(trace, joined.owner, recording.facts.held)
     its = WholeRequests.of(trace, joined, recording.once(request_ledger), whole)
-    endpoints = its.endpoints(options)
+    coverage = Coverage.of_recording(recording)
+    counted = {} if coverage.complete else _counted(recording, joined)
+    endpoints = its.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
+    told = {one.name: (one.counted, one.errors) for one in endpoints}
+    of_all = [
+        (max(counted.get(name, its)[0], its[0]), max(counted.get(name, its)[1], its[1])) for name, its in told.items()
+    ]
+    of_all += [its for name, its in counted.items() if name not in told]
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
     return RequestTimes(
-        coverage=Coverage.of_recording(recording),
+        coverage=coverage,
         requests=len(whole),
         requests_cut=cut,
+        counted=sum(requests for requests, _ in of_all),
+        errors=sum(errors for _, errors in of_all),
         wall_ns=sum(its.wall_ns.tolist()),
         endpoints=bounded(endpoints, options, lambda one: one.wall_ns, lambda others: its.rest(others, options)),
         devices=_devices(recording, options),
@@ -224,6 +245,22 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 def joined_requests(recording: Recording) -> Joined:
     """The requests of a recording, joined by their keys."""
     return join(recording.columns, recording.facts.apart_ns, recording.once(request_of_spans))
+
+
+def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
+    """All requests that lie in no other one, and those of them that failed, by name, as the tally counts them.
+
+    What is part of a request elsewhere by its key is none of its own; the tally knows no keys, spans that are held do.
+    """
+    trace, rows = recording.columns, np.arange(len(recording.columns))
+    names, of_site = trace.numbered_sites(attrgetter("name"))
+    name_of = of_site[trace.site]
+    topmost, own = (
+        set(distinct(name_of[owner == rows]).tolist()) for owner in (recording.once(request_of_spans), joined.owner)
+    )
+    parts = {names[number] for number in topmost - own}
+    found = recording.once(LineSums.merged).topmost_by_name(lambda site: site.kind == "request")
+    return {name: its for name, its in found.items() if name not in parts}
 
 
 def request_ledger(recording: Recording) -> Ledger:

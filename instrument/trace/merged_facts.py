@@ -22,6 +22,9 @@ from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.watched import ROW
 
+DEATHS_TOLD = 3
+"""Of processes that ended without a goodbye, how many are told of one by one."""
+
 OF_ALL = ("system_cpu",)
 """Gauges of the host that are no process's own."""
 
@@ -29,7 +32,7 @@ OF_ALL = ("system_cpu",)
 def called(saved: Saved) -> str:
     """What a process is called among others."""
     origin = saved.facts.origin
-    return f"{origin.service or 'process'} {origin.pid}"
+    return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
 def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
@@ -52,6 +55,9 @@ def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, t
     """What all calls came to: by the totals that were saved; where there are none, or they overlap, by the spans."""
     merged = Tally(threads)
     for its in _processes(parts):
+        for part in its:
+            if part.saved.tally is not None and 0 in part.saved.tally.threads:
+                merged.threads.setdefault(0, part.saved.tally.threads[0])
         counting = _counting(its)
         if not counting or any(part.saved.tally is None for part in counting):
             mine = np.zeros(len(columns), dtype=np.bool_)
@@ -104,15 +110,27 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
         samples=samples,
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
         startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
-        died=" ".join(part.saved.facts.died for part in newest if part.saved.facts.died),
+        died=_deaths([part.saved.facts for part in newest]),
         **seen,
     )
+
+
+def _deaths(of_each: Sequence[spans.Trace]) -> str:
+    """How those processes ended that said no goodbye, the first and the newest of them, and how many more there are."""
+    told = [facts.died for facts in sorted(of_each, key=attrgetter("end_ns")) if facts.died]
+    more = len(told) - DEATHS_TOLD
+    if more <= 0:
+        return " ".join(told)
+    words = f"{more} more ended without a goodbye" if more > 1 else "One more ended without a goodbye"
+    return " ".join([*told[: DEATHS_TOLD - 1], f"{words}.", told[-1]])
 
 
 def _threads(processes: Sequence[Sequence[ApartFile]], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
     for its in processes:
-        before = f"{called(its[0].saved)} " if len(processes) > 1 else ""
+        origin = its[0].saved.facts.origin
+        is_of_several = not origin.pid and origin.recorder != "other"  # whose threads are named by process already
+        before = f"{called(its[0].saved)} " if len(processes) > 1 and not is_of_several else ""
         for part in its:
             named = part.saved.facts.threads
             for own in dict.fromkeys([*named, *np.unique(part.trace.thread_id).tolist()]):

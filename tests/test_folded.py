@@ -1,0 +1,148 @@
+"""Runs whose processes come and go: what the report tells of many, and what is kept of those that ended long ago."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from raw_spans import counted
+
+from instrument.agent import run_report
+from instrument.agent.run_report import ReportedProcess
+from instrument.recording.spans import Origin, Sample, Site, Span, Trace
+from instrument.trace import file, folded
+from instrument.trace.of_spans import trace_of
+
+MS = 1_000_000
+
+Fold = Callable[..., str]
+
+
+def worker(pid: int, requests: int = 4, *, at_ms: int = 0, name: str = "GET /x", died: str = "") -> Trace:
+    """A worker that has answered requests, one in four of them with an error, on a thread of its own."""
+    spans, thread = [], 1000 + pid
+
+    def add(site: Site, parent_id: int, first: int, start_ns: int, took_ns: int, error: str | None = None) -> None:
+        times = (start_ns, start_ns + took_ns, took_ns, took_ns)
+        spans.append(Span(site, first + (parent_id > 0), parent_id, first, thread, 0, *times, error=error))
+
+    for number in range(requests):
+        first, start_ns = 1 + 2 * number, (at_ms + 10 * number) * MS
+        add(Site(name, "request"), 0, first, start_ns, 8 * MS, "ValueError" if number % 4 == 3 else None)
+        add(Site("step", "phase"), first, first, start_ns + MS, 4 * MS)
+    origin = Origin(pid, "shop", 0, 0, "native", boot="b")
+    return Trace(
+        origin, 0, (at_ms + 10 * requests) * MS, spans, threads={thread: "MainThread"}, died=died,
+        samples=[Sample("system_cpu", -1, at_ms * MS + number, 1.0) for number in range(requests)],
+    )  # fmt: skip
+
+
+def saved(trace: Trace, path: Path) -> str:
+    """The trace as the file that a process leaves for the report of its run."""
+    file.write(path, trace_of(trace.spans), replace(trace, spans=[]), counted(trace.spans, trace.threads))
+    return str(path)
+
+
+@pytest.fixture
+def fold(tmp_path: Path) -> Fold:
+    """Folds workers into what was folded before, as the agent does: the path of it now."""
+    number = iter(range(1000))
+
+    def folds(workers: list[Trace], before: str = "") -> str:
+        paths = [saved(one, tmp_path / f"{one.origin.pid}-{next(number)}-left.npz") for one in workers]
+        into = str(tmp_path / f"before-{next(number)}.npz")
+        answer = run_report.fold([*([before] if before else []), *paths], into)
+        return str(answer["path"])
+
+    return folds
+
+
+def report(parts: list[ReportedProcess]) -> str:
+    return run_report.made(parts, ["brief"], {})["report"]
+
+
+def row(text: str, name: str) -> list[str]:
+    """The words of a row behind its name."""
+    line, *_ = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return line.removeprefix(name).split()
+
+
+def test_the_head_of_a_report_counts_all_requests_and_says_of_which_its_parts_are(
+    fold: Fold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folded, "SPANS_KEPT", 8)
+    before = fold([worker(pid, at_ms=100 * pid) for pid in range(1, 9)])
+    newest = saved(worker(9, at_ms=900), tmp_path / "9.npz")
+    text = report([ReportedProcess("that ended before", before, True, 8), ReportedProcess("9 (in order)", newest)])
+    assert "requests: 36; 9 of them ended with an error; told of below: the newest 8" in text
+    assert row(text, "GET /x")[:4] == ["8", "of", "36", "2"]
+    assert row(text, "step")[2] == "36"
+    assert "Processes: 9\n  8 that ended before\n  9 (in order)\n" in text
+
+
+def test_as_long_as_all_spans_of_ended_processes_are_held_nothing_is_missing(fold: Fold) -> None:
+    before = fold([worker(pid, at_ms=100 * pid) for pid in range(1, 9)])
+    text = report([ReportedProcess("that ended before", before, True, 8)])
+    assert "requests: 32; 8 of them ended with an error\n" in text
+    assert row(text, "GET /x")[:2] == ["32", "8"]
+    assert "Not kept: nothing was lost." in text
+
+
+def test_an_endpoint_of_which_no_span_is_held_any_more_is_counted(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "SPANS_KEPT", 4)
+    before = fold([worker(1, name="GET /old"), worker(2, at_ms=100)])
+    text = report([ReportedProcess("that ended before", before, True, 2)])
+    assert "requests: 8; 2 of them ended with an error; told of below: the newest 2" in text
+
+
+def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("SPANS_KEPT", 8), ("SAMPLES_KEPT", 10), ("PATHS_KEPT", 6), ("NOTES_KEPT", 3)):
+        monkeypatch.setattr(folded, name, most)
+    before, sizes = "", []
+    for turn in range(6):
+        pids = range(10 * turn + 1, 10 * turn + 9)
+        workers = [worker(pid, at_ms=100 * pid, name=f"GET /{pid}", died=f"Process {pid} ended.") for pid in pids]
+        before = fold([replace(one, notes=[f"rule {one.origin.pid} matched nothing"]) for one in workers], before)
+        found = file.load(before)
+        assert (len(found.columns), len(found.facts.samples), found.facts.died) == (8, 10, "")
+        assert set(found.facts.threads.values()) <= {f"shop {pid} MainThread" for pid in pids}
+        assert found.counted().threads == {0: "(ended threads)"}
+        assert found.counted().calls == 64 * (turn + 1)
+        assert len(found.facts.notes) == 4
+        assert found.facts.notes[-1] == folded.MORE_NOTES
+        sizes.append((len(found.counted()), len(found.columns.sites)))
+    assert sizes[1:] == sizes[1:2] * 5
+
+
+def test_a_process_that_has_the_number_of_one_that_ended_long_ago_counts_too(fold: Fold, tmp_path: Path) -> None:
+    before = fold([worker(1), worker(2, at_ms=100)])
+    again = saved(worker(1, at_ms=40), tmp_path / "again.npz")
+    text = report([ReportedProcess("that ended before", before, True, 2), ReportedProcess("1 (in order)", again)])
+    assert "requests: 12;" in text
+    assert row(text, "step")[2] == "12"
+
+
+def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path: Path) -> None:
+    whole, broken = saved(worker(1), tmp_path / "1.npz"), tmp_path / "2.npz"
+    broken.write_bytes(Path(whole).read_bytes()[:100])
+    answer = run_report.fold([whole, str(broken)], str(tmp_path / "before.npz"))
+    assert answer["unread"] == 1
+    assert file.load(answer["path"]).counted().calls == 8
+
+
+def test_of_many_processes_those_that_ended_as_none_should_are_told_of_first(tmp_path: Path) -> None:
+    path = saved(worker(1), tmp_path / "1.npz")
+    parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
+    parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
+    lines = report(parts).partition("Processes: 30\n")[2].splitlines()
+    assert len(lines) == run_report.PROCESSES_TOLD + 1
+    assert lines[-2].strip().startswith("30 (without a goodbye (SIGKILL))")
+    assert lines[-1].strip() == "and 18 more"
+
+
+def test_of_many_that_died_the_report_says_how_many_and_is_no_list_of_them(tmp_path: Path) -> None:
+    paths = [saved(worker(pid, died=f"Process {pid} was gone."), tmp_path / f"{pid}.npz") for pid in range(1, 16)]
+    text = report([ReportedProcess("x", path) for path in paths])
+    assert "Process 1 was gone. Process 2 was gone. 12 more ended without a goodbye. Process 15 was gone." in text
