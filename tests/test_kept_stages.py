@@ -447,6 +447,29 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     assert {number_of[one]: roots[trace_id] for one, trace_id in own.items() if one in number_of} == roots_in(run)
 
 
+def parents_by(front: Told, engine: Told) -> dict[int, int]:
+    """The parent of each span that has been sent, but for the roots of traces."""
+    number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
+    found = (one for its in (front, engine) for one in identify(its.sent, its.ids))
+    return {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent}
+
+
+def test_a_key_that_another_open_request_was_known_by_first_names_that_one_until_a_later_one_bears_it(
+    clock: Clock,
+) -> None:
+    run = Run()
+    run.add(run.front, CHAT, 0, 10 * S, key="a")
+    later = run.add(run.front, CHAT, S, 20 * S, key="b")
+    run.add(run.front, WAIT, 12 * S, 18 * S, later, key="a")
+    for at in (2, 11, 14):
+        run.add(run.engine, ACCEPT, at * S, at * S + 5, key="a")
+        run.add(run.engine, EXECUTE, at * S + 10, at * S + 90, batch=["a"])
+    front, engine = by_agent(run, clock)
+    _, links, parents = by_convert(run)
+    assert parents_by(front, engine) == parents
+    assert dict(links_by(front, engine)) == links
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_own_alone(
     seed: int, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -313,7 +313,7 @@ class KeyedRequests:
     # ---------------------------------------------------------------- whose a key is
 
     def of(self, key: str, at_ns: int) -> KeyedRequest | None:
-        """The request that a key names at a time: of those that had begun, and are parts of none, the last one."""
+        """The request that a key names at a time: of those that it named by then, and are parts of none, the last one."""
         found = self._of(key, at_ns)
         if found is None or found.has_caller:
             return found
@@ -332,7 +332,20 @@ class KeyedRequests:
             if (first is not None and one.is_open and one.instance == first.instance and one.within not in before)
             or not (one.is_open or any(other.is_around(one) for other in before))
         ]
-        return max(whole, key=lambda one: one.start_ns, default=None)
+        named = [(from_ns, one.start_ns, one) for one in whole if (from_ns := self._names_from(key, one)) <= at_ns]
+        return max(named, key=lambda one: one[:2])[-1] if named else None
+
+    def _names_from(self, key: str, request: KeyedRequest) -> int:
+        """When a key begins to name a request that bears it: with that, or where another one is known by it first that
+        went on after that, and had begun by the time that it was borne, right after that time."""
+        borne, start_ns = request.borne.get(key), request.start_ns
+        if borne is None or request.first_key == key:
+            return start_ns
+        found = (one for one in self._by_key[key] if one.first_key == key and not request.is_around(one))
+        is_theirs = any(
+            one.start_ns <= borne.start_ns and max(one.end_ns, one.start_ns + 1) > start_ns for one in found
+        )
+        return borne.start_ns + 1 if is_theirs else start_ns
 
     def linked(self, key: str, at_ns: int, *, is_sure: bool) -> KeyedRequest | None:
         """The request that a batch served which began then, if it `is_sure` that it is kept, or it may be."""
