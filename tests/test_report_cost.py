@@ -76,7 +76,7 @@ def running(trace: Trace) -> Recording:
     return Recording(
         lambda: counted(trace.spans, trace.threads),
         lambda: trace,
-        cost=trace.cost,
+        make_cost=lambda: trace.cost,
         losses=trace.losses,
         notes=trace.notes,
         window_ns=trace.end_ns,
@@ -248,7 +248,7 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, threa
 
     recording = running(trace) if is_live else Recording.of_trace(trace)
     if is_live:
-        recording._make_upkeep = kept
+        recording.make_upkeep = kept
     view = cost(recording, Options())
     calls: dict[Site, list[Span]] = {}
     for span in trace.spans:

@@ -367,7 +367,7 @@ def test_the_layout_of_a_whole_report() -> None:
     recording = Recording(
         lambda: tally,
         lambda: of_tally(tally).trace,
-        cost=Cost(calls=4, per_call_ns=50, window_ns=1_000_000),
+        make_cost=lambda: Cost(calls=4, per_call_ns=50, window_ns=1_000_000),
         losses={"ring overwritten": 2, "queue full": 0},
         notes=["rule 3 matched nothing"],
         window_ns=1_000_000,
@@ -830,7 +830,7 @@ def test_the_last_line_says_what_device_times_are_or_that_there_are_none(
 def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     tally = Tally()
     count(tally, (layer("a", ""),), 0)
-    recording = Recording(lambda: tally, lambda: of_tally(tally).trace, cost=Cost(calls=1, per_call_ns=50, window_ns=0))
+    recording = Recording(lambda: tally, lambda: of_tally(tally).trace, make_cost=lambda: Cost(1, 50, 0))
     report = summary(["events"], recording, Options())
     (row,) = table_rows(report)
     assert (row["Ratio."], row["Total"]) == ("-", "0")

@@ -199,7 +199,7 @@ OPTIONS = {
 def running(trace: Trace) -> Recording:
     """The recording of a process that has these spans and still runs."""
     return Recording(
-        lambda: counted(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
+        lambda: counted(trace.spans, trace.threads), lambda: trace, make_cost=lambda: trace.cost, losses=trace.losses,
         notes=trace.notes, window_ns=trace.end_ns, recorder="native", make_startup=lambda: trace.startup,
         collector_ids=lambda span: (span.root_id, 2**64 - 1),
         make_upkeep=lambda: Upkeep(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -178,92 +178,76 @@ class TraceFacts(Protocol):
     def apart_ns(self) -> int: ...
 
 
+@dataclass(eq=False)
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
     `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
     are called when somebody first reads what they make. `make_lines` makes the tally's lines, merged where it is told
-    so, at less cost. `make_columns` makes the trace's columns where it has them; `facts` are what such a trace knows
-    beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making them,
-    None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`, `pure` or
+    so, at less cost. `make_columns` makes the trace's columns where it has them, and `make_facts` what such a trace
+    knows beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making
+    them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`, `pure` or
     `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went to the collector.
     `benchmark` has counted the steps of a loop as they went by. `died` says how a process ended that said no goodbye.
     """
 
-    def __init__(
-        self,
-        make_tally: Callable[[], Tally],
-        make_trace: Callable[[], Trace],
-        *,
-        cost: Cost | None = None,
-        losses: Mapping[str, int] | None = None,
-        notes: Sequence[str] = (),
-        window_ns: int | None = None,
-        recorder: str = "",
-        collector_ids: Callable[[Span], tuple[int, int]] | None = None,
-        make_upkeep: Callable[[], Upkeep] | None = None,
-        benchmark: Benchmark | None = None,
-        make_startup: Callable[[], Startup | None] = lambda: None,
-        make_lines: Callable[[bool], Lines] | None = None,
-        make_held: Callable[[], HeldSpans | None] = lambda: None,
-        make_cost: Callable[[], Cost | None] = lambda: None,
-        make_columns: Callable[[], columns.Trace] | None = None,
-        facts: TraceFacts | None = None,
-        died: str = "",
-    ) -> None:
-        self._make_tally = make_tally
-        self._make_lines = make_lines
-        self._make_held = make_held
-        self._lines: dict[bool, Lines] = {}
-        self._make_trace = make_trace
-        self._make_columns, self._facts = make_columns, facts
-        self._cost = cost
-        self._make_cost = make_cost
-        self.losses = dict(losses or {})
-        self.notes = tuple(notes)
-        self.window_ns = window_ns
-        self.died = died
-        self.recorder = recorder
-        self.collector_ids = collector_ids
-        self.benchmark = benchmark
-        self._make_upkeep = make_upkeep
-        self._made: dict[Callable[[Recording], Any], Any] = {}
-        self._make_startup = make_startup
+    make_tally: Callable[[], Tally]
+    make_trace: Callable[[], Trace]
+    _: KW_ONLY
+    losses: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    window_ns: int | None = None
+    recorder: str = ""
+    collector_ids: Callable[[Span], tuple[int, int]] | None = None
+    make_upkeep: Callable[[], Upkeep | None] = lambda: None
+    benchmark: Benchmark | None = None
+    make_startup: Callable[[], Startup | None] = lambda: None
+    make_lines: Callable[[bool], Lines] | None = None
+    make_held: Callable[[], HeldSpans | None] = lambda: None
+    make_cost: Callable[[], Cost | None] = lambda: None
+    make_columns: Callable[[], columns.Trace] | None = None
+    make_facts: Callable[[], TraceFacts] | None = None
+    died: str = ""
+
+    @cached_property
+    def _made(self) -> dict[object, Any]:
+        return {}
 
     @cached_property
     def tally(self) -> Tally:
         """Exact totals of all calls."""
-        return self._make_tally()
+        return self.make_tally()
 
     def lines(self, *, merged: bool = False) -> Lines:
         """The tally's lines, or those of all threads `merged`."""
-        if merged not in self._lines:
-            make = self._make_lines
-            self._lines[merged] = Lines.of_tally(self.tally, merged=merged) if make is None else make(merged)
-        return self._lines[merged]
+        if merged not in self._made:
+            make = self.make_lines
+            self._made[merged] = Lines.of_tally(self.tally, merged=merged) if make is None else make(merged)
+        found: Lines = self._made[merged]
+        return found
 
     @cached_property
     def cost(self) -> Cost | None:
         """What the instrumentation has cost, None where nobody knows."""
-        return self._cost or self._make_cost()
+        return self.make_cost()
 
     @cached_property
     def trace(self) -> Trace:
         """The spans that are held."""
-        return self._make_trace()
+        return self.make_trace()
 
-    @property
+    @cached_property
     def facts(self) -> TraceFacts:
         """What the trace knows beside its spans, which are not made for it."""
-        return self.trace if self._facts is None else self._facts
+        return self.trace if self.make_facts is None else self.make_facts()
 
     @cached_property
     def columns(self) -> columns.Trace:
         """The same spans as columns. Raises `TraceError` for spans that are no sound trace."""
         from instrument.trace.of_spans import columns_of_spans
 
-        if self._make_columns is not None:
-            return self._make_columns()
+        if self.make_columns is not None:
+            return self.make_columns()
         try:
             return columns_of_spans(self.trace.spans)
         except ValueError as problem:
@@ -272,7 +256,7 @@ class Recording:
     @cached_property
     def held(self) -> HeldSpans | None:
         """What there is to say of these spans together where none is made for it, None where they themselves tell."""
-        return None if "trace" in vars(self) else self._make_held()
+        return None if "trace" in vars(self) else self.make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
         """What is made of the recording, made once for all views that ask for it."""
@@ -284,12 +268,12 @@ class Recording:
     @cached_property
     def startup(self) -> Startup | None:
         """How the process came to serve, None where nobody knows."""
-        return self._make_startup()
+        return self.make_startup()
 
     @cached_property
     def upkeep(self) -> Upkeep | None:
         """What the process knows of its instrumentation, None for a saved trace."""
-        return None if self._make_upkeep is None else self._make_upkeep()
+        return self.make_upkeep()
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
@@ -307,9 +291,9 @@ class Recording:
         found = cls(
             make_tally or (lambda: counted(found)),
             lambda: trace,
-            cost=trace.cost,
+            make_cost=lambda: trace.cost,
             losses=trace.losses,
-            notes=trace.notes,
+            notes=tuple(trace.notes),
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
             make_startup=lambda: trace.startup,
@@ -326,14 +310,14 @@ class Recording:
         return cls(
             saved.counted,
             saved.trace,
-            cost=facts.cost,
+            make_cost=lambda: facts.cost,
             losses=facts.losses,
-            notes=facts.notes,
+            notes=tuple(facts.notes),
             window_ns=facts.end_ns - facts.start_ns,
             recorder=facts.origin.recorder,
             make_startup=lambda: facts.startup,
             make_columns=lambda: saved.columns,
-            facts=facts,
+            make_facts=lambda: facts,
             died=facts.died,
         )
 

@@ -479,7 +479,7 @@ class Recorded:
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.losses(),
-            notes=self.notes(),
+            notes=tuple(self.notes()),
             window_ns=window_ns,
             recorder="native" if RECORDER.native else "pure",
             make_upkeep=lambda: self.account.upkeep(self._ticks.clock, self.profile.limits.ring_bytes),
