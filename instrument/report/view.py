@@ -186,9 +186,10 @@ class Recording:
     are called when somebody first reads what they make. `make_lines` makes the tally's lines, merged where it is told
     so, at less cost. `make_columns` makes the trace's columns where it has them, and `make_facts` what such a trace
     knows beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making
-    them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`, `pure` or
-    `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went to the collector.
-    `benchmark` has counted the steps of a loop as they went by. `died` says how a process ended that said no goodbye.
+    them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`,
+    `pure` or `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went to the
+    collector. `benchmark` has counted the steps of a loop as they went by. `died` says how a process ended that said no
+    goodbye.
     """
 
     make_tally: Callable[[], Tally]
