@@ -774,6 +774,8 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
         spans = chrome.load("last.json.gz")[0].spans
         assert sum(span.site.name == "step" for span in spans) == ended
         assert {span.site.name for span in spans if span.clipped} == {"GET /slow", "hang"}
+    command("dump", "--last", "1ns", "--output", "last.npz")
+    assert {row.path[-1].name for row in file.load("last.npz").counted().rows()} == {"GET /slow", "hang"}
 
 
 def test_a_run_is_switched_off_and_on_and_every_process_answers(service: subprocess.Popen[str]) -> None:

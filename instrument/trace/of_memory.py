@@ -34,8 +34,9 @@ _NOTHING = Detail(-1, None, {})
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
     """The spans that a recording holds, the open ones cut at the end and marked, and its tally.
 
-    Those that ended before `since_ns` are left out. `end_ns` is when it was read, on the monotonic clock: the newest
-    time in it where it is not given, which is nearly when a process ended that has gone.
+    Those that ended before `since_ns` are left out, and the tally is, where it has calls from before. `end_ns` is when
+    it was read, on the monotonic clock: the newest time in it where it is not given, which is nearly when a process
+    ended that has gone.
     Raises `TraceError` for a recording that is damaged.
     """
     header, rings, open_spans = mapped.header, mapped.rows(), mapped.open_spans()
@@ -73,7 +74,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     )
     columns = _Columns(rows, threads, open_spans, end_ns)
     try:
-        tally = mapped.tally()
+        tally = mapped.tally() if since_ns <= begin_ns else None  # which is of all the time
         site_of = np.array(tree.site_of, np.int32)
         return Saved(columns.trace(tree.sites, site_of, details, intervals), facts, tally)
     except (ValueError, OverflowError) as problem:
