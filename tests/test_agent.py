@@ -60,6 +60,7 @@ def say_and_hang():
 """
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
+COMMAND = Path(sys.executable).with_name("instrument")
 
 
 @pytest.fixture(autouse=True)
@@ -271,6 +272,48 @@ print(*(one["how"] or "lives" for one in ask()[0]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["replaced", "lives"]
     assert "without a goodbye" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_all_that_it_finds_open_and_then_becomes_another_one_lives_no_more() -> None:
+    done = run(f"""{ASK}
+import engine
+engine.step(1)
+child = os.fork()
+if child == 0:
+    engine.step(2)
+    while os.getpid() not in [one["pid"] for one in ask()[0]]: time.sleep(0.01)
+    os.closerange(3, 1 << 16)
+    time.sleep(1)
+    os.execv("/bin/sleep", ["sleep", "600"])
+while [one["how"] for one in ask()[0] if one["pid"] == child] != ["replaced"]: time.sleep(0.1)
+os.kill(child, 9)
+os.waitpid(child, 0)
+""")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "2"
+
+
+@pytest.mark.parametrize("words", [["-B", "-X", "dev", "-m", "instrument"], [str(COMMAND)]], ids=["module", "script"])
+def test_our_own_command_is_no_process_of_the_run_that_it_is_called_in(words: list[str], folder: Path) -> None:
+    if words == [str(COMMAND)] and not COMMAND.exists():
+        pytest.skip("the command is not installed")
+    with socket.socket(packets.FAMILY, packets.KIND) as agent:
+        agent.bind(str(folder / "s"))
+        agent.listen()
+        agent.setblocking(False)
+        autostart = Path(departure.__file__).parents[1] / "sessions/autostart"
+        environ = {**os.environ, "INSTRUMENT_AGENT": str(folder / "s"), "INSTRUMENT_RUN_PID": "1"}
+        environ.update(INSTRUMENT_PROFILE="profile.yaml", PYTHONPATH=str(autostart))
+        for more, joins in ((words, False), (["-c", "pass"], True)):
+            done = subprocess.run([sys.executable, *more, "--help"], capture_output=True, env=environ, check=False)
+            assert done.returncode == 0
+            try:
+                agent.accept()[0].close()
+                assert joins
+            except BlockingIOError:
+                assert not joins
 
 
 @pytest.mark.slow

@@ -437,9 +437,11 @@ class Runs:
         self._loop.after(AGAIN_S, self._look_again)
         self._take_over()
         for run in self:
-            for process in run.living():
-                if process.exit_fd < 0 and process.connection is None and process.has_exited() is not False:
+            for process in [one for one in run.living() if one.connection is None]:
+                if process.exit_fd < 0 and process.has_exited() is not False:
                     self._vanished(process)
+                elif process.has_become_another_program():  # long after it had closed all that it found open
+                    self._replaced(process)
             self._report_if_due(run)
             self._end_of(run)
 

@@ -33,8 +33,28 @@ def _start() -> None:
 
 
 def _is_helper() -> bool:
-    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes."""
-    return any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:])
+    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes, or runs our
+    own command. Within a run, `instrument run` begins another one, whose agent is no process of the service.
+    """
+    words = iter(sys.orig_argv[1:])
+    if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
+        return True
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return next(words, "") == "instrument"
+        elif word == "-c" or not word.startswith("-"):
+            return os.path.basename(word) == "instrument" and _is_own_command(word)  # noqa: PTH119 - as above
+    return False
+
+
+def _is_own_command(script: str) -> bool:
+    try:
+        with open(script, "rb") as file:  # noqa: PTH123 - as above
+            return b"from instrument.cli import main" in file.read(1000)
+    except OSError:
+        return False
 
 
 if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper():
