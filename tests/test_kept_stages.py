@@ -25,6 +25,7 @@ from instrument.otlp.processor import (
     own_work,
     queue_times,
     served_batches,
+    waiting_spans,
 )
 from instrument.otlp.processor.column_shelf import ColumnShelf
 from instrument.otlp.processor.key_facts import Batch, KeyFactsReader
@@ -75,7 +76,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (keyed_trees, keyed_requests, kept_stages, queue_times, tail_sampler):
+    for module in (keyed_trees, keyed_requests, kept_stages, queue_times, tail_sampler, waiting_spans):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -501,12 +502,37 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_
     assert [one.trees.waiting for one in (front, engine)] == [0, 0]
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 6])
+@pytest.mark.parametrize("seed", [0, 2, 3, 6, 1862494042, 527603371, 2078054027])
 def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_tell(seed: int, clock: Clock) -> None:
     run = with_nested(seed)
     front, engine = by_agent(run, clock)
-    assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(by_convert(run)[0])
+    stages, _, parents = by_convert(run)
+    assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(stages)
     assert engine.derived == []
+    assert parents_by(front, engine) == parents
+    assert {**front.queued, **engine.queued} == queued(run)
+
+
+def test_what_an_engine_does_for_two_requests_of_one_tree_at_once_goes_to_each_of_them(clock: Clock) -> None:
+    run = Run()
+    top = run.add(run.front, CHAT, 0, 20 * S)
+    for key in ("b", "c"):
+        its = run.add(run.front, Site("one of all", "request"), S, 18 * S, top, key=key)
+        its.span_id, its.root_id = its.span_id & ~REQUEST_BIT, top.span_id  # as of all that began within a request
+        its.attributes = {**its.attributes, "number": its.span_id}
+    taken_in = run.add(run.engine, ACCEPT, 2 * S, 4 * S, key="c")
+    named = run.add(run.engine, LOOP, 2 * S + 3, 4 * S - 3, taken_in, key="c-own")
+    other = run.add(run.engine, ACCEPT, 2 * S + 5, 3 * S, named, key="b")
+    run.add(run.engine, TOKENISE, 2 * S + 9, 3 * S - 5, other)
+    run.add(run.engine, EXECUTE, 6 * S, 7 * S, batch=["b"])
+    run.add(run.engine, EXECUTE, 8 * S, 9 * S, batch=["c-own"])
+    front, engine = by_agent(run, clock)
+    stages, _, parents = by_convert(run)
+    first, second = run.front[1].span_id, run.front[2].span_id
+    assert (parents[taken_in.span_id], parents[other.span_id]) == (second, first)
+    assert parents_by(front, engine) == parents
+    assert {**front.queued, **engine.queued} == queued(run) == {first: 3 * S, second: 4 * S}
+    assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(stages)
 
 
 def with_some_open(make: Callable[[int], Run], seed: int) -> Run:

@@ -196,8 +196,8 @@ class KeyedRequests:
         found, self._misplaced = self._misplaced, 0
         return found
 
-    def _bind(self, key: str, request: KeyedRequest) -> None:
-        request.keys[key] = None
+    def _bind(self, key: str, request: KeyedRequest, above: str = "") -> None:
+        request.keys[key] = above
         found = self._by_key.setdefault(key, [])
         found.append(request)
         if len(found) > UNDER_ONE_KEY:
@@ -217,12 +217,12 @@ class KeyedRequests:
         """What is done for the request of a key bears other keys, too, and is not below it yet."""
         request = self.of(key, at_ns)
         for other in others if request is not None else ():
-            self.note_name(other, at_ns, request)
+            self.note_name(other, at_ns, request, key)
 
-    def note_name(self, key: str, at_ns: int, request: KeyedRequest | None) -> None:
-        """What is done for a request bears a key, which is its name where it names no other one then."""
+    def note_name(self, key: str, at_ns: int, request: KeyedRequest | None, above: str = "") -> None:
+        """What is done for a request, by the key `above`, bears one, which is its name where it names no other then."""
         if request is not None and self.of(key, at_ns) is None and not request.is_astray(key):
-            self._bind(key, request)
+            self._bind(key, request, above)
 
     def _unbind(self, request: KeyedRequest) -> None:
         for key in list(request.keys):
@@ -281,6 +281,11 @@ class KeyedRequests:
             self._release(borne.key, request)
             self._bear(found, borne)
             found.note_elsewhere(OwnPhases(request.elsewhere.pop(borne.key, ())), borne.key)
+        for name, above in list(request.keys.items()):  # each after what it came below
+            if above in found.keys:
+                self._release(name, request)
+                self._bind(name, found, above)
+                found.note_elsewhere(OwnPhases(request.elsewhere.pop(name, ())), name)
         found.own = OwnPhases([(span.start_ns, span.end_ns) for span in spans if span is not first and is_phase(span)])
         self._nested[found] = None
         if not found.is_kept:
@@ -313,7 +318,7 @@ class KeyedRequests:
     # ---------------------------------------------------------------- whose a key is
 
     def of(self, key: str, at_ns: int) -> KeyedRequest | None:
-        """The request that a key names at a time: of those that it named by then, and are parts of none, the last one."""
+        """The request that a key names at a time: of those that it named by then, and are no parts, the last one."""
         found = self._of(key, at_ns)
         if found is None or found.has_caller:
             return found

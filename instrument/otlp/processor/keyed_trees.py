@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from instrument.otlp.packing import Ids
@@ -29,7 +28,8 @@ from instrument.otlp.processor.kept_stages import KeptStages
 from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, batch_of
 from instrument.otlp.processor.known_request import KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import OwnPhases
-from instrument.otlp.processor.stray_spans import count_sent, find_strays, keys_of, sub_requests
+from instrument.otlp.processor.stray_spans import count_sent, find_strays, keys_of, nearest_keys, sub_requests
+from instrument.otlp.processor.waiting_spans import Top, WaitingSpans
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.mapped_facts import OpenSpan
@@ -46,46 +46,6 @@ LOOKED_NS = 10**9
 PATIENCE_NS = LINGER_NS + LOOKED_NS
 """How long a tree waits for a request that is not open: it may have ended, and be kept by then."""
 
-_Top = tuple[int, str, int]
-"""A span that goes below its request: its id, its key and when it began."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """Spans that wait for requests: the one that they serve, or those of the batches among them.
-
-    Of a request that is not kept, and of what is in no tree that is, those alone are sent whose own request is kept.
-    """
-
-    spans: list[Span]
-    keys: set[str]
-    top: _Top | None = None
-    is_request: bool = False
-    is_kept: bool = True
-    is_stray: bool = False
-    is_noted: bool = False
-    since_ns: int = field(default_factory=lambda: time.monotonic_ns())
-    was_known: bool = False
-    kept_ns: int = 0
-    came_ns: int = field(default_factory=lambda: time.monotonic_ns())
-    around: KeyedRequest | None = None
-    """The request that one is a part of, as was known when it was last looked at."""
-
-    @property
-    def key(self) -> str:
-        """The key of the request that spans wait for."""
-        return "" if self.top is None else self.top[1]
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it goes below a request, as far as is known."""
-        return not self.is_request or self.around is not None
-
-    @property
-    def start_ns(self) -> int:
-        """When what waits began."""
-        return self.spans[0].start_ns if self.top is None else self.top[2]
-
 
 class KeyedTrees:
     """The kept trees of one process on their way to the exporter. Used by one thread."""
@@ -96,15 +56,15 @@ class KeyedTrees:
         self.stages = KeptStages(requests)
         self._unplaced: list[Span] = []
         self._has_keys = False
-        self._moved: OrderedDict[int, _Top] = OrderedDict()
+        self._moved: OrderedDict[int, Top] = OrderedDict()
         self._callers: OrderedDict[int, RemoteParent] = OrderedDict()
         """Of requests that are parts of others what they lie below: of them there may be more to come."""
         self._several: OrderedDict[int, KeyedRequest] = OrderedDict()
         """Requests with several keys whose trees were sent, or let go: of them there may be more to come."""
         self._taken: OrderedDict[int, set[int]] = OrderedDict()
         """The strays that were taken from requests that were let go: these may yet be kept, as what came before."""
-        self._waiting: list[_Waiting] = []
-        self._unnoted: list[_Waiting] = []
+        self._waiting: list[WaitingSpans] = []
+        self._unnoted: list[WaitingSpans] = []
         """Those of them whose work is not noted yet."""
         self.nested: list[tuple[KeyedRequest, Span]] = []
         """Requests that lie in the trees of others, whether these are kept or not, by their own spans: as they come."""
@@ -178,7 +138,7 @@ class KeyedTrees:
                 ready.append(spans)
             return
         by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
-        tops: dict[int, _Top | None] = {}
+        tops: dict[int, Top | None] = {}
         lost: set[int] = set()
         for span in spans:
             self._find_top(span.span_id, by_id, tops, lost)
@@ -193,15 +153,15 @@ class KeyedTrees:
                 stay.append(span)
         self._waiting += self._pieces(below, tops, is_kept=is_kept)
         if keys := {key for span in stay for key in batch_of(span.attributes)}:
-            self._waiting.append(_Waiting(stay, keys))
+            self._waiting.append(WaitingSpans(stay, keys))
         elif stay:
             ready.append(stay)
 
     def _pieces(
-        self, spans: Sequence[Span], tops: Mapping[int, _Top | None], *, is_kept: bool, is_stray: bool = False
-    ) -> list[_Waiting]:
+        self, spans: Sequence[Span], tops: Mapping[int, Top | None], *, is_kept: bool, is_stray: bool = False
+    ) -> list[WaitingSpans]:
         """What is below spans with keys, by these."""
-        pieces: dict[_Top, list[Span]] = {}
+        pieces: dict[Top, list[Span]] = {}
         for span in spans:
             top = tops[span.span_id]
             if top is not None:
@@ -211,18 +171,40 @@ class KeyedTrees:
             self._moved.popitem(last=False)
         found = []
         for top, piece in pieces.items():
-            self._requests.note_names(top[1], top[2], keys_of(piece))
-            found.append(_Waiting(piece, {top[1]}, top, is_kept=is_kept, is_stray=is_stray))
+            names = {top[1], *keys_of(piece)}
+            self._requests.note_names(top[1], top[2], names - {top[1]})
+            found.append(
+                WaitingSpans(piece, {top[1]}, top, is_kept=is_kept, is_stray=is_stray, has_several=len(names) > 1)
+            )
             if is_stray:
                 self._note_work(found[-1])
         self._unnoted += found
+        return found
+
+    def _cut_off(self, one: WaitingSpans) -> list[WaitingSpans]:
+        """Take what is done for other requests from what waited for one: when it came, these may have been as one, for
+        it was not known yet that they are requests of their own in one tree."""
+        if one.top is None:
+            return []
+        tops: dict[int, Top | None] = {one.top[0]: one.top}
+        by_id = {span.span_id: span for span in one.spans}
+        for span in one.spans:
+            self._find_top(span.span_id, by_id, tops, set())
+        others = [span for span in one.spans if tops[span.span_id] != one.top]
+        if not others:
+            return []
+        one.spans = [span for span in one.spans if tops[span.span_id] == one.top]
+        found = self._pieces(others, tops, is_kept=one.is_kept, is_stray=one.is_stray)
+        for piece in found:
+            piece.since_ns, piece.came_ns, piece.was_known = one.since_ns, one.came_ns, one.was_known
+            piece.is_noted = piece.is_noted or one.is_noted
         return found
 
     def _find_top(
         self,
         span_id: int,
         by_id: Mapping[int, OpenSpan | Span],
-        tops: dict[int, _Top | None],
+        tops: dict[int, Top | None],
         lost: set[int],
         strays: Container[object] = (),
         *,
@@ -256,14 +238,14 @@ class KeyedTrees:
             if is_lost and found is None:
                 lost.add(at)
 
-    def _is_of_another(self, key: str, start_ns: int, top: _Top) -> bool:
+    def _is_of_another(self, key: str, start_ns: int, top: Top) -> bool:
         """Whether a key below a span with one names another request than that does."""
         found = self._requests.of(key, start_ns)
         return found is not None and found is not self._requests.of(top[1], top[2])
 
     # ---------------------------------------------------------------- strays in the trees of requests
 
-    def _take_request(self, spans: list[Span], keys: set[str], known: _Waiting | None, *, is_kept: bool) -> None:
+    def _take_request(self, spans: list[Span], keys: set[str], known: WaitingSpans | None, *, is_kept: bool) -> None:
         """A request has ended. One that was let go may be kept later."""
         first = spans[0]
         if taken := self._taken.pop(first.root_id, None):
@@ -272,9 +254,11 @@ class KeyedTrees:
             known.spans, known.is_kept = spans, is_kept
         else:
             top = (first.span_id, min(keys), first.start_ns)
-            self._waiting.append(_Waiting(spans, keys, top, is_request=True, is_kept=is_kept))
+            self._waiting.append(WaitingSpans(spans, keys, top, is_request=True, is_kept=is_kept))
 
-    def _without_strays(self, one: _Waiting, opened: Mapping[int, OpenSpan]) -> tuple[list[Span], list[_Waiting]]:
+    def _without_strays(
+        self, one: WaitingSpans, opened: Mapping[int, OpenSpan]
+    ) -> tuple[list[Span], list[WaitingSpans]]:
         """The spans of a request that are its own, and the others as they wait for theirs."""
         spans, first = one.spans, one.spans[0]
         request = self._requests.known(self._ids, first.root_id)
@@ -287,7 +271,7 @@ class KeyedTrees:
             count_sent(spans, request)
             return spans, []
         by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
-        tops: dict[int, _Top | None] = dict.fromkeys(by_id.keys() - strays)
+        tops: dict[int, Top | None] = dict.fromkeys(by_id.keys() - strays)
         of_others = set[str]() if request is None else request.strays | request.below_strays
         for span_id in strays:
             self._find_top(span_id, by_id, tops, set(), of_others)
@@ -314,7 +298,7 @@ class KeyedTrees:
         if request is None or not request.strays:
             return spans
         by_id: dict[int, OpenSpan | Span] = {**opened, **{span.span_id: span for span in spans}}
-        tops: dict[int, _Top | None] = {}
+        tops: dict[int, Top | None] = {}
         for span in spans:
             self._find_top(span.span_id, by_id, tops, set(), request.strays, is_late=True)
         self._waiting += self._pieces(spans, tops, is_kept=is_kept, is_stray=True)
@@ -349,9 +333,16 @@ class KeyedTrees:
                     size += len(piece.spans)
                     heappush(ordered, (True, piece.start_ns, count, piece))
                     count += 1
+            elif one.has_several:
+                for piece in self._cut_off(one):
+                    size += len(piece.spans)
+                    heappush(ordered, (True, piece.start_ns, count, piece))
+                    count += 1
+                if not one.spans:
+                    continue
             yield from self._sent(one, is_over=is_over)
 
-    def _is_awaited(self, one: _Waiting, age_ns: int, *, is_over: bool) -> bool:
+    def _is_awaited(self, one: WaitingSpans, age_ns: int, *, is_over: bool) -> bool:
         """Whether the request of this may yet come."""
         if is_over:
             return False
@@ -392,23 +383,30 @@ class KeyedTrees:
                 self._note_work(one)
         self._unnoted = [one for one in self._unnoted if not one.is_noted]
 
-    def _note_work(self, one: _Waiting) -> None:
+    def _note_work(self, one: WaitingSpans) -> None:
         if one.top is None or one.is_request or one.is_noted:
             return
         request = self._requests.of(one.top[1], one.top[2])
-        if request is not None:
-            one.is_noted = True
-            edges = [(span.start_ns, span.end_ns) for span in one.spans if is_phase(span)]
-            request.note_elsewhere(OwnPhases(edges), one.key)
+        if request is None:
+            return
+        one.is_noted = True
+        keys = nearest_keys(one.spans) if one.has_several else {}
+        edges: dict[str, list[tuple[int, int]]] = {one.key: []}
+        for span in one.spans:
+            if is_phase(span):
+                edges.setdefault(keys.get(span.span_id) or one.key, []).append((span.start_ns, span.end_ns))
+        for key, its in edges.items():
+            theirs = self._requests.of(key, its[0][0]) if key != one.key else request
+            (theirs or request).note_elsewhere(OwnPhases(its), key)
 
-    def _around(self, one: _Waiting) -> KeyedRequest | None:
+    def _around(self, one: WaitingSpans) -> KeyedRequest | None:
         """The request that this one is a part of."""
         first = one.spans[0]
         if first.remote is not None:
             return None  # its caller has said so
         return self._requests.around(first, self._ids, one.keys)
 
-    def _sent(self, one: _Waiting, *, is_over: bool) -> list[list[Span]]:
+    def _sent(self, one: WaitingSpans, *, is_over: bool) -> list[list[Span]]:
         """The spans as they go to the exporter, none where their request was let go."""
         self._note_work(one)
         one.is_noted = True
@@ -479,7 +477,7 @@ class KeyedTrees:
         self.nested += found
         return found
 
-    def _below(self, one: _Waiting, request: KeyedRequest) -> RemoteParent:
+    def _below(self, one: WaitingSpans, request: KeyedRequest) -> RemoteParent:
         """What of a request such spans lie below: a part of it that began in its tree stays where it is."""
         first = one.spans[0]
         if one.is_request and first.parent_id and self._requests.began_within(first, self._ids) is request:

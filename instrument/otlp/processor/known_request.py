@@ -47,6 +47,8 @@ class _Giver(NamedTuple):
 class KeyedRequest:
     """A request that bears keys. `caller` is its own span, as spans below it in other processes have it for a parent.
 
+    `keys` are those that it is known by, each with the one below which it came elsewhere, "" of its own tree's.
+
     `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its
     spans with keys. `work` are its own phases until its stages are known. It began in the tree of the one that it is
     `within`, and `is_around_others` in its own one; it `is_apart`
@@ -64,7 +66,7 @@ class KeyedRequest:
     caller: RemoteParent
     is_sure: bool = False
     is_kept: bool = False
-    keys: dict[str, None] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
     givers: list[_Giver] = field(default_factory=list)
     work: Edges | None = None
     borne: dict[str, BorneKey] = field(default_factory=dict)

@@ -79,15 +79,26 @@ def count_sent(spans: Sequence[Span], request: KeyedRequest | None) -> None:
     """Note how many spans go with a request, in its tree, by keys that may turn out to be those of others."""
     if request is None or len(request.borne) < 2:
         return
-    by_id = {span.span_id: span for span in spans}
-    for span in spans:
-        at: Span | None = span
-        for _ in spans:
-            if at is None or (key := at.attributes.get(KEY)):
-                break
-            at = by_id.get(at.parent_id)
-        if at is not None and isinstance(key, str) and key != request.first_key and key in request.borne:
+    for key in nearest_keys(spans).values():
+        if key and key != request.first_key and key in request.borne:
             request.sent[key] = request.sent.get(key, 0) + 1
+
+
+def nearest_keys(spans: Sequence[Span]) -> Mapping[int, str]:
+    """By the id of each span the key of the nearest one at or above it, of these, that bears one, "" without."""
+    by_id = {span.span_id: span for span in spans}
+    found: dict[int, str] = {}
+    for span in spans:
+        path: list[int] = []
+        at: Span | None = span
+        while at is not None and at.span_id not in found:
+            key = at.attributes.get(KEY)
+            found[at.span_id] = key if isinstance(key, str) else ""  # so that parents in a circle have an end
+            path.append(at.span_id)
+            at = None if found[at.span_id] else by_id.get(at.parent_id)
+        key = found[path[-1]] if at is None and path else found[at.span_id] if at is not None else ""
+        found.update(dict.fromkeys(path, key))
+    return found
 
 
 def sub_requests(spans: Sequence[Span]) -> Mapping[int, list[Span]]:
