@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from instrument.cli.check_facts import facts_document, print_verdicts
-from instrument.cli.interpreter import interpreter_flags
+from instrument.cli.interpreter import running
 from instrument.cli.option_values import Verbs
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
@@ -100,24 +100,13 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
         raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
     from tempfile import TemporaryDirectory
 
-    words = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
+    def hand_on(child: subprocess.Popen[bytes], number: int) -> None:
+        if number != signal.SIGINT:  # a terminal's Ctrl-C reaches the command by itself
+            child.send_signal(number)
+
     with TemporaryDirectory(prefix="instrument-check-") as folder:
-        sys.stdout.flush()
-        child = subprocess.Popen(  # noqa: S603 - the user's own command
-            words, env={**os.environ, CHECK_FOLDER: folder}, stdout=sys.stderr.fileno() if to_stderr else None
-        )
-        # A terminal's Ctrl-C reaches the command by itself; what is sent to us alone is handed on.
-        before = {
-            number: signal.signal(
-                number, lambda number, _: None if number == signal.SIGINT else child.send_signal(number)
-            )
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
+        with running(profile, host, {CHECK_FOLDER: folder}, hand_on, to_stderr=to_stderr) as child:
             code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         reports = reports_to_check(folder)
     if not reports:
         raise InstrumentError(

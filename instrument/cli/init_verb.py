@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import interpreter_flags
+from instrument.cli.interpreter import running
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SALT_VARIABLE
@@ -156,18 +156,21 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
     with TemporaryDirectory(prefix="instrument-init-") as folder:
         profile = Path(folder, "observing.yaml")
         profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")
-        command = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", str(profile), "--"]
-        environ = {**os.environ, FOLDER_VARIABLE: folder, SALT_VARIABLE: secrets.token_hex(16)}
+        environ = {FOLDER_VARIABLE: folder, SALT_VARIABLE: secrets.token_hex(16)}
         how = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
         print(
             f"instrument: observing; send it requests. The profile is written when the command {how}", file=sys.stderr
         )
-        sys.stdout.flush()
-        child = subprocess.Popen(  # noqa: S603 - the user's own command
-            [*command, *words], env=environ, stdout=sys.stderr.fileno() if to_stderr else None
-        )
-        code, is_ended = _await(child, for_ns)
-        await_reports(folder, OTHERS_S, ends=is_ended)
+        ended = list[int]()  # by signals that are sent to us alone
+
+        def hand_on(child: subprocess.Popen[bytes], number: int) -> None:
+            if number != signal.SIGINT or not _is_of_terminal():
+                ended.append(number)
+                child.send_signal(number)
+
+        with running(str(profile), words, environ, hand_on, to_stderr=to_stderr) as child:
+            code, is_over_time = _await(child, for_ns)
+        await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
         found = observed(folder)
     if not found.processes:
         raise InstrumentError(
@@ -183,33 +186,17 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
 
 
 def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for a command, at most so long: its exit code, and whether it was ended from outside.
-
-    Signals that are sent to us alone are handed on.
-    """
-    is_ended = False
-
-    def hand_on(number: int, _: object) -> None:
-        nonlocal is_ended
-        if number != signal.SIGINT or not _is_of_terminal():
-            is_ended = True
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Wait for a command, at most so long, and end it then: its exit code, and whether its time was over."""
     try:
-        try:
-            return child.wait(None if for_ns is None else for_ns / 1e9), is_ended
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGTERM)
-        try:
-            return child.wait(END_S), True
-        except subprocess.TimeoutExpired:
-            print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
-            child.kill()
-            return child.wait(), True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return child.wait(None if for_ns is None else for_ns / 1e9), False
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGTERM)
+    try:
+        return child.wait(END_S), True
+    except subprocess.TimeoutExpired:
+        print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
+        child.kill()
+        return child.wait(), True
 
 
 def _is_of_terminal() -> bool:

@@ -6,7 +6,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from instrument.agent import client
@@ -62,7 +62,7 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
         [path for path in paths if path.stem not in answers],
         request,
         options.wait,
-        lambda slow: _say_who_is_slow([path.stem for path in slow], options.wait),
+        lambda slow: _say_who_is_slow(dict.fromkeys(path.stem for path in slow), options.wait),
     )
     answers.update((path.stem, answer) for path, answer in by_path.items())
     others = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
@@ -104,7 +104,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
                 its: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
                 if run.problem or not pids:
                     continue
-                slow = functools.partial(_say_who_of_these_is_slow, its, options.wait)
+                slow = functools.partial(_say_who_is_slow, its, options.wait)
                 for pid, answer in client.tell(run, request.asked(), pids, options.wait, slow):
                     its[str(pid)] = answer
                 answers.update(its)
@@ -123,12 +123,8 @@ def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
         return False
 
 
-def _say_who_of_these_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:
-    _say_who_is_slow([pid for pid, answer in answers.items() if answer is None], wait_s)
-
-
-def _say_who_is_slow(pids: Sequence[str], wait_s: float) -> None:
-    names = ", ".join(pids)
+def _say_who_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:
+    names = ", ".join(pid for pid, answer in answers.items() if answer is None)
     print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
 
 

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli.inputs import WALL, add_files, expanded, load_libraries, saved_in
@@ -54,7 +55,12 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--threads", choices=THREADS, help="tables of all, of each, or both (default: both)")
     parser.add_argument("--rows", type=count, metavar="N", help="the N heaviest rows of each table (default: all)")
     parser.add_argument(
-        "--least", type=time_ns, default=0, metavar="T", help="leave out rows with less time, such as 50us"
+        "--least",
+        dest="least_ns",
+        type=time_ns,
+        default=0,
+        metavar="T",
+        help="leave out rows with less time, such as 50us",
     )
     parser.add_argument(
         "--skip-first", type=whole, default=0, metavar="N", help="iterations to leave out of means over iterations"
@@ -107,17 +113,7 @@ def _reported(options: argparse.Namespace) -> int:
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
-    given = {
-        "tracer_option": options.tracer_option,
-        "state": options.state,
-        "sorted_by": options.sorted_by,
-        "rows": options.rows,
-        "threads": options.threads,
-        "corrected": options.corrected,
-        "least_ns": options.least,
-        "skip_first": options.skip_first,
-        "unit": options.unit,
-    }
+    given = {known.name: getattr(options, known.name) for known in fields(Options)}
     views, asked = options.view or views_for(given), Options.of(given)
     if options.html is not None:
         return _written(options, asked)
