@@ -14,7 +14,7 @@ import numpy as np
 
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
-from instrument.report.coverage import Coverage, none_held
+from instrument.report.coverage import Coverage
 from instrument.report.requests_view import joined_requests, request_device_ledger
 from instrument.report.section import Section, section_lines
 from instrument.report.table import (
@@ -117,7 +117,7 @@ class BatchTimes:
         lines = [*title("Batches Report"), *self.coverage.lines(), f"Time unit: {unit}", ""]
         if not self.rows:
             otherwise = "No batch was recorded: a rule with `batch:` says which requests a call serves."
-            return [*lines, *none_held("batch", otherwise, complete=self.coverage.complete), ""]
+            return [*lines, *self.coverage.none_held("batch", otherwise), ""]
         return [*lines, *section_lines(self.sections(), unit)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
-from instrument.report.coverage import Coverage, none_held
+from instrument.report.coverage import Coverage
 from instrument.report.section import Section, Text, section_lines
 from instrument.report.table import MISSING, bounded, in_unit, number, summed, title
 from instrument.report.view import Options, Recording
@@ -157,12 +157,7 @@ class CopiesView:
         unit = self._options.unit
         lines = [*title("Copies Report"), *self.coverage.lines()]
         if not self.calls:
-            return [
-                *lines,
-                "",
-                *none_held("copy", NO_COPY, complete=self.coverage.complete),
-                "",
-            ]
+            return [*lines, "", *self.coverage.none_held("copy", NO_COPY), ""]
         lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
         lines.append("")
         lines += section_lines(self.sections(), unit)

@@ -39,9 +39,13 @@ class Coverage:
             "ended before there are totals",
         ]
 
+    def none_held(self, what: str, otherwise: str) -> list[str]:
+        """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
+        return none_held(what, otherwise, complete=self.complete)
+
 
 def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
-    """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
+    """The same where the spans are `complete`, or not."""
     if complete:
         return wrapped(otherwise)
     return wrapped(

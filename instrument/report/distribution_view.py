@@ -21,7 +21,7 @@ import numpy as np
 
 from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
-from instrument.report.coverage import Coverage, none_held
+from instrument.report.coverage import Coverage
 from instrument.report.section import Section, section_lines
 from instrument.report.table import Ratio, bounded, in_unit, number, title
 from instrument.report.view import Options, Recording
@@ -75,11 +75,7 @@ class DistributionView:
     def lines(self) -> list[str]:
         lines = [*title("Distribution Report"), *self.coverage.lines()]
         if not self.places:
-            return [
-                *lines,
-                "",
-                *none_held("communication", NO_COMMUNICATION, complete=self.coverage.complete),
-            ]
+            return [*lines, "", *self.coverage.none_held("communication", NO_COMMUNICATION)]
         unit = self._options.unit
         steps = "the time in steps" if self.of == "step" else "the window"
         lines += [

@@ -30,6 +30,7 @@ from instrument.report.table import (
     safe,
     share,
     shorten,
+    summed,
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
@@ -215,17 +216,11 @@ def kernels(recording: Recording, options: Options) -> Kernels:
 
 
 def _other_kernels(rest: Sequence[KernelUse], all_ns: int) -> KernelUse:
-    total_ns = sum(use.total_ns for use in rest)
-    return KernelUse(
-        name=f"(remaining {len(rest)})",
-        calls=sum(use.calls for use in rest),
-        total_ns=total_ns,
-        max_ns=max(use.max_ns for use in rest),
-        min_ns=min(use.min_ns for use in rest),
-        busy_ns=None,
-        ratio=share(total_ns, all_ns),
+    return summed(
+        rest, ("calls", "total_ns"), name=f"(remaining {len(rest)})", max_ns=max(use.max_ns for use in rest),
+        min_ns=min(use.min_ns for use in rest), busy_ns=None, ratio=share(sum(use.total_ns for use in rest), all_ns),
         remaining=len(rest),
-    )
+    )  # fmt: skip
 
 
 def _other_places(rest: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
@@ -234,18 +229,15 @@ def _other_places(rest: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
 
 
 def _key(options: Options) -> SortKey:
-    key = SortKey.of(options)
-    return SortKey("gpu", "total", ascending=False) if _means_host(options) else key
-
-
-def _means_host(options: Options) -> bool:
-    return options.sorted_by.startswith("cpu_")
+    if options.sorted_by.startswith("cpu_"):
+        return SortKey("gpu", "total", ascending=False)
+    return SortKey.of(options)
 
 
 def _sorting(options: Options) -> str:
-    if _means_host(options):
+    if options.sorted_by.startswith("cpu_"):
         return NO_HOST_TIME
-    key = _key(options)
+    key = SortKey.of(options)
     return ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.profile.kinds import PHASES
-from instrument.report.coverage import Coverage, none_held
+from instrument.report.coverage import Coverage
 from instrument.report.phase_calls import StreamUses, calls_of, streams_of
 from instrument.report.section import Section, section_lines
 from instrument.report.table import in_unit, share, title
@@ -94,11 +94,7 @@ class PhasesView:
         if not self.rows and self.skipped and not self.timed + self.cut:
             return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
         if not self.rows:
-            return [
-                *lines,
-                "",
-                *none_held("phase", NO_PHASE, complete=self.coverage.complete),
-            ]
+            return [*lines, "", *self.coverage.none_held("phase", NO_PHASE)]
         lines += [self._counted(), f"Time unit: {self._options.unit}"]
         if self._options.state != "GPU":
             lines += [

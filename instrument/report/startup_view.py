@@ -30,6 +30,7 @@ from instrument.report.table import (
     section_title,
     share,
     shorten,
+    summed,
     table,
     tenths,
     title,
@@ -361,10 +362,9 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
     """As many packages as the options leave, those whose own modules took longest first."""
 
     def rest(others: Sequence[Imports]) -> Imports:
-        entries, self_ns = sum(one.entries for one in others), sum(one.self_ns for one in others)
-        in_spans_ns, late_ns = sum(one.in_spans_ns for one in others), sum(one.late_ns for one in others)
-        name, ratio = f"(remaining {len(others)})", share(self_ns, all_ns)
-        return Imports(name, entries, None, self_ns, in_spans_ns, late_ns, ratio, len(others))
+        its, sums = {"total_ns": None, "remaining": len(others)}, ("entries", "self_ns", "in_spans_ns", "late_ns")
+        ratio = share(sum(one.self_ns for one in others), all_ns)
+        return summed(others, sums, package=f"(remaining {len(others)})", ratio=ratio, **its)
 
     found = [
         Imports(one.package, one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns,
@@ -376,9 +376,9 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
 
 
 def _other_preparations(rest: Sequence[Preparation]) -> Preparation:
-    calls, self_ns = sum(one.calls for one in rest), sum(one.self_ns for one in rest)
+    its = {"phase": "", "total_ns": None, "in_requests_ns": None, "remaining": len(rest)}
     max_ns = max(one.max_ns for one in rest)
-    return Preparation("", f"(remaining {len(rest)})", calls, None, self_ns, max_ns, None, len(rest))
+    return summed(rest, ("calls", "self_ns"), name=f"(remaining {len(rest)})", max_ns=max_ns, **its)
 
 
 def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
