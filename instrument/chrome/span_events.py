@@ -14,7 +14,6 @@ import numpy as np
 
 from instrument.chrome.lanes import Board, lane_mark
 from instrument.chrome.ordered import Spans
-from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight, ranked
@@ -103,9 +102,7 @@ class SpanEvents:
             ),
             Rare(
                 self._places(trace.attributes.rows()),
-                lambda places: (
-                    f',"attributes":{text}' for text in attribute_texts(trace, row[places].tolist(), _json)
-                ),
+                lambda places: (f',"attributes":{text}' for text in attribute_texts(trace, row[places].tolist())),
             ),
         ]
         return [rare for rare in told if len(rare.places)]
@@ -211,10 +208,6 @@ def _taken(texts: Sequence[str], places: Int64s) -> list[str]:
 
 def _category(of_request: bool) -> str:
     return f',"cat":"{"request" if of_request else "task"}"'
-
-
-def _json(attributes: Mapping[str, AttributeValue]) -> str:
-    return encode(safe(dict(attributes)))
 
 
 def _remote_text(trace: Trace, row: int) -> str:

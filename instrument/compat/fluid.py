@@ -102,7 +102,7 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
 
 def _report(recording: Recording, options: Options) -> str:
     """The report, names whole, and what the instrumentation cost and could not see."""
-    about = instrumentation(recording.cost, recording.losses, recording.notes, recording.window_ns, recording.recorder)
+    about = instrumentation(recording)
     return "\n".join([*events(recording, options).wide().lines(), *about])
 
 

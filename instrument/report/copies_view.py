@@ -172,7 +172,9 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     """
     uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
-    shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, _others)
+    shown = bounded(
+        heaviest, options, lambda use: use.device_ns or use.host_ns, lambda rest: _together(rest, remaining=len(rest))
+    )
     return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(by_direction(uses)),
@@ -231,10 +233,6 @@ SUMS = (
 
 def _together(uses: Sequence[CopyUse], direction: str = "", remaining: int = 0) -> CopyUse:
     return summed(uses, SUMS, direction=direction, call="", sync=None, pinned=None, remaining=remaining)
-
-
-def _others(rest: Sequence[CopyUse]) -> CopyUse:
-    return _together(rest, remaining=len(rest))
 
 
 def _direction(use: CopyUse) -> str:

@@ -144,7 +144,7 @@ class InstrumentationCost:
         return [
             Section(
                 "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window",
-                texts={"ratio": lambda part, unit: _percent(part.ratio)},
+                texts={"ratio": lambda part, unit: MISSING if part.ratio is None else f"{compact(100 * part.ratio)}%"},
             ),
             Section(
                 "Probes", self.sites,
@@ -226,7 +226,7 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     lines, upkeep = recording.once(LineSums.merged), recording.upkeep
     tree = lines.tree
     keys = tree.keys()
-    labels = tree.by_site(_label)
+    labels = tree.by_site(lambda site: (site.name, _where(site)))
     sums = lines.by(np.asarray(keys)[lines.site_of], len(keys))
     calls, host_ns = sums[:, CALLS].tolist(), sums[:, TOTAL].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
@@ -261,10 +261,6 @@ def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str
     return shown
 
 
-def _label(site: Site) -> tuple[str, str]:
-    return site.name, _where(site)
-
-
 def _where(site: Site) -> str:
     return site.instance or where_of(site)
 
@@ -291,10 +287,6 @@ def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
 
 
 # The text.
-
-
-def _percent(ratio: float | None) -> str:
-    return MISSING if ratio is None else f"{compact(100 * ratio)}%"
 
 
 def _held_lines(view: InstrumentationCost) -> list[str]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from instrument.recording.spans import Cost
 from instrument.report.table import number, percent, safe, section_title, wrapped
+from instrument.report.view import Recording
 
 COST = "Cost of "
 """How a note begins that says what something cost, and not that something was not observed."""
 
 
-def instrumentation(
-    cost: Cost | None, losses: Mapping[str, int], notes: Iterable[str], window_ns: int | None, recorder: str
-) -> list[str]:
-    """The section, empty where there is nothing to say. `window_ns` stands in where the cost does not know its own."""
-    lines = [] if cost is None else [_cost_line(cost, window_ns, recorder)]
-    lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in losses.items() if count]
-    lines += [safe(note) if note.startswith(COST) else f"Not observed: {safe(note)}" for note in notes]
+def instrumentation(recording: Recording) -> list[str]:
+    """The section, empty where there is nothing to say. The window stands in where the cost does not know its own."""
+    cost = recording.cost
+    lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
+    lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
+    lines += [safe(note) if note.startswith(COST) else f"Not observed: {safe(note)}" for note in recording.notes]
     text = [part for line in lines for part in wrapped(line)]
     return [*section_title("Instrumentation"), *text, ""] if lines else []
 

@@ -178,7 +178,12 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     base_ns = sum(lengths_ns)
     rest_ns = base_ns - sum(map(sum, own_ns.values()))
     rows = [
-        PhaseRow(name, len(own), _times(own, sum(own), base_ns), _of_phase(streams, name, len(own)))
+        PhaseRow(
+            name,
+            len(own),
+            _times(own, sum(own), base_ns),
+            _on_devices(streams, streams.calls.get(name, ()), len(own), streams.phases.get(name, 0)),
+        )
         for name, own in sorted(own_ns.items(), key=lambda item: _place(item[0]))
     ]
     on_devices = _on_devices(streams, streams.units, count, streams.base_ns)
@@ -208,11 +213,6 @@ def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, 
         return {}
     means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_place)}
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
-
-
-def _of_phase(streams: StreamUses, name: str, count: int) -> PhaseTimes | None:
-    """The device time of the calls of a phase, and of each."""
-    return _on_devices(streams, streams.calls.get(name, ()), count, streams.phases.get(name, 0))
 
 
 def _on_devices(streams: StreamUses, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:

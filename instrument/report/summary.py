@@ -82,7 +82,7 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
     """
     parts = [view.lines() for view in made(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
-        parts.append(_about(recording))
+        parts.append(instrumentation(recording))
     if recording.died:
         parts.insert(0, ["", *wrapped(safe(recording.died))])
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
@@ -100,7 +100,3 @@ def summary_document(views: Sequence[str], recording: Recording, options: Option
         "losses": recording.losses,
         "notes": list(recording.notes),
     }
-
-
-def _about(recording: Recording) -> list[str]:
-    return instrumentation(recording.cost, recording.losses, recording.notes, recording.window_ns, recording.recorder)

@@ -113,7 +113,7 @@ def write(path: str | os.PathLike[str], columns: Trace, facts: spans.Trace, tall
 def _write(file: Any, columns: Trace, facts: spans.Trace, tally: Tally | None) -> None:
     sites = Sites(columns.sites)
     places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
-    arrays, more = packed(columns, _attributes_text)
+    arrays, more = packed(columns)
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
     more["samples"] = [
@@ -132,10 +132,6 @@ def _member(column: Column) -> bytes:
     member = io.BytesIO()
     np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
     return member.getvalue()
-
-
-def _attributes_text(attributes: Any) -> str:
-    return encode(safe(dict(attributes)))
 
 
 # Read back

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.forest import NONE, tops
 from instrument.trace.groups import distinct, places_of, ranked
+from instrument.trace.text import encode, safe
 
 Column = NDArray[Any]
 Columns = Mapping[str, Column]
@@ -59,12 +60,10 @@ def in_order(trace: Trace) -> Int64s:
     return order
 
 
-def packed(
-    trace: Trace, text_of: Callable[[Mapping[str, AttributeValue]], str]
-) -> tuple[dict[str, Column], dict[str, Any]]:
+def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
     """The columns of a file by name, and what stands in its metadata beside them.
 
-    Rows are put in the order of `in_order`. `text_of` makes the JSON of attributes.
+    Rows are put in the order of `in_order`.
     """
     order = in_order(trace)
     rank = places_of(order, len(trace))
@@ -102,7 +101,7 @@ def packed(
         rows = np.flatnonzero(column != usual)
         columns[f"{name}_row_steps"], columns[name] = steps(rows), narrow(column[rows].astype(np.int64))
     columns |= _packed_intervals(trace.device, rank, start_ns)
-    columns |= _packed_attributes(trace, order, text_of)
+    columns |= _packed_attributes(trace, order)
     facts = {
         "errors": list(trace.errors),
         "labels": list(trace.device.labels),
@@ -140,14 +139,12 @@ def _packed_intervals(its: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> d
     }
 
 
-def _packed_attributes(
-    trace: Trace, order: Int64s, text_of: Callable[[Mapping[str, AttributeValue]], str]
-) -> dict[str, Column]:
+def _packed_attributes(trace: Trace, order: Int64s) -> dict[str, Column]:
     has = np.zeros(len(trace), dtype=np.bool_)
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
     known: dict[str, int] = {}
-    numbers = [known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist(), text_of)]
+    numbers = [known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist())]
     texts = [text.encode() for text in known]
     return {
         "attributes_row_steps": steps(rows),
@@ -161,9 +158,7 @@ PLAIN = {str, int, bool}
 """Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
 
 
-def attribute_texts(
-    trace: Trace, rows: Iterable[int], text_of: Callable[[Mapping[str, AttributeValue]], str]
-) -> Iterator[str]:
+def attribute_texts(trace: Trace, rows: Iterable[int]) -> Iterator[str]:
     """The JSON of the rows' attributes; most are the same as others', and are made into text once."""
     made: dict[object, str] = {}
     for row in rows:
@@ -171,12 +166,12 @@ def attribute_texts(
         values = tuple(its.values())
         kinds = tuple(map(type, values))
         if not PLAIN.issuperset(kinds):
-            yield text_of(its)
+            yield encode(safe(dict(its)))
             continue
         key = *its, values, kinds
         text = made.get(key)
         if text is None:
-            text = made[key] = text_of(its)
+            text = made[key] = encode(safe(dict(its)))
         yield text
 
 
@@ -282,7 +277,7 @@ def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) 
         errors=errors,
         span_id=span_id,
         parent_id=_with_rare(columns, "parent_id", np.where(is_top, 0, span_id[above])),
-        root_id=_with_rare(columns, "root_id", span_id[_tops_of(above)]),
+        root_id=_with_rare(columns, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
         thread_id=columns["thread_ids"].astype(np.int64)[columns["thread"]],
         task_id=columns["task_ids"].astype(np.int64)[columns["task"]],
         start_ns=start_ns,
@@ -312,11 +307,6 @@ def _texts(found: Any) -> tuple[str, ...]:
 def _refuse_outside(rows: Column, count: int) -> None:
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
         raise ValueError("it names what is in none of its tables; it is damaged")
-
-
-def _tops_of(above: Int64s) -> Int32s:
-    """The topmost row at or above each, where the topmost are their own parents."""
-    return tops(np.where(above == np.arange(len(above)), NONE, above).astype(np.int32))
 
 
 def _with_rare(columns: Columns, name: str, usual: Int64s) -> Int64s:

@@ -96,7 +96,8 @@ class KeptSpans:
         self.listed = Listed.of_recording(recording)
         self._trace = self.listed.trace
         self.first = self._found(wanted)
-        self.shown = np.sort(_with(self.listed.slowest[:MOST_LISTED], self.first))
+        asked_for = np.array([] if self.first is None else [self.first], dtype=np.int64)
+        self.shown = np.union1d(self.listed.slowest[:MOST_LISTED], asked_for)
         self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
         kept = self._kept()
         trace = self._trace
@@ -387,10 +388,6 @@ def in_their_order(parts: Iterable[str]) -> list[str]:
     """Parts of requests as they mostly follow each other, and what is unknown at last."""
     known = {name: place for place, name in enumerate(IN_ORDER)}
     return sorted(parts, key=lambda name: (name == UNKNOWN, known.get(name, known[SHARE]), name))
-
-
-def _with(places: Int64s, first: int | None) -> Int64s:
-    return places if first is None else np.union1d(places, [first])
 
 
 def _text(value: object) -> str:

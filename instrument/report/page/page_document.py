@@ -136,8 +136,7 @@ def _why_no_device(shown: Brief) -> str:
 
 def _instrumentation(recording: Recording) -> list[str]:
     """What the instrumentation cost, what was lost, and what was not observed, as every report ends."""
-    lines = instrumentation(recording.cost, recording.losses, recording.notes, recording.window_ns, recording.recorder)
-    return [line for line in lines if line and not line.startswith("-----")]
+    return [line for line in instrumentation(recording) if line and not line.startswith("-----")]
 
 
 def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
