@@ -23,6 +23,7 @@ import pytest
 from instrument import chrome, clock
 from instrument.agent import departure, journal
 from instrument.agent.processes import Process, Run, exit_fd_of
+from instrument.agent.runs import GRACE_S
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -362,6 +363,29 @@ os.kill(os.getpid(), 9)
     (agent,) = agents()
     _, errors = service.communicate("\n", timeout=240)
     assert "(in order)" in errors
+    until(lambda: not Path(f"/proc/{agent}").exists())
+
+
+def test_a_daemon_that_joins_long_after_its_parent_has_ended_finds_the_agent_which_outlives_it() -> None:
+    Path("late.py").write_text("import os, engine\nprint(engine.step(1))\nos.kill(os.getpid(), 9)\n")
+    python = "until [ -e go ]; do sleep 0.05; done; exec $0 late.py"
+    service = begin(f"""
+import engine, os, subprocess, sys
+engine.step(1)
+if os.fork() == 0:
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(["/bin/sh", "-c", {python!r}, sys.executable], start_new_session=True, **silent)
+    os._exit(0)
+os.wait()
+""")
+    _, errors = service.communicate(timeout=240)
+    assert "Summary of shop" in errors
+    assert len(agents()) == 1
+    time.sleep(3 * GRACE_S)
+    (agent,) = agents()
+    Path("go").touch()
+    (capture,) = until(lambda: [*Path("traces").glob("*-died.npz")])
+    assert [span.site.name for span in file.load(capture).trace().spans] == ["step"]
     until(lambda: not Path(f"/proc/{agent}").exists())
 
 

@@ -170,6 +170,24 @@ def exit_fd_of(pid: int, started: int) -> int:
     return descriptor
 
 
+def exit_fd_of_another(variable: str, value: str) -> int:
+    """A descriptor that can be read once a process has ended that was begun with this variable; -1 where there is none.
+
+    Not this one, and no child of it. Of processes that have written over their environment nothing is known.
+    """
+    wanted, own = os.fsencode(f"{variable}={value}"), os.getpid()
+    for path in PROC.iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            pid = int(path.name)
+            if pid == own or wanted not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            if int((path / "stat").read_bytes().rpartition(b")")[2].split()[1]) != own:
+                descriptor = exit_fd_of(pid, 0)
+                if descriptor >= 0:
+                    return descriptor
+    return -1
+
+
 def image_of(pid: int) -> bytes:
     """What tells the program that a process runs from the one that it runs after an exec; b"" where it is not told."""
     with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:

@@ -22,8 +22,18 @@ from instrument.agent.glance import rows_held
 from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
 from instrument.agent.peer import Connection
-from instrument.agent.processes import GOODBYE, REPLACED, VANISHED, Process, Run, exit_fd_of, image_of
+from instrument.agent.processes import (
+    GOODBYE,
+    REPLACED,
+    VANISHED,
+    Process,
+    Run,
+    exit_fd_of,
+    exit_fd_of_another,
+    image_of,
+)
 from instrument.recording import export_place
+from instrument.runtime import run_folder
 
 GRACE_S = 0.3
 """How long nobody must have been left of a run before it is over: a child may be about to join."""
@@ -79,6 +89,7 @@ class Runs:
         self.exports = Exports(loop.selector, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
+        self._another_fd = -1
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
         if own is None:
@@ -115,6 +126,8 @@ class Runs:
         self.exports.stop()
         self.exports.forget_missed()
         self.gauges.stop()
+        if self._another_fd >= 0:
+            os.close(self._another_fd)
         for run in self:
             self._forget(run)
             if run.first_fd >= 0:
@@ -409,12 +422,30 @@ class Runs:
             self._jobs.start(departure.report_of(run), lambda answer: self._told(run, answer))
             return
         if run is self._own:
-            self.own_is_over = True
+            self.own_is_over = self.own_is_over or not self._awaits_another()
         elif self.exports.waits_for(run):
             return  # it calls again
         else:
             self._forget(run)
         self._changed()
+
+    def _awaits_another(self) -> bool:
+        """Whether a process of the agent's own run lives that has not joined, and yet may: as it ends, it is heard of.
+
+        A daemon that outlives the program which began it, and a command that is to become an interpreter, are such.
+        """
+        if self._another_fd < 0:
+            self._another_fd = exit_fd_of_another(run_folder.VARIABLE, str(self._folder / run_folder.SOCKET))
+            if self._another_fd >= 0:
+                self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._another_exited)
+        return self._another_fd >= 0
+
+    def _another_exited(self, descriptor: int) -> None:
+        self._loop.selector.unregister(descriptor)
+        os.close(descriptor)
+        self._another_fd = -1
+        if self._own is not None:
+            self._end_of(self._own)
 
     def _forget(self, run: Run) -> None:
         for process in run.processes:
