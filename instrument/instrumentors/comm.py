@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.compilers import run_as_they_are
+from instrument.instrumentors.compilers import compiling_test, run_as_they_are
 from instrument.instrumentors.functions import replace
 from instrument.instrumentors.switch import Switch
 from instrument.instrumentors.verdict import Verdict
@@ -97,7 +97,6 @@ class Comm(Switch):
         self._sites: dict[tuple[str, int, bool], tuple[Site, Site]] = {}
         self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
         self._why = "torch.distributed not imported"
-        self._is_compiling: Callable[[], bool] = lambda: False
 
     def imported(self, module: Any) -> bool:
         """torch.distributed has been imported: replace what process groups do, and the wait for it."""
@@ -108,7 +107,7 @@ class Comm(Switch):
             self._why = "this torch.distributed has no process groups"
             return False
         self._attach()
-        self._is_compiling = getattr(getattr(module.torch, "compiler", None), "is_compiling", self._is_compiling)
+        self._is_compiling = compiling_test(module.torch)
         replaced = [(group, method, operation) for method, operation in OPERATIONS.items() if hasattr(group, method)]
         around = [
             (owner, method, self._call(operation, getattr(owner, method))) for owner, method, operation in replaced

@@ -25,6 +25,12 @@ def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
             evaluation.skip_code(code)
 
 
+def compiling_test(torch: Any) -> Callable[[], bool]:
+    """What tells whether torch compiles what runs now, where no probe may be."""
+    found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return found or (lambda: False)
+
+
 def evaluator(torch: Any) -> Callable[[Any], Any]:
     """Sets what evaluates Python's frames on this thread, None for Python itself, and returns what did before."""
     found: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
@@ -226,7 +227,7 @@ class Layers:
         self._unseen = None
         self._module_type = module_type
         self.known["torch"] = lambda: subclasses(module_type)
-        self._is_compiling = _compiling_test(torch)
+        self._is_compiling = compiling_test(torch)
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
         self._paths = Paths(module_type, _torch_children)
@@ -436,9 +437,3 @@ class Layers:
 def _nearest(word: str, known: Sequence[str]) -> str:
     meant = nearest(word, known)
     return f"; nearest is {meant}" if meant else ""
-
-
-def _compiling_test(torch: Any) -> Callable[[], bool]:
-    compiler = getattr(torch, "compiler", None)
-    found = getattr(compiler, "is_compiling", None)
-    return found if found is not None else lambda: False

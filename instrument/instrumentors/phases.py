@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.compilers import evaluator, run_as_they_are
+from instrument.instrumentors.compilers import compiling_test, evaluator, run_as_they_are
 from instrument.instrumentors.functions import replace
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.switch import Switch
@@ -67,7 +67,6 @@ class Phases(Switch):
         self._sites: dict[tuple[str, str, str], Site] = {}
         self._lacking: list[str] = []
         self._has_device = False
-        self._is_compiling: Callable[[], bool] = lambda: False
         self._graph_task: Callable[[], int] = lambda: -1
         self._evaluate: Callable[[Any], Any] = lambda evaluate: None
         self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
@@ -79,7 +78,7 @@ class Phases(Switch):
         self._attach()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
-        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", self._is_compiling)
+        self._is_compiling = compiling_test(torch)
         self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
         self._evaluate = evaluator(torch)
         self._run_as_they_are = functools.partial(run_as_they_are, torch)

@@ -12,8 +12,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, Protocol
 
+from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
@@ -101,14 +103,14 @@ class Regions:
     def attach(self, torch: Any, paths: ModulePaths) -> None:
         """`torch` has been imported: record the calls of regions."""
         self._torch, self._paths = torch, paths
-        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
+        self._is_compiling = compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
         if scripted is not None:
             self._replace_call(scripted)
             self._replace_call(torch.jit.TopLevelTracedModule)
         wrapped_call = getattr(sys.modules.get("torch.fx.graph_module"), "_WrappedCall", None)
         if wrapped_call is not None:
-            self._undos.append(replace(wrapped_call, "__call__", self._graph_call(wrapped_call.__call__)))
+            self._replace_call(wrapped_call, place=1)
         self._watch_compile(torch.nn.Module)
         if DYNAMO in sys.modules:
             self.attach_dynamo(sys.modules[DYNAMO])
@@ -135,27 +137,19 @@ class Regions:
 
     # ---------------------------------------------------------------- calls
 
-    def _replace_call(self, cls: Any) -> None:
-        call = cls.__call__
+    def _replace_call(self, cls: Any, place: int = 0) -> None:
+        """Record the calls of a class's objects; the module stands at a place among the arguments."""
+        self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
 
+    def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
         @functools.wraps(call)
-        def __call__(self_: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
-                return call(self_, *args, **kwargs)
-            return run(self_, call, (self_, *args), kwargs)
+                return call(*args, **kwargs)
+            return run(module_of(args), call, args, kwargs)
 
         is_compiling, recorder, run = self._is_compiling, self._recorder, self._run
-        self._undos.append(replace(cls, "__call__", __call__))
-
-    def _graph_call(self, call: Any) -> Any:
-        @functools.wraps(call)
-        def __call__(self_: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
-            if is_compiling() or not recorder.on:
-                return call(self_, obj, *args, **kwargs)
-            return run(obj, call, (self_, obj, *args), kwargs)
-
-        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run
-        return __call__
+        return recorded
 
     def _watch_compile(self, module_type: Any) -> None:
         """`Module.compile()` keeps the compiled call in the instance, from where it is not copied or pickled."""
@@ -179,15 +173,9 @@ class Regions:
         call = vars(module).get("_compiled_call_impl")
         if call is None or hasattr(call, "__instrument_region__"):
             return
-        is_compiling, recorder, run, own = self._is_compiling, self._recorder, self._run, weakref.ref(module)
-
-        @functools.wraps(call)
-        def compiled_call(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on:
-                return call(*args, **kwargs)
-            return run(own(), call, args, kwargs)
-
-        compiled_call.__instrument_region__ = True  # type: ignore[attr-defined]
+        own = weakref.ref(module)
+        compiled_call = self._around(call, lambda args: own())
+        compiled_call.__instrument_region__ = True
         module._compiled_call_impl = compiled_call
         self._compiled.append(weakref.ref(module))
 

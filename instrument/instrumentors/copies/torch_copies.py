@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.copies.transfers import NOWHERE, Facts, Places, Transfer, Transfers, argument
 from instrument.recording.spans import Work
 
@@ -39,7 +40,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     Left out, torch is asked: `torch.cuda.is_initialized` (also for HIP) takes about 40 ns.
     """
     used = _is_used(torch, transfers) if initialised is None else initialised
-    compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
+    compiling = compiling_test(torch)
 
     def ready() -> bool:
         return not compiling() and used()

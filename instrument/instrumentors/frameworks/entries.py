@@ -7,16 +7,18 @@ framework lacks is named by a verdict.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
+from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.holders import loaded_modules, namespace
+from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -27,7 +29,7 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 """The instance of a site and its attributes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
     """A method by class and name, and the modules that define the class, in one version of the framework or another.
 
@@ -119,12 +121,12 @@ class Entries:
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, by_class, decide = self._recorder, self._by_class, self._decide
-        is_compiling = compiling_test()
+        is_compiling = compiling_test(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
         @functools.wraps(method)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (is_compiling is not None and is_compiling()) or not recorder.on:
+            if is_compiling() or not recorder.on:
                 return method(self, *args, **kwargs)
             subject = type(self) if by_class else self
             recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
@@ -142,7 +144,7 @@ class Entries:
             facts = ("", ())
         recording = self._shared.get((entry.label, facts))
         if recording is None:
-            site = self._site(entry, method, facts)
+            site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
             made = self._recorder.make_function(method, site)
             recording = self._shared.setdefault((entry.label, facts), made)
             if recording is made:  # two threads may be first
@@ -150,22 +152,6 @@ class Entries:
         weakref.finalize(subject, recordings.pop, id(subject), None)
         recordings[id(subject)] = recording
         return recording
-
-    @staticmethod
-    def _site(entry: Entry, method: FunctionType, facts: Facts) -> Site:
-        inner: Any = method
-        while hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
-        return Site(
-            name=entry.name,
-            kind="op",
-            module=method.__module__,
-            qualname=method.__qualname__,
-            file=inner.__code__.co_filename,
-            line=inner.__code__.co_firstlineno,
-            instance=facts[0],
-            attributes=facts[1],
-        )
 
 
 def missing(rule: FrameworkRule, label: str) -> Verdict:
@@ -180,10 +166,3 @@ def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
     if not isinstance(site, Site):
         return None
     return Verdict(rule.text, "attached", label, f"it is recorded as {site.name!r} already")
-
-
-def compiling_test() -> Callable[[], bool] | None:
-    """What tells whether torch compiles what runs now, where no probe may be; None where there is no torch."""
-    torch = sys.modules.get("torch")
-    found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return found

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, compiling_test, missing, taken
+from instrument.instrumentors.compilers import compiling_test
+from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing, taken
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.layers import Layers, Paths
@@ -97,11 +98,11 @@ class KerasLayers:
         open_, close, pass_muted = recorder.open, recorder.close, recorder.pass_muted
         in_symbolic_scope = _named("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _named("jax._src.core", "trace_state_clean", lambda: True)
-        is_compiling = compiling_test()
+        is_compiling = compiling_test(sys.modules.get("torch"))
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (is_compiling is not None and is_compiling()) or not recorder.on:
+            if is_compiling() or not recorder.on:
                 return call(self, *args, **kwargs)
             if in_symbolic_scope() or _holds(symbolic_type, args, kwargs):
                 return call(self, *args, **kwargs)

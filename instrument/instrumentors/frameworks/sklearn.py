@@ -18,6 +18,7 @@ from instrument.instrumentors.frameworks.entries import missing
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -158,17 +159,7 @@ class Estimators:
 
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
         """A class's method with its site, at its first call."""
-        inner: Any = method
-        while hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
-        site = Site(
-            name=f"{cls.__name__}.{name}",
-            kind="op",
-            module=method.__module__,
-            qualname=method.__qualname__,
-            file=inner.__code__.co_filename,
-            line=inner.__code__.co_firstlineno,
-        )
+        site = site_of(method, name=f"{cls.__name__}.{name}")
         made = self._recorder.make_function(method, site)
         recording = recordings.setdefault(id(cls), made)
         if recording is made:  # two threads may be first
