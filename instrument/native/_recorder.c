@@ -93,11 +93,14 @@ execute(PyObject *made)
         return -1;
     }
 #endif
-    PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
-                             &ScopeType,   &SteppedType, &StretchType, &ShelfType, &PassType,
-                             &CoreType,    &KeysType, &ScopeMethodType, &BoundMethodType};
+    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &ScopeMethodType, &BoundMethodType};
+    for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
+        if (PyType_Ready(own_types[i]) < 0)
+            return -1;
+    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType, &ShelfType,
+                             &StretchType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
-        if (PyType_Ready(types[i]) < 0)
+        if (PyModule_AddType(made, types[i]) < 0)
             return -1;
     if (add_scope_method("__enter__", (vectorcallfunc)enter_unbound, (vectorcallfunc)enter_bound) < 0 ||
         add_scope_method("__exit__", (vectorcallfunc)exit_unbound, (vectorcallfunc)exit_bound) < 0)
@@ -151,18 +154,7 @@ execute(PyObject *made)
         if (name_of_type == NULL)
             return -1;
     }
-    if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
-        PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
-        PyModule_AddObjectRef(made, "Function", (PyObject *)&FunctionType_) < 0 ||
-        PyModule_AddObjectRef(made, "Keys", (PyObject *)&KeysType) < 0 ||
-        PyModule_AddObjectRef(made, "Pass", (PyObject *)&PassType) < 0 ||
-        PyModule_AddObjectRef(made, "Ring", (PyObject *)&RingType) < 0 ||
-        PyModule_AddObjectRef(made, "Scope", (PyObject *)&ScopeType) < 0 ||
-        PyModule_AddObjectRef(made, "Shelf", (PyObject *)&ShelfType) < 0 ||
-        PyModule_AddObjectRef(made, "Stretch", (PyObject *)&StretchType) < 0 ||
-        PyModule_AddIntConstant(made, "ROW_BYTES", sizeof(row_t)) < 0)
-        return -1;
-    return 0;
+    return PyModule_AddIntConstant(made, "ROW_BYTES", sizeof(row_t));
 }
 
 static PyModuleDef_Slot slots[] = {

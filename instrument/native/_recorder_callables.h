@@ -741,19 +741,14 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+#define HELD_BY_FUNCTION(EACH)                                                                                  \
+    EACH(core) EACH(wrapped) EACH(site) EACH(dict) EACH(sites) EACH(decide) EACH(works) EACH(attributes)        \
+    EACH(results) EACH(pass)
+
 static int
 Function_traverse(Function *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->core);
-    Py_VISIT(self->wrapped);
-    Py_VISIT(self->site);
-    Py_VISIT(self->dict);
-    Py_VISIT(self->sites);
-    Py_VISIT(self->decide);
-    Py_VISIT(self->works);
-    Py_VISIT(self->attributes);
-    Py_VISIT(self->results);
-    Py_VISIT(self->pass);
+    HELD_BY_FUNCTION(VISIT)
     return 0;
 }
 
@@ -770,18 +765,9 @@ Function_dealloc(Function *self)
     PyObject_GC_UnTrack(self);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
-    Py_XDECREF(self->dict);
-    Py_XDECREF(self->core);
-    Py_XDECREF(self->wrapped);
-    Py_XDECREF(self->site);
-    Py_XDECREF(self->sites);
-    Py_XDECREF(self->decide);
-    Py_XDECREF(self->pass);
+    HELD_BY_FUNCTION(LET_GO)
     forget_known(self);
     Py_XDECREF(self->evaluate);
-    Py_XDECREF(self->works);
-    Py_XDECREF(self->attributes);
-    Py_XDECREF(self->results);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

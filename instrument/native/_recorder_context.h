@@ -56,34 +56,27 @@ static PyTypeObject CurrentType = {
     .tp_traverse = (traverseproc)Current_traverse,
 };
 
+#define HELD_BY_PUBLISHED(EACH) EACH(owner) EACH(of) EACH(above) EACH(request)
+
 static void
 Published_dealloc(Published *self)
 {
     PyObject_GC_UnTrack(self);
-    Py_XDECREF(self->owner);
-    Py_XDECREF(self->of);
-    Py_XDECREF(self->above);
-    Py_XDECREF(self->request);
+    HELD_BY_PUBLISHED(LET_GO)
     PyObject_GC_Del(self);
 }
 
 static int
 Published_traverse(Published *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->owner);
-    Py_VISIT(self->of);
-    Py_VISIT(self->above);
-    Py_VISIT(self->request);
+    HELD_BY_PUBLISHED(VISIT)
     return 0;
 }
 
 static int
 Published_clear(Published *self)
 {
-    Py_CLEAR(self->owner);
-    Py_CLEAR(self->of);
-    Py_CLEAR(self->above);
-    Py_CLEAR(self->request);
+    HELD_BY_PUBLISHED(CLEAR)
     return 0;
 }
 

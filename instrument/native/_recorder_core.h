@@ -43,23 +43,15 @@ Core_init(Core *self, PyObject *args, PyObject *kwargs)
     return self->overflow == NULL ? -1 : 0;
 }
 
+#define HELD_BY_CORE(EACH)                                                                                       \
+    EACH(remote_parent) EACH(begin_device) EACH(remote_key) EACH(link_of) EACH(answers) EACH(task_readers)       \
+    EACH(running_loop) EACH(task_of_loop) EACH(tells_of_tasks) EACH(thread_name) EACH(counts) EACH(user_sites)   \
+    EACH(scope_type) EACH(passes)
+
 static int
 Core_traverse(Core *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->remote_parent);
-    Py_VISIT(self->begin_device);
-    Py_VISIT(self->remote_key);
-    Py_VISIT(self->link_of);
-    Py_VISIT(self->answers);
-    Py_VISIT(self->task_readers);
-    Py_VISIT(self->running_loop);
-    Py_VISIT(self->task_of_loop);
-    Py_VISIT(self->tells_of_tasks);
-    Py_VISIT(self->thread_name);
-    Py_VISIT(self->counts);
-    Py_VISIT(self->user_sites);
-    Py_VISIT(self->scope_type);
-    Py_VISIT(self->passes);
+    HELD_BY_CORE(VISIT)
     return 0;
 }
 
@@ -82,23 +74,10 @@ Core_dealloc(Core *self)
     free_rings(self->rings);
     Py_XDECREF(self->ended);
     Py_XDECREF(self->variable);
-    Py_XDECREF(self->remote_parent);
-    Py_XDECREF(self->begin_device);
-    Py_XDECREF(self->remote_key);
-    Py_XDECREF(self->link_of);
-    Py_XDECREF(self->answers);
-    Py_XDECREF(self->task_readers);
-    Py_XDECREF(self->running_loop);
-    Py_XDECREF(self->task_of_loop);
-    Py_XDECREF(self->tells_of_tasks);
-    Py_XDECREF(self->thread_name);
-    Py_XDECREF(self->counts);
-    Py_XDECREF(self->user_sites);
-    Py_XDECREF(self->scope_type);
+    HELD_BY_CORE(LET_GO)
     for (int i = 0; self->named != NULL && i < NAMES_AT_HAND; i++)
         Py_XDECREF(self->named[i].name);
     PyMem_Free(self->named);
-    Py_XDECREF(self->passes);
     Py_XDECREF(self->no_scope);
     Py_XDECREF(self->told_sites);
     for (uint32_t i = 0; i < self->node_count; i++) {

@@ -434,6 +434,11 @@ static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
  * and how many are kept without a look at that: none as long as there are such. */
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
 static PyTypeObject *free_scope_type; /* that they are of */
+/* What is done to each thing that an object holds, where a list of these is written once. */
+#define VISIT(field) Py_VISIT(self->field);
+#define LET_GO(field) Py_XDECREF(self->field);
+#define CLEAR(field) Py_CLEAR(self->field);
+
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
     *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,

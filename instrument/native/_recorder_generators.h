@@ -39,6 +39,8 @@ drop_inner(Stretch *self)
     }
 }
 
+#define HELD_BY_STRETCH(EACH) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
+
 static void
 Stretch_dealloc(Stretch *self)
 {
@@ -54,24 +56,14 @@ Stretch_dealloc(Stretch *self)
     drop_inner(self);
     if (self->frame != NULL)
         self->frame->stretch = NULL;
-    Py_XDECREF(self->frame);
-    Py_XDECREF(self->parent);
-    Py_XDECREF(self->stepped);
-    Py_XDECREF(self->core);
-    Py_XDECREF(self->site);
-    Py_XDECREF(self->attributes);
+    HELD_BY_STRETCH(LET_GO)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static int
 Stretch_traverse(Stretch *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->core);
-    Py_VISIT(self->site);
-    Py_VISIT(self->attributes);
-    Py_VISIT(self->frame);
-    Py_VISIT(self->parent);
-    Py_VISIT(self->stepped);
+    HELD_BY_STRETCH(VISIT)
     return 0;
 }
 
