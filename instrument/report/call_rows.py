@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instrument.report.calls import CallTimes, PlaceCalls, device_times, host_times
 from instrument.report.section import Section
@@ -80,59 +80,40 @@ def by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCal
     return found
 
 
-def row_of(
-    name: str, kind: str, depth: int, places: Sequence[PlaceCalls], cpu_base_ns: int, gpu_base_ns: int
-) -> CallRow:
-    cpu, gpu = host_times(places), device_times(places)
-    once = [place for place in places if not (depth == 0 and place.again)]
-    return CallRow(
-        name,
-        kind,
-        depth,
-        sum(place.calls for place in places),
-        cpu,
-        gpu,
-        share(sum(place.host_ns for place in once), cpu_base_ns),
-        None if gpu is None else share(sum(place.device_ns for place in once), gpu_base_ns),
-    )
+def call_rows(
+    groups: Mapping[tuple[str, str], Sequence[PlaceCalls]],
+    depth: int,
+    cpu_base_ns: int,
+    gpu_base_ns: int,
+    options: Options,
+) -> tuple[CallRow, ...]:
+    """The rows of a level, each of a name and kind, in the order asked, as many as are asked for; the last one is of
+    those left out. In ratios of the topmost level what lies in another call of the row counts once.
+    """
 
-
-def top_rows(
-    groups: Mapping[tuple[str, str], Sequence[PlaceCalls]], cpu_base_ns: int, gpu_base_ns: int, options: Options
-) -> list[CallRow]:
-    """The rows of the topmost level, `ordered`."""
-
-    def rest_ratios(rest: Sequence[CallRow]) -> tuple[float | None, float | None]:
-        names = {(row.name, row.kind) for row in rest}
-        once = [place for name in names for place in groups[name] if not _lies_in(place, names)]
-        return (
+    def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
+        gpu = device_times(places)
+        return CallRow(
+            name,
+            kind,
+            depth,
+            sum(place.calls for place in places),
+            host_times(places),
+            gpu,
             share(sum(place.host_ns for place in once), cpu_base_ns),
-            share(sum(place.device_ns for place in once), gpu_base_ns) if any(row.gpu for row in rest) else None,
+            None if gpu is None else share(sum(place.device_ns for place in once), gpu_base_ns),
         )
 
-    rows = [row_of(*key, 0, group, cpu_base_ns, gpu_base_ns) for key, group in groups.items()]
-    return ordered(rows, options, rest_ratios)
+    def rest(left: Sequence[CallRow]) -> CallRow:
+        names = {(one.name, one.kind) for one in left}
+        places = [place for name in names for place in groups[name]]
+        found = row(f"(remaining {len(left)})", "", places, [one for one in places if not _lies_in(one, names)])
+        if depth:
+            found = replace(
+                found, cpu_ratio=_added(one.cpu_ratio for one in left), gpu_ratio=_added(one.gpu_ratio for one in left)
+            )
+        return replace(found, remaining=len(left))
 
-
-def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
-    """Whether a call of one of the names is around the place on its line."""
-    above = place.parent
-    while above is not None and (above.site.name, above.site.kind) not in names:
-        above = above.parent
-    return above is not None
-
-
-def _sum_of_ratios(rest: Sequence[CallRow]) -> tuple[float | None, float | None]:
-    """Of rows of which no call lies in a call of another."""
-    return _added([row.cpu_ratio for row in rest]), _added([row.gpu_ratio for row in rest])
-
-
-def ordered(
-    rows: Sequence[CallRow],
-    options: Options,
-    rest_ratios: Callable[[Sequence[CallRow]], tuple[float | None, float | None]] = _sum_of_ratios,
-) -> list[CallRow]:
-    """The rows in the order asked, as many as are asked for; the last one sums up those left out."""
     key = SortKey.of(options)
     sign = 1 if key.ascending else -1
 
@@ -147,37 +128,25 @@ def ordered(
         cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
         return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
 
-    in_order = sorted(rows, key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
-    return [*bounded(in_order, options, heaviest_ns, lambda rest: _together(rest, *rest_ratios(rest)))]
+    rows = [
+        row(name, kind, places, places if depth else [place for place in places if not place.again])
+        for (name, kind), places in groups.items()
+    ]
+    rows.sort(key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
+    return bounded(rows, options, heaviest_ns, rest)
 
 
-def _together(rows: Sequence[CallRow], cpu_ratio: float | None, gpu_ratio: float | None) -> CallRow:
-    """One row for several."""
-    calls = sum(row.calls for row in rows)
-    gpu = [row.gpu for row in rows if row.gpu]
-    return CallRow(
-        f"(remaining {len(rows)})",
-        "",
-        rows[0].depth,
-        calls,
-        _sum([row.cpu for row in rows if row.cpu], calls),
-        _sum(gpu, calls, whole=len(gpu) == len(rows)),
-        cpu_ratio,
-        gpu_ratio,
-        len(rows),
-    )
-
-
-def _sum(parts: Sequence[CallTimes], calls: int, *, whole: bool = True) -> CallTimes | None:
-    if not parts:
-        return None
-    total_ns, least_ns = sum(part.total_ns for part in parts), min(part.min_ns for part in parts)
-    return CallTimes(total_ns, share(total_ns, calls), max(part.max_ns for part in parts), least_ns if whole else 0)
-
-
-def _added(ratios: Sequence[float | None]) -> float | None:
+def _added(ratios: Iterable[float | None]) -> float | None:
     found = [ratio for ratio in ratios if ratio is not None]
     return sum(found) if found else None
+
+
+def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
+    """Whether a call of one of the names is around the place on its line."""
+    above = place.parent
+    while above is not None and (above.site.name, above.site.kind) not in names:
+        above = above.parent
+    return above is not None
 
 
 REMAINING = "Ratio of the remaining ones: of those of their calls that lie in no other of them."

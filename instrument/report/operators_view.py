@@ -25,11 +25,9 @@ from instrument.report.call_rows import (
     block_section,
     blocks_of,
     by_name,
+    call_rows,
     note_of_rest,
-    ordered,
-    row_of,
     sorting,
-    top_rows,
 )
 from instrument.report.calls import CallTimes, PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
@@ -145,7 +143,7 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
     cpu_ns, gpu_ns = sum(place.host_ns for place in outermost), sum(place.device_ns for place in outermost)
     groups = by_name(places)
     shown: list[CallRow] = []
-    for row in top_rows(groups, cpu_ns, gpu_ns, options):
+    for row in call_rows(groups, 0, cpu_ns, gpu_ns, options):
         shown.append(row)
         if options.tracer_option != "Default" and not row.remaining:
             shown += _below(row, groups[row.name, row.kind], options)
@@ -156,7 +154,7 @@ def _below(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iter
     """What is right below an operator, what the streams did for each of it, and what they did for the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
-    for one in ordered([row_of(*key, 1, group, cpu_ns, gpu_ns) for key, group in children.items()], options):
+    for one in call_rows(children, 1, cpu_ns, gpu_ns, options):
         yield one
         if not one.remaining and one.gpu and options.state != "CPU":
             yield from _stream_rows(2, children[one.name, one.kind], one.gpu.total_ns)

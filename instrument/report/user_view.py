@@ -16,9 +16,9 @@ from instrument.report.call_rows import (
     block_section,
     blocks_of,
     by_name,
+    call_rows,
     note_of_rest,
     sorting,
-    top_rows,
 )
 from instrument.report.calls import PlaceCalls, every_place, place_tree
 from instrument.report.coverage import Coverage, none_held
@@ -63,8 +63,8 @@ def user(recording: Recording, options: Options) -> User:
     window_ns = window[1] - window[0]
 
     def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
-        rows = top_rows(by_name(places), window_ns, window_ns, options)
-        return CallBlock(thread, name, window_ns, window_ns, tuple(rows))
+        rows = call_rows(by_name(places), 0, window_ns, window_ns, options)
+        return CallBlock(thread, name, window_ns, window_ns, rows)
 
     root = place_tree(recording.columns, ("user",), window)
     places = [place for place in every_place(root) if place.site.kind == "user"]
