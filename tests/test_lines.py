@@ -22,7 +22,7 @@ from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.lines import CALLS, FIRST, WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
-from instrument.recording.spans import Site
+from instrument.recording.spans import Cost, Origin, Site, Trace
 from instrument.recording.tally import Tally, Totals
 from instrument.report.cost_view import cost
 from instrument.report.events_view import events
@@ -236,6 +236,21 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
         for name, view in VIEWS.items():
             is_merged = name != "events" or options.threads == "merged"
             assert text(view(live, options)) == text(view(together if is_merged else apart, options))
+
+
+def test_views_that_are_asked_for_again_leave_nothing_more_in_the_call_tree(make_recorder: Any) -> None:
+    recorder = make_recorder()
+    record(recorder, random.Random(1))
+    trace = Trace(Origin(1, "", 0, 0), 0, 1, [])
+
+    def look() -> int:
+        live = Recording(recorder.tally, lambda: trace, make_lines=lambda merged: recorder.lines(merged=merged),
+                         make_cost=lambda: Cost(1, 50, 1))  # fmt: skip
+        for view in (*VIEWS.values(), cost):
+            text(view(live, Options()))
+        return len(recorder.lines().tree._said)
+
+    assert look() == look()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -130,7 +130,7 @@ class CallTree:
         return found
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
-        """What a function says of each site, by the site's number."""
+        """What a function says of each site, by the site's number; kept for that very function, so give no lambda."""
         said: list[Said] = self._said.get(say, [])
         if len(said) < len(self.sites):
             said = self._said[say] = [*said, *map(say, self.sites[len(said) :])]

@@ -226,7 +226,7 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     lines, upkeep = recording.once(LineSums.merged), recording.upkeep
     tree = lines.tree
     keys = tree.keys()
-    labels = tree.by_site(lambda site: (site.name, _where(site)))
+    labels = tree.by_site(_label)
     sums = lines.by(np.asarray(keys)[lines.site_of], len(keys))
     calls, host_ns = sums[:, CALLS].tolist(), sums[:, TOTAL].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
@@ -259,6 +259,10 @@ def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str
     shown.sort(key=label)
     shown.sort(key=costs_ns.__getitem__, reverse=True)
     return shown
+
+
+def _label(site: Site) -> tuple[str, str]:
+    return site.name, _where(site)
 
 
 def _where(site: Site) -> str:

@@ -279,9 +279,13 @@ def _own(lines: LineSums) -> tuple[Int64s, Rows]:
     """The nodes and the lines whose time is their own: that of blocked event loops, and of garbage collections, is of
     whatever ran meanwhile."""
     nodes, rows = lines.of(None)
-    of_others = lines.tree.by_site(lambda site: is_blocked_loop(site) or is_collection(site))
+    of_others = lines.tree.by_site(_is_of_others)
     others = np.array([*of_others, False], dtype=np.bool_)[lines.site_of[nodes]]
     return (nodes[~others], rows[~others]) if others.any() else (nodes, rows)
+
+
+def _is_of_others(site: Site) -> bool:
+    return is_blocked_loop(site) or is_collection(site)
 
 
 WAITING = "waiting"
