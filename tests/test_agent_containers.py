@@ -109,6 +109,10 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
 ) -> None:
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
     agent = beside("--socket", str(path), "--captures", "captures")
+    idle = f"no process has joined; those do that are started with INSTRUMENT_AGENT={path}\n"
+    for words, code in ((["ps"], 0), (["live", "--once"], 0), (["off"], 1), (["dump"], 2)):
+        done = subprocess.run([*INSTRUMENT, *words, str(path)], capture_output=True, text=True, check=False)
+        assert (done.returncode, (done.stdout + done.stderr).endswith(idle)) == (code, True), done
     monkeypatch.setenv(run_folder.VARIABLE, str(path))
     service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
     assert service.stdout is not None
@@ -128,6 +132,35 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
     agent.communicate(timeout=240)
     assert not path.exists()
     path.parent.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True], ids=["memory", "files"])
+def test_of_a_run_that_was_killed_with_its_agent_ps_says_what_there_is_to_be_done(kept: bool) -> None:
+    if kept:
+        Path("rings").mkdir(mode=0o700)
+        Path("profile.yaml").write_text(f"{PROFILE}\nlimits: {{ring_dir: {Path('rings').absolute()}}}\n")
+    service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (run,) = run_folder.found()
+    until(lambda: list(run.glob(f"*{run_folder.NOTE_SUFFIX}")))
+    for pid in (*agents(), service.pid):
+        os.kill(pid, signal.SIGKILL)
+    service.communicate()
+    (said,) = until(lambda: [line for line in [done_by("ps", run.name).stdout] if "have gone" in line])
+    assert "its agent and its processes have gone; 1 ended without a goodbye" in said
+    assert "takes over" not in said
+    for verb in ("live", "dump"):
+        assert said.partition(", ")[2] in f"{done_by(verb, run.name).stderr}"
+    if kept:
+        words = said.partition("`instrument recover ")[2].partition("`")[0]
+        done = subprocess.run([*INSTRUMENT, "recover", words], capture_output=True, text=True, check=True)
+        assert "; saved as " in done.stdout
+    else:
+        assert "what they recorded is lost" in said
+    subprocess.run([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "-c", ""], check=True)
+    assert not run.exists()
 
 
 @pytest.mark.slow

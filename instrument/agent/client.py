@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instrument.agent import journal
 from instrument.errors import InstrumentError
 from instrument.runtime import packets, run_folder
 
@@ -37,7 +39,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not."""
+    """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not.
+
+    An agent that is of no run, and that nobody has joined, is told of by its socket, in place of a run's name.
+    """
 
     socket: Path
     name: str
@@ -45,6 +50,15 @@ class Asked:
     agent: int = 0
     faults: int = 0
     problem: str = ""
+
+    @property
+    def none_joined(self) -> str:
+        """What there is to say of one that has answered and of which no process is known, else ""."""
+        if self.problem or self.members:
+            return ""
+        if self.name != str(self.socket):
+            return "no process has joined yet"
+        return f"no process has joined; those do that are started with {run_folder.VARIABLE}={self.socket.absolute()}"
 
 
 @contextmanager
@@ -69,6 +83,17 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
         for member in (member for run in runs for member in run.members):
             if member.memory >= 0:
                 os.close(member.memory)
+
+
+def only(verb: str, runs: Sequence[Asked]) -> Asked:
+    """The only one of several runs whose agent answers. Raises `InstrumentError` where there is none, or more."""
+    answering = [run for run in runs if not run.problem]
+    if len(answering) == 1:
+        return answering[0]
+    if len(answering) > 1 or len(runs) > 1:
+        names = ", ".join(run.name for run in answering or runs)
+        raise InstrumentError(f"{verb}: asked for one run, found several: {names}; name one")
+    raise InstrumentError(f"{verb}: {runs[0].name}: {runs[0].problem}")
 
 
 def _meant(run: Asked, name: str) -> list[Asked]:
@@ -96,13 +121,29 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
         for member in members:
             if member.memory >= 0:
                 os.close(member.memory)
-        why = "no agent listens" if isinstance(error, ConnectionRefusedError | FileNotFoundError) else str(error)
-        return [Asked(socket, socket.parent.name, problem=why)] if socket.parent.exists() else []
+        return [Asked(socket, socket.parent.name, problem=_why_silent(socket, error))] if socket.parent.exists() else []
     names = [run["run"] for run in end["runs"]]
+    if not names:  # an agent that serves whoever joins
+        return [Asked(socket, str(socket), agent=end["agent"], faults=end["faults"])]
     return [
         Asked(socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"])
         for name in names
     ]
+
+
+def _why_silent(socket: Path, error: Exception) -> str:
+    """Why nobody answers, and what to do."""
+    if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        return f"its agent does not answer: {error}"
+    folder = socket.parent
+    if folder not in run_folder.found():
+        return f"no agent listens; `instrument agent --socket {socket.absolute()}` begins one"
+    living, ended, folders = journal.noted(folder)
+    if living or Path(f"/proc/{run_folder.first_process(folder.name) or '-'}").exists():
+        return f"no agent listens; `instrument agent --run {folder.name}` takes over"
+    saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
+    gone = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
+    return f"its agent and its processes have gone{gone}; the next `instrument run` removes its folder"
 
 
 def tell(

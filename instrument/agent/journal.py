@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from instrument.agent.processes import Process, Run
+from instrument import clock
+from instrument.agent.processes import PROC, Process, Run
 from instrument.runtime import atomic, run_folder
 
 
@@ -53,6 +54,24 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
                 run.processes.append(process)
                 found.append(process)
     return found
+
+
+def noted(folder: Path) -> tuple[int, int, list[str]]:
+    """How many processes that record are known by their files: those that live, those that have ended since, and the
+    folders in which what these recorded lies in files of its own.
+    """
+    living, ended, folders = 0, 0, dict[str, None]()
+    for path in sorted(folder.glob(f"*{run_folder.NOTE_SUFFIX}")):
+        with suppress(OSError, TypeError, ValueError, LookupError):
+            facts = json.loads(path.read_bytes())
+            if clock.start_ticks(PROC / str(int(facts["pid"])) / "stat") == int(facts["started"]):
+                living += 1
+                continue
+            ended += 1
+            memory = facts.get("memory")
+            if isinstance(memory, str) and memory and Path(memory).exists():
+                folders[str(Path(memory).parent)] = None
+    return living, ended, list(folders)
 
 
 def _file_of(path: object) -> int:

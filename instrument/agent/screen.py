@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instrument.agent.client import Member
@@ -69,7 +69,8 @@ class Place:
 class ProcessNow:
     """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses.
 
-    Calls, cost and losses of one that has ended are in its report: None here.
+    Calls, cost and losses of one that has ended are in its report, and nobody knows them of one whose recording cannot
+    be read: None here.
     """
 
     pid: int
@@ -191,6 +192,9 @@ class Looker:
                 seen = None if member.memory < 0 or not member.lives else _Seen(member.memory)
             except TraceError as problem:
                 problems.append(f"process {member.pid}: {problem}")
+                processes.append(
+                    replace(_process(member, None, now_ns), state="unread", calls=None, cost_ratio=None, lost=None)
+                )
                 continue
             processes.append(_process(member, seen, now_ns))
             if seen is None:

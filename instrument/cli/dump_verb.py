@@ -36,9 +36,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.trace.merge import merge
 
     with client.asked(options.run, memory=True) as runs:
-        if len(runs) > 1:
-            raise InstrumentError(f"dump: found several runs: {', '.join(run.name for run in runs)}; name one")
-        (run,) = runs
+        run = client.only("dump", runs)
         now_ns = time.monotonic_ns()
         since_ns = 0 if options.last is None else max(now_ns - options.last, 0)
         read: list[Saved] = []
@@ -51,7 +49,8 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
             except TraceError as problem:
                 print(f"instrument: dump: process {member.pid}: {problem}", file=sys.stderr)
     if not read:
-        raise InstrumentError(f"dump: no process of {run.name} has a recording that can be read")
+        why = run.none_joined or "none of its processes has a recording that can be read"
+        raise InstrumentError(f"dump: {run.name}: {why}")
     saved = graft(read[0] if len(read) == 1 else merge(read).saved)
     path = Path(options.output or f"{run.name}-dump.npz")
     if path.suffix == ".npz":

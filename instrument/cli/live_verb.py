@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 
 from instrument.agent import client
 from instrument.cli.option_values import Verbs, seconds
@@ -33,17 +34,11 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
     def look() -> Screen:
         nonlocal looker
         with client.asked(options.run, memory=True) as runs:
-            (run, *others) = [run for run in runs if not run.problem] or runs
-            if others:
-                names = ", ".join(one.name for one in runs)
-                raise InstrumentError(f"live: asked for one run, found several: {names}; name one")
-            if run.problem:
-                raise InstrumentError(
-                    f"live: {run.name}: {run.problem}; `instrument agent --run {run.name}` takes over"
-                )
+            run = client.only("live", runs)
             if not looker.is_of(run.name):
                 looker = Looker(run.name)
-            return looker.look(run.members)
+            screen = looker.look(run.members)
+            return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
 
     screen = look()
     if options.once or options.json or not sys.stdout.isatty():

@@ -28,13 +28,14 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         seen = [(run, Looker(run.name).look(run.members)) for run in runs]
     if options.json:
         documents = [
-            {"run": run.name, "agent": run.agent, "problem": run.problem, **screen.document()} for run, screen in seen
+            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, **screen.document()}
+            for run, screen in seen
         ]
         json.dump({"runs": documents}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
     for run, screen in seen:
-        agent = f"agent {run.agent}" if run.agent else f"{run.problem}; `instrument agent --run {run.name}` takes over"
+        agent = f"agent {run.agent}" if run.agent else run.problem
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
             [one.service, str(one.pid), one.state, compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
@@ -44,7 +45,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
         if rows:
             print("\n".join(named_table(header, rows, 0)))
-        for problem in screen.problems:
+        for problem in filter(None, [run.none_joined, *screen.problems]):
             print(safe(problem))
     return 0
 

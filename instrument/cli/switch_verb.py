@@ -32,6 +32,10 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 missing = True
                 continue
             pids = [member.pid for member in run.members if member.lives]
+            if not pids:
+                print(f"instrument: {run.name}: {run.none_joined or 'none of its processes lives'}", file=sys.stderr)
+                missing = True
+                continue
             answers = dict(client.tell(run, Request(records=on).asked(), pids, options.wait))
             for pid in pids:
                 print(f"{pid}: {_told(answers.get(pid))}")
