@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,7 @@ from instrument.profile.model import Capture
 from instrument.recorder.http_status import ANSWERS, STATUS, status_of
 from instrument.recorder.tail_sampler import Trees
 from instrument.recorder.wrapping import wrap
-from instrument.recording.spans import Site
+from instrument.recording.spans import OUTCOME, Site
 
 REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")
 
@@ -220,14 +221,58 @@ def test_the_exceptions_of_installed_frameworks_are_known(recorder: Any, framewo
     assert (request.error, request.attributes) == (None, {STATUS: 404})
 
 
-def test_a_cancelled_request_ends_with_an_error_as_before(recorder: Any) -> None:
-    async def wait() -> None:
-        raise asyncio.CancelledError
+class Cancelled(BaseException):
+    """As trio has it."""
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(wrap(recorder, wait, REQUEST)())
-    (request,) = recorder.spans()
-    assert request.error == "CancelledError"
+
+class Stopped(SystemExit):
+    """A service's own."""
+
+
+BROKEN_OFF = [
+    (asyncio.CancelledError(), "cancelled"), (Cancelled(), "cancelled"), (GeneratorExit(), "closed early"),
+    (KeyboardInterrupt(), "stopped"), (SystemExit(), "stopped"), (SystemExit(0), "stopped"), (Stopped(0), "stopped"),
+]  # fmt: skip
+
+FAILED = [
+    SystemExit(1), SystemExit("no model"), Stopped(3), TimeoutError(), concurrent.futures.CancelledError(),
+    BaseException(), ValueError(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["request", "op"])
+@pytest.mark.parametrize("way", ["scope", "call", "coroutine"])
+@pytest.mark.parametrize(("error", "outcome"), [*BROKEN_OFF, *((error, None) for error in FAILED)], ids=repr)
+def test_what_is_broken_off_from_outside_has_not_failed_and_says_how_it_ended(
+    recorder: Any, error: BaseException, outcome: str | None, way: str, kind: str
+) -> None:
+    site = Site("served", kind=kind)
+
+    def fail() -> None:
+        raise error
+
+    async def wait() -> None:
+        raise error
+
+    def scoped() -> None:
+        with recorder.make_scope("served", kind=kind, attributes={"tenant": "x"}):
+            raise error
+
+    async def awaited() -> None:
+        # In a task of its own a loop would tell of it.
+        with contextlib.suppress(type(error)):
+            await wrap(recorder, wait, site)()
+
+    if way == "coroutine":
+        asyncio.run(awaited())
+    else:
+        with pytest.raises(type(error)):
+            scoped() if way == "scope" else wrap(recorder, fail, site)()
+    (span,) = recorder.spans()
+    assert span.error == (None if outcome else type(error).__name__)
+    assert span.attributes == ({"tenant": "x"} if way == "scope" else {}) | ({OUTCOME: outcome} if outcome else {})
+    (row,) = [row for row in recorder.tally().rows() if row.path]
+    assert (row.totals.errors, row.totals.cancelled) == (not outcome, kind == "request" and bool(outcome))
 
 
 def test_the_status_goes_to_the_collector_by_opentelemetrys_name() -> None:

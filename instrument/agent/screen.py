@@ -44,11 +44,12 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Requests of one name that ended in the time, each with its own."""
+    """Requests of one name that ended in the time; `cancelled` are those that were broken off and have not failed."""
 
     name: str
     requests: int
     errors: int
+    cancelled: int
     rate: float | None
     p50_ns: int | None
     p99_ns: int | None
@@ -125,9 +126,16 @@ class Screen:
             ],
         )
         lines += _table(
-            ["Endpoint", "Ended", "Errors", "A second", "p50, ms", "p99, ms"],
+            ["Endpoint", "Ended", "Errors", "Cancelled", "A second", "p50, ms", "p99, ms"],
             [
-                [one.name, str(one.requests), str(one.errors), compact(one.rate), *_ms(one.p50_ns, one.p99_ns)]
+                [
+                    one.name,
+                    str(one.requests),
+                    str(one.errors),
+                    str(one.cancelled),
+                    compact(one.rate),
+                    *_ms(one.p50_ns, one.p99_ns),
+                ]
                 for one in self.endpoints
             ],
         )
@@ -272,6 +280,7 @@ def _grown(now: Totals, before: tuple[Site, Totals] | None) -> Totals:
     grown = now.copy()
     grown.calls -= was.calls
     grown.errors -= was.errors
+    grown.cancelled -= was.cancelled
     grown.self_ns -= was.self_ns
     grown.device_ns -= was.device_ns
     grown.histogram = dict(Counter(now.histogram) - Counter(was.histogram))
@@ -305,7 +314,7 @@ def _endpoints(grown: Sequence[Counted], window_ns: int) -> tuple[Endpoint, ...]
     for name, totals in by_name.items():
         p50_ns, p99_ns = percentiles(totals.histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
         rate = share(totals.calls, window_ns / 1e9)
-        found.append(Endpoint(name, totals.calls, totals.errors, rate, p50_ns, p99_ns))
+        found.append(Endpoint(name, totals.calls, totals.errors, totals.cancelled, rate, p50_ns, p99_ns))
     return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
 
 

@@ -134,7 +134,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
 {
     PyObject *type, *raised, *traceback, *error = NULL;
     PyErr_Fetch(&type, &raised, &traceback);
-    if (type != NULL && !(raised != NULL && is_answer(core, NULL, raised)))
+    if (type != NULL && !(raised != NULL && is_no_error(core, frame, raised)))
         error = error_name(type);
     int found = 1;
     frame->state = CLOSED;

@@ -129,6 +129,7 @@ typedef struct totals {
     chunk_t *chunks[CHUNKS];
     uint64_t ring_number; /* of the ring that has them: who reads from outside finds them by this */
     uint32_t node;
+    uint64_t cancelled; /* requests that were broken off, and have no error */
 } totals_t;
 
 /* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
@@ -444,5 +445,5 @@ static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dund
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
     *str_error_key, *str_told, *str_attributes, *str_key, *str_key_word, *str_batch_word, *str_bind_innermost,
-    *str_batch_keys, *str_batch_weights;
+    *str_batch_keys, *str_batch_weights, *str_outcome, *str_cancelled, *str_closed_early, *str_stopped;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

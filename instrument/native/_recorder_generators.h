@@ -336,7 +336,7 @@ Stretch_finish(Stretch *self, PyObject *error)
         Py_RETURN_NONE;
     }
     Py_INCREF(ring);
-    PyObject *name = error == Py_None || is_answer(self->core, self->frame, error)
+    PyObject *name = error == Py_None || is_no_error(self->core, frame, error)
                          ? NULL
                          : error_name((PyObject *)Py_TYPE(error));
     int64_t waited_ns = self->stepped != NULL ? self->stepped->waited_ns : 0;

@@ -98,6 +98,7 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
     for (uint32_t n = 0; n < nodes; n++) {
         totals_t sum; /* all but the histogram */
         memset(&sum, 0, offsetof(totals_t, chunks));
+        sum.cancelled = 0;
         for (Py_ssize_t i = 0; i < count; i++) {
             const totals_t *t = known_totals(&rings[i]->totals, n);
             const totals_t *ahead = known_totals(&rings[i]->totals, n + AHEAD_ON_EACH);

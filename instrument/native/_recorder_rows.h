@@ -212,9 +212,13 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         drop_rare(rare);
         return;
     }
+    int was_cancelled = frame->attributes != NULL && error == NULL && frame->node->is_request &&
+                        PyDict_Check(frame->attributes) && PyDict_GetItem(frame->attributes, str_outcome) != NULL;
     PyObject *old = write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
-    totals_t *totals = own_waited_ns > 0 ? totals_here(ring, frame->node) : NULL;
-    if (totals != NULL)
+    totals_t *totals = own_waited_ns > 0 || was_cancelled ? totals_here(ring, frame->node) : NULL;
+    if (totals != NULL && own_waited_ns > 0)
         add_time(core, &totals->waiting_ns, own_waited_ns);
+    if (totals != NULL && was_cancelled)
+        totals->cancelled++;
     drop_rare(old);
 }

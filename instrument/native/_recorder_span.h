@@ -437,22 +437,66 @@ status_of(Core *core, PyObject *error)
     return 100 <= status && status < 1000 ? status : -1;
 }
 
-/* Whether what a span ended with is an answer below 500 and no error; a request bears the answer's status. */
-static int
-is_answer(Core *core, Frame *ended, PyObject *error)
+/* How a span was broken off that ended with an exception, borrowed; NULL where it has failed. No code of the host's is
+ * run. Twin of `outcome_of` in cancellation.py. */
+static PyObject *
+outcome_of(PyObject *error)
 {
-    if (core->answers == NULL || !PyDict_CheckExact(core->answers) || !PyExceptionInstance_Check(error))
+    if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception))
+        return NULL;
+    if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_SystemExit)) {
+        PyObject *code = ((PySystemExitObject *)error)->code;
+        int overflow = 0;
+        int is_zero = code == NULL || code == Py_None || code == Py_False ||
+                      (PyLong_CheckExact(code) && PyLong_AsLongAndOverflow(code, &overflow) == 0 && !overflow);
+        return is_zero ? str_stopped : NULL;
+    }
+    if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_KeyboardInterrupt))
+        return str_stopped;
+    if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_GeneratorExit))
+        return str_closed_early;
+    PyObject *classes = Py_TYPE(error)->tp_mro;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(classes); i++) {
+        const char *name = ((PyTypeObject *)PyTuple_GET_ITEM(classes, i))->tp_name, *dot = strrchr(name, '.');
+        name = dot != NULL ? dot + 1 : name;
+        if (strcmp(name, "CancelledError") == 0 || strcmp(name, "Cancelled") == 0 || strcmp(name, "GreenletExit") == 0)
+            return str_cancelled;
+    }
+    return NULL;
+}
+
+/* Note how a span has ended, beside its attributes, which may be another's too. */
+static void
+put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
+{
+    PyObject *attributes = ended->attributes ? PyDict_Copy(ended->attributes) : PyDict_New();
+    if (value != NULL && attributes != NULL && PyDict_SetItem(attributes, name, value) == 0)
+        Py_XSETREF(ended->attributes, Py_NewRef(attributes));
+    else
+        count(core, NO_DETAILS);
+    PyErr_Clear();
+    Py_XDECREF(attributes);
+}
+
+/* Whether what a span ended with is no error, but an answer below 500, or says that it was broken off. A request bears
+ * the answer's status, any span how it was broken off. */
+static int
+is_no_error(Core *core, frame_t *ended, PyObject *error)
+{
+    if (!PyExceptionInstance_Check(error))
+        return 0;
+    PyObject *outcome = outcome_of(error);
+    if (outcome != NULL) {
+        if (ended->attributes == NULL || PyDict_GetItem(ended->attributes, str_outcome) == NULL)
+            put_ending(core, ended, str_outcome, outcome);
+        return 1;
+    }
+    if (core->answers == NULL || !PyDict_CheckExact(core->answers))
         return 0;
     long status = status_of(core, error);
-    if (status >= 0 && ended != NULL && ended->frame->node->is_request) {
+    if (status >= 0 && ended->node->is_request) {
         PyObject *number = PyLong_FromLong(status);
-        PyObject *attributes = ended->frame->attributes ? PyDict_Copy(ended->frame->attributes) : PyDict_New();
-        if (number != NULL && attributes != NULL && PyDict_SetItem(attributes, str_status, number) == 0)
-            Py_XSETREF(ended->frame->attributes, Py_NewRef(attributes));
-        else
-            count(core, NO_DETAILS);
-        PyErr_Clear();
-        Py_XDECREF(attributes);
+        put_ending(core, ended, str_status, number);
         Py_XDECREF(number);
     }
     return status >= 0 && status < FIRST_OF_SERVER;
@@ -509,7 +553,7 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
         store_plain(core, ring, frame, end_ns);
     } else {
         PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
-                         : error == NULL || error == Py_None || is_answer(core, self, error)
+                         : error == NULL || error == Py_None || is_no_error(core, frame, error)
                              ? NULL
                              : error_name((PyObject *)Py_TYPE(error));
         store(core, ring, frame, end_ns, -1, waited_ns, name);

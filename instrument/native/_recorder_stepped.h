@@ -347,11 +347,11 @@ Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
-    static PyObject *name;
+    static PyObject *closed; /* what a coroutine that is closed is told */
     Stepped *around;
     if (!self->has_begun)
         return close_awaited(self) < 0 ? NULL : Py_NewRef(Py_None);
-    if ((name == NULL && (name = PyUnicode_InternFromString("GeneratorExit")) == NULL) || begin_step(self, &around) < 0)
+    if ((closed == NULL && (closed = PyObject_CallNoArgs(PyExc_GeneratorExit)) == NULL) || begin_step(self, &around) < 0)
         return NULL;
     PyObject *result = NULL;
     if (close_awaited(self) < 0) {
@@ -361,7 +361,7 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
     Stepped *innermost = stepping;
     stepping = around;
     self->is_running = 0;
-    int failed = end_own(self, name);
+    int failed = end_own(self, closed);
     leave_awaited(self);
     Py_XDECREF(innermost);
     return failed < 0 ? NULL : Py_NewRef(Py_None);

@@ -163,6 +163,7 @@ add_totals(Core *core, totals_t *into, const totals_t *from)
         into->max_ns = from->max_ns;
     into->calls += from->calls;
     into->errors += from->errors;
+    into->cancelled += from->cancelled;
     into->moved_bytes += from->moved_bytes;
     add_time(core, &into->total_ns, from->total_ns);
     add_time(core, &into->self_ns, from->self_ns);
@@ -268,13 +269,13 @@ packed(const histogram_t *histogram)
     return bytes;
 }
 
-/* The fields of `Totals` up to `first_ns`, in their order, and the histogram, packed. It is handed over. */
+/* The fields of `Totals` up to `first_ns`, in their order, `cancelled`, and the histogram, packed. It is handed over. */
 static PyObject *
 totals_as_tuple(const totals_t *t, PyObject *packed)
 {
     return packed == NULL ? NULL
-                          : Py_BuildValue("(KKLLLLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns, t->waiting_ns, t->device_ns,
-                                          elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, packed);
+                          : Py_BuildValue("(KKLLLLLLLKLKN)", t->calls, t->errors, t->total_ns, t->self_ns, t->waiting_ns, t->device_ns,
+                                          elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, t->cancelled, packed);
 }
 
 /* {node index: totals} */

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 3
+#define RECORDING_VERSION 4
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 

@@ -30,6 +30,7 @@ from instrument.recording.rows import (
     SPAN_ID,
     START_NS,
     Row,
+    is_cancelled_request,
     is_too_short,
     packed_row,
     self_ns,
@@ -427,6 +428,8 @@ class MemoryWriter:
         self._add_times(chunks, at, bucket(duration), 1)
         if row[ERROR] is not None:
             self._add_to(at, "errors", 1)
+        elif is_cancelled_request(row, node.site):
+            self._add_to(at, "cancelled", 1)
         if own_waited_ns:
             self._add_to(at, "waiting_ns", own_waited_ns)
         size = row[ATTRIBUTES].get("bytes") if row[ATTRIBUTES] and node.site.kind == "copy" else None
@@ -492,7 +495,7 @@ class MemoryWriter:
             self.map, at, totals.calls, min(totals.total_ns, _FARTHEST), min(totals.self_ns, _FARTHEST), totals.min_ns,
             totals.max_ns, totals.first_ns,
         )  # fmt: skip
-        for name in ("errors", "moved_bytes", "device_ns", "waiting_ns"):
+        for name in ("errors", "cancelled", "moved_bytes", "device_ns", "waiting_ns"):
             _U64.pack_into(self.map, at + layout.TOTALS.fields[name][0], getattr(totals, name) & (1 << 64) - 1)
         _I64.pack_into(self.map, at + layout.TOTALS.fields["beyond_ns"][0], totals.elapsed_ns - totals.total_ns)
         for chunk in chunks.values():

@@ -54,7 +54,7 @@ from instrument.recording.generations import (
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
-from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, Span
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Span
 
 SCHEME = "url.scheme"
 
@@ -156,8 +156,7 @@ class Meter:
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
-        if error is not None:
-            labels = (*labels, ("error.type", error))
+        labels = (*labels, *_ending(told, error))
         for name, value in ((QUEUE_TIME, queue_ns), (SERVING_BATCH_SIZE, round(batch_size * ONE))):
             self._generated.add(name, labels, value)
             if kept is not None:
@@ -424,7 +423,14 @@ def _labels(endpoint: Labels, told: Mapping[Any, Any], error: str | None) -> Lab
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
         endpoint += ((STATUS, status),)
-    return endpoint if error is None else (*endpoint, ("error.type", error))
+    return (*endpoint, *_ending(told, error))
+
+
+def _ending(told: Mapping[Any, Any], error: str | None) -> Labels:
+    """What tells those that failed, and those that were broken off, from others."""
+    if error is not None:
+        return (("error.type", error),)
+    return ((OUTCOME, outcome),) if isinstance(outcome := told.get(OUTCOME), str) else ()
 
 
 def _durations(
@@ -442,10 +448,9 @@ def _generation(
 ) -> Iterator[tuple[str, Labels, int]]:
     """What metrics tell of a generation that has ended; each item of its stream is taken for a token."""
     labels = generation_labels(known, told)
+    yield REQUEST_DURATION, (*labels, *_ending(told, error)), duration_ns
     if error is not None:
-        yield REQUEST_DURATION, (*labels, ("error.type", error)), duration_ns
         return
-    yield REQUEST_DURATION, labels, duration_ns
     times = token_times(told)
     if times is not None:
         yield FIRST_TOKEN, labels, times[0]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import error_name
 from instrument.recorder.annotation import error_told
 from instrument.recorder.call_nodes import NODE_LIMIT
+from instrument.recorder.cancellation import outcome_of
 from instrument.recorder.chains import (
     CLOSED,
     OPEN,
@@ -36,7 +37,7 @@ from instrument.recorder.stepped import take_waited, waited_of
 from instrument.recording import memory_layout as layout
 from instrument.recording.ring import Ring, Rings
 from instrument.recording.rows import REQUEST_BIT, Row
-from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
+from instrument.recording.spans import ATTRIBUTE_LIMIT, OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import RLock
 
@@ -358,9 +359,14 @@ class Core(Opened):
 
     @staticmethod
     def _error_of(frame: Frame, error: BaseException | str) -> str | None:
-        """The error's name. An exception that is an answer below 500 is none; a request bears the answer's status."""
+        """The error's name. An exception that is an answer below 500 is none; a request bears the answer's status. Nor
+        is one by which the span was broken off; it says so."""
         if isinstance(error, str):
             return error
+        outcome = outcome_of(error)
+        if outcome is not None:
+            frame[10] = {OUTCOME: outcome, **(frame[10] or {})}
+            return None
         status = status_of(error)
         if status is not None and frame[0].site.kind == "request":
             frame[10] = {**(frame[10] or {}), STATUS: status}

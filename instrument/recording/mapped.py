@@ -598,7 +598,7 @@ def _totals(one: Any, packed: bytes) -> Totals:
     return Totals.of_core((
         int(one["calls"]), int(one["errors"]), total_ns, int(one["self_ns"]), int(one["waiting_ns"]),
         int(one["device_ns"]), total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]),
-        int(one["first_ns"]), packed,
+        int(one["first_ns"]), int(one["cancelled"]), packed,
     ))  # fmt: skip
 
 

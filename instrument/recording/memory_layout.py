@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 3
+MAGIC, VERSION = b"instrrec", 4
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -96,7 +96,7 @@ TOTALS = Record(
         "first_ns": (40, "q"), "waiting": (48, "7H"), "waiting_count": (62, "H"), "errors": (64, "Q"),
         "moved_bytes": (72, "Q"), "device_ns": (80, "q"), "beyond_ns": (88, "q"), "first_total_ns": (96, "q"),
         "steps": (104, "Q"), "waiting_ns": (112, "q"), "chunks": (120, f"{CHUNKS}Q"), "ring_number": (600, "Q"),
-        "node": (608, "I"),
+        "node": (608, "I"), "cancelled": (616, "Q"),
     },
 )  # fmt: skip
 CHUNK = _in_order(low="64H", high="Q")

@@ -20,6 +20,7 @@ from instrument.recording.rows import (
     SPAN_ID,
     START_NS,
     Row,
+    is_cancelled_request,
     is_too_short,
     more_of,
     packed_row,
@@ -141,6 +142,7 @@ class Ring:
         index = row[NODE] if row[NODE] < len(self.nodes) else 0  # of a call that began just as another thread reset
         node = self.nodes[index]
         start_ns, duration_ns, own_ns = row[START_NS], row[END_NS] - row[START_NS], self_ns(row)
+        is_cancelled = is_cancelled_request(row, node.site)
         is_short = duration_ns < node.site.min_ns and is_too_short(row, node.site.min_ns)
         # A scope of this kind may carry anything there: what is no size counts for nothing.
         size = row[ATTRIBUTES].get("bytes") if row[ATTRIBUTES] and node.site.kind == "copy" else None
@@ -163,6 +165,7 @@ class Ring:
         histogram[at] += 1
         totals.calls += 1
         totals.errors += row[ERROR] is not None
+        totals.cancelled += is_cancelled
         if node.inner is not node:
             totals.total_ns += duration_ns
             totals.elapsed_ns += duration_ns

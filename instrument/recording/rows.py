@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from instrument.recording import memory_layout
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.spans import Site, Span
+from instrument.recording.spans import OUTCOME, Site, Span
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 """What the native recorder makes in `row_as_tuple`, and the one in Python by `row_of`."""
@@ -102,6 +102,11 @@ def unpacked_rows(data: bytes) -> Iterator[Row]:
 def is_request_root(row: Row) -> bool:
     """Whether a row is of a request that is the root of its tree."""
     return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)
+
+
+def is_cancelled_request(row: Row, site: Site) -> bool:
+    """Whether it is a request that was broken off, and has no error."""
+    return site.kind == "request" and row[ERROR] is None and OUTCOME in (row[ATTRIBUTES] or ())
 
 
 def is_too_short(row: Row, min_ns: int) -> bool:

@@ -112,6 +112,9 @@ ATTRIBUTE_LIMIT = 128
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
 """Attributes that say how a span ended, by OpenTelemetry's names: `OK` or `ERROR`, why, and the kind of error."""
 
+OUTCOME = "instrument.outcome"
+"""The attribute of a span that was broken off: by what, such as `cancelled`. One without an error has not failed."""
+
 OTHER_ERROR = "_OTHER"
 """The error of a span that failed and said no kind: OpenTelemetry's word."""
 

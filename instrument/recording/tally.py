@@ -37,7 +37,8 @@ class Totals:
 
     All times in ns. Of `self_ns` the calls waited, suspended by what they awaited, `waiting_ns`, and ran in the rest.
     `elapsed` is the union of host and device interval of each call; without device work it equals the host total.
-    `first_ns` is the monotonic time at which the first call began (0: no call). `probe_ns` is what the probes of the
+    `first_ns` is the monotonic time at which the first call began (0: no call). `cancelled` counts requests that were
+    broken off and have no error. `probe_ns` is what the probes of the
     calls cost outside of them, which the self time of what is around them holds (0: not known).
 
     The native recorder gives histograms as bytes, which few readers ask for: `packed` has them, and whatever else the
@@ -57,6 +58,7 @@ class Totals:
     first_ns: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
     probe_ns: int = 0
+    cancelled: int = 0
     packed: list[dict[int, int] | bytes] | None = field(default=None, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:
@@ -71,9 +73,11 @@ class Totals:
 
     @classmethod
     def of_core(cls, sums: tuple[Any, ...]) -> Totals:
-        """Of the native recorder's tuple: the fields up to `first_ns` in their order, and the histogram packed."""
-        totals = cls(*sums)
-        packed: Any = totals.histogram
+        """Of the native recorder's tuple: the fields up to `first_ns` in their order, `cancelled`, and the histogram,
+        packed."""
+        *numbers, cancelled, packed = sums
+        totals = cls(*numbers)
+        totals.cancelled = cancelled
         del totals.histogram
         totals.packed = [packed]
         return totals
@@ -90,6 +94,7 @@ class Totals:
             self.min_ns, self.max_ns, self.first_ns = other.min_ns, other.max_ns, other.first_ns
         self.calls += other.calls
         self.errors += other.errors
+        self.cancelled += other.cancelled
         self.total_ns += other.total_ns
         self.self_ns += other.self_ns
         self.waiting_ns += other.waiting_ns

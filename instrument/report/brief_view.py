@@ -104,8 +104,12 @@ class Brief:
         if self.requests.counted:
             errors = self.requests.errors
             ended = f"{errors} of them ended with an error" if errors else "none ended with an error"
-            part = f"; told of below: the newest {self.requests.requests}" if self.requests.is_part else ""
-            lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}{part}")
+            cancelled = sum(endpoint.cancelled for endpoint in self.requests.endpoints)
+            broken_off = f", {cancelled} {'was' if cancelled == 1 else 'were'} cancelled" if cancelled else ""
+            if self.requests.is_part:
+                ended += f"; told of below: the newest {self.requests.requests}"
+            ended += broken_off
+            lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:

@@ -10,6 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from instrument.recording.histogram import percentiles_of
+from instrument.recording.spans import OUTCOME
 from instrument.report.answers import Answers, StreamedAnswers
 from instrument.report.table import bounded, share
 from instrument.report.view import Options
@@ -49,7 +50,8 @@ class EndpointTimes:
     """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
     every request has some, perhaps 0.
 
-    `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
+    `errors` failed: with an exception, or by the server's own fault. `cancelled` were broken off, as by clients that
+    went away, and have not failed. `statuses` are answers by class, such as `2xx`,
     and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
     `ratio` is of the wall of all requests of the view. `counted` are all requests of the name that ever ended, also
     those of which no span is held any more. One with `remaining` stands for so many endpoints that were left
@@ -77,6 +79,7 @@ class EndpointTimes:
     streams: StreamedAnswers | None = None
     remaining: int = 0
     counted: int = 0
+    cancelled: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class WholeRequests:
     endpoint: Int64s
     wall_ns: Int64s
     failed: Bools
+    broken_off: Bools
     unknown_ns: Int64s
     answers: Answers
     parts: tuple[str, ...]
@@ -118,6 +122,7 @@ class WholeRequests:
             endpoint=of_site[trace.site[rows]],
             wall_ns=trace.total_ns[rows],
             failed=trace.error[rows] != NONE,
+            broken_off=np.isin(rows, trace.attributes.having(OUTCOME)) & (trace.error[rows] == NONE),
             unknown_ns=unknown_ns,
             answers=Answers.of(trace.attributes, rows),
             parts=found.names,
@@ -146,6 +151,7 @@ class WholeRequests:
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
+        cancelled = Groups(groups, count).sums(self.broken_off.astype(np.int64)).tolist()
         phases, answers = self._times_of_phases(groups), self._answers(groups, count)
         found = []
         for number, name in enumerate(names):
@@ -178,6 +184,7 @@ class WholeRequests:
                     statuses=answered.statuses() if answered else {},
                     streams=answered.streams() if answered else None,
                     remaining=remaining,
+                    cancelled=cancelled[number],
                 )
             )
         return found
@@ -206,6 +213,12 @@ class WholeRequests:
         first, last = np.searchsorted(self.request, [number, number + 1])
         its = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in its}
+
+
+def outcome_told(trace: Trace, row: int) -> str:
+    """By what a request was broken off, "" where it was not."""
+    told = trace.attributes[row].get(OUTCOME)
+    return told if isinstance(told, str) else ""
 
 
 def _in_order(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:

@@ -16,6 +16,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.recorder.annotation import key_text
+from instrument.report.endpoint_times import outcome_told
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import (
     LINE,
@@ -87,6 +88,7 @@ class RequestLife:
     begin_ns: int
     wall_ns: int
     error: str
+    outcome: str
     parts: Mapping[str, int]
     blame: Blame | None
     turns: tuple[Turn, ...]
@@ -96,7 +98,7 @@ class RequestLife:
 
     def lines(self) -> list[str]:
         unit = self._options.unit
-        error = f", {safe(self.error)}" if self.error else ""
+        error = f", {safe(self.error or self.outcome)}" if self.error or self.outcome else ""
         keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
         name = shorten(safe(self.name) or "(no name)", LINE // 2)
         at = f"{compact(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
@@ -160,6 +162,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
         begin_ns=begin_ns - recording.facts.start_ns,
         wall_ns=int(trace.total_ns[row]),
         error="" if error == NONE else trace.errors[error],
+        outcome=outcome_told(trace, row),
         parts=found.parts_of(place),
         blame=told,
         turns=tuple(_turns(trace, joined, found, moments, begin_ns)),

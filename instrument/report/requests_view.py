@@ -26,7 +26,7 @@ from instrument.report.blocked_loops import BlockedLoops, blocked_loops
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_shares import EndpointShare, device_share_section, device_shares
 from instrument.report.device_view import by_endpoint, other_endpoints
-from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, phase_times
+from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, outcome_told, phase_times
 from instrument.report.line_sums import LineSums
 from instrument.report.section import Section, section_lines
 from instrument.report.table import (
@@ -86,6 +86,7 @@ class SlowRequest:
 
     `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector, as it prints
     them, empty where they are not known: the collector has the request if the profile's `capture` kept it.
+    `outcome` says by what it was broken off, "" where it was not.
     It is known to its processes by `keys`, and `blame` says what made it slower than its endpoint's requests mostly
     are, where there are `ENOUGH` of them and it is more than a `NOTABLE` part of the wall.
     """
@@ -95,6 +96,7 @@ class SlowRequest:
     began: str
     wall_ns: int
     error: str
+    outcome: str
     span_id: int
     trace_id: str
     collector_span_id: str
@@ -129,12 +131,13 @@ class RequestTimes:
     _options: Options
 
     def sections(self) -> list[Section]:
+        cancelled = "|cancelled=Cancelled" if any(one.cancelled for one in self.endpoints) else ""
         blocked = [] if self.blocked is None else [self.blocked.whole(), *(one.indented() for one in self.blocked.by)]
         return [
             Section(
                 "Endpoints", self.endpoints,
-                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|errors=Errors|"
-                "mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
+                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|"
+                f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",), time=_eleven,
             ),
@@ -332,6 +335,7 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
         began=began.replace("+00:00", "Z"),
         wall_ns=wall_ns,
         error="" if error == NONE else trace.errors[error],
+        outcome=outcome_told(trace, row),
         span_id=int(trace.span_id[row]),
         trace_id=trace_id,
         collector_span_id=own_id,
@@ -387,7 +391,7 @@ def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
 
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
-    error = f", {safe(one.error)}" if one.error else ""
+    error = f", {safe(one.error or one.outcome)}" if one.error or one.outcome else ""
     name = shorten(safe(one.name) or "(no name)", LINE // 2)
     key = f", key {shorten(safe(one.keys[0]), LINE // 2)}" if one.keys else ""
     lines = wrapped(f"{place}. {name}: {four_digits(one.wall_ns, unit)} {unit}{error}{key}")

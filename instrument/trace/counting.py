@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.histogram import LAST_BUCKET, bucket_start
-from instrument.recording.spans import Site
+from instrument.recording.spans import OUTCOME, Site
 from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level
@@ -154,6 +154,8 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
         value if isinstance(value, int) and 0 <= value <= LARGEST_COPY_BYTES else 0
         for value in trace.attributes.values("bytes", copied)
     ]
+    cancelled = trace.of_kind("request") & (trace.error == NONE)
+    cancelled[np.setdiff1d(np.flatnonzero(cancelled), trace.attributes.having(OUTCOME))] = False
     groups, outer = Groups(cells, count), ~inner
     columns: list[NDArray[np.int64]] = [
         groups.sizes(),
@@ -174,7 +176,10 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
     its, of_buckets = np.divmod(keys, LAST_BUCKET + 1)
     for cell, index, calls in zip(its.tolist(), of_buckets.tolist(), sizes.tolist(), strict=True):
         histograms[cell][index] = calls
-    return list(map(Totals, *(column.tolist() for column in columns), histograms))
+    found = list(map(Totals, *(column.tolist() for column in columns), histograms))
+    for totals, count_of_cell in zip(found, groups.sums(cancelled).tolist(), strict=True):
+        totals.cancelled = count_of_cell
+    return found
 
 
 def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:

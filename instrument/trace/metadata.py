@@ -333,6 +333,8 @@ class Metadata:
             path = () if node == -1 else paths[index(node)]
             if self.format < FORMAT:  # then the self time of what may be suspended was all told as waiting
                 numbers.insert(WAITING_AT, numbers[WAITING_AT - 1] if path and path[-1].suspends else 0)
+            if len(numbers) == len(_SUMS) - 1:
+                numbers.append(0)  # files of earlier versions do not tell of requests that were cancelled
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] += self.base_ns
             if sums["calls"] < 0:

@@ -54,8 +54,7 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
         answer = app(scope, receive if is_http else talk.receive, talk.send)
         result = await exchange.stepped(answer)
     except BaseException as error:
-        exchange.status = exchange.status or 500  # without an answer yet the server will say so
-        exchange.end(error)
+        exchange.fail(error)
         raise
     if exchange.frame is not None:
         exchange.broken_off() if is_http else exchange.end()

@@ -15,25 +15,23 @@ from typing import Any
 from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Method
 from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
+from instrument.recorder.cancellation import outcome_of
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
-from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, MEDIAN_GAP, AttributeValue
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, MEDIAN_GAP, OUTCOME, AttributeValue
 from instrument.runtime.faults import FAULTS
 
 HEADER = "http.request.header."
 """How attributes begin that hold a header of a request."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
-OUTCOME = "instrument.outcome"
-"""How a request ended that was not answered in full: one of `OUTCOMES`, by what broke it off."""
-
 CLIENT_GONE = "client gone"
 OUTCOMES: Mapping[str, str] = {
-    "CancelledError": "cancelled",
     "TimeoutError": "timed out",
     "GeneratorExit": CLIENT_GONE,
     "ClientDisconnect": CLIENT_GONE,
 }
+"""How a request ended that was not answered in full, by what broke it off. What else there is says the recorder."""
 
 BEGIN = "begin of a request"
 """Where faults of ours are counted that come then."""
@@ -255,6 +253,12 @@ class Exchange:
             self.stream = None
         self.end()
 
+    def fail(self, error: BaseException) -> None:
+        """The app has ended with an exception: without an answer yet the server will say so, where anybody hears it."""
+        if outcome_of(error) is None and OUTCOMES.get(type(error).__name__) != CLIENT_GONE:
+            self.status = self.status or 500
+        self.end(error)
+
     def end(self, error: BaseException | str | None = None) -> None:
         """The last byte has gone to the server, or nothing more will come: with an exception, or an error's name."""
         frame, self.frame = self.frame, None
@@ -262,20 +266,21 @@ class Exchange:
             return
         try:
             if error is not None or self.stream is not None or self.prefix:
-                self._tell_rest(frame, error)
+                error = self._tell_rest(frame, error)
             self.method.close_request(frame, self.facts, self.status, self.answer_bytes, error)
         except Exception as fault:
             self.method.recorder.close(frame, error, True)  # without what cannot be told
             FAULTS.note("end of a request", fault)
 
-    def _tell_rest(self, frame: Any, error: BaseException | str | None) -> None:
-        """Tell what most requests have nothing of."""
+    def _tell_rest(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
+        """Tell what most requests have nothing of. Returns the error, of which a client that has gone is none."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
             self.facts.update(self.stream.facts(self.method.recorder.begun_ns(frame)))
         if (outcome := OUTCOMES.get(type(error).__name__)) is not None:
             self.facts[OUTCOME] = outcome
+        return None if outcome == CLIENT_GONE else error
 
     def broken_off(self, outcome: str = CLIENT_GONE) -> None:
         """Nobody takes the rest of the answer, or nobody gives it."""

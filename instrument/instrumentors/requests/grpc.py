@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
-    OUTCOME,
     PORT,
     SERVER,
     Arrival,
@@ -26,6 +25,8 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     SteppedItems,
 )
+from instrument.recorder.cancellation import CANCELLED
+from instrument.recording.spans import OUTCOME
 from instrument.runtime.faults import FAULTS
 
 STATUS = "rpc.response.status_code"
@@ -207,7 +208,7 @@ class _Call:
                 left_s = context.time_remaining()
                 is_late = left_s is not None and left_s < DEADLINE_SLACK_S
                 status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
-                exchange.facts[OUTCOME] = "timed out" if is_late else "cancelled"
+                exchange.facts[OUTCOME] = "timed out" if is_late else CANCELLED
                 error = None if is_broken_off or isinstance(error, self._service.grpc.RpcError) else error
             elif error is not None and status == "OK":
                 status = "UNKNOWN"

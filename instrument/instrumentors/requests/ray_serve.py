@@ -48,8 +48,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 await told_of(talk, messages)
                 yield messages
         except BaseException as error:
-            exchange.status = exchange.status or 500
-            exchange.end(error)
+            exchange.fail(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise

@@ -19,8 +19,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, Arrival, Exchange, Exchanges
-from instrument.recording.spans import Site
+from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges
+from instrument.recorder.cancellation import CANCELLED
+from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
@@ -199,7 +200,7 @@ def _end(
     try:
         is_cancelled = getattr(request, "is_cancelled", None)
         if is_cancelled is not None and exchange.is_open and is_cancelled():
-            exchange.facts[OUTCOME] = "cancelled"
+            exchange.facts[OUTCOME] = CANCELLED
         failed = failed or _error_of(response)
     except Exception as fault:
         FAULTS.note("end of a request of Triton", fault)

@@ -53,8 +53,7 @@ class WsgiApp(ServedApp):
         try:
             body = app(environ, start)
         except BaseException as error:
-            exchange.status = exchange.status or 500
-            exchange.end(error)
+            exchange.fail(error)
             raise
         if type(body) is list or type(body) is tuple:
             try:

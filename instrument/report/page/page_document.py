@@ -88,8 +88,10 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
     served = shown.requests
     if served.requests:
         errors = sum(one.errors for one in served.endpoints)
-        add("Requests", f"{served.requests:,}", f"{errors:,} with an error" if errors else "none with an error",
-            "bad" if errors else "")  # fmt: skip
+        cancelled = sum(one.cancelled for one in served.endpoints)
+        ended = f"{errors:,} with an error" if errors else "none with an error"
+        ended += f", {cancelled:,} cancelled" if cancelled else ""
+        add("Requests", f"{served.requests:,}", ended, "bad" if errors else "")
         heaviest = served.endpoints[0]
         name = shorten(safe(heaviest.name) or "(no name)", 60)
         for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns), ("Slowest", heaviest.max_ns)):
