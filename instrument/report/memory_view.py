@@ -10,21 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from instrument.recording.spans import HOST, Sample, is_operator
+from instrument.recording.spans import HOST, Sample, Trace, is_operator
 from instrument.report.allocation_sums import Allocator, Level, counted
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.section import Section, device_name, mebibytes, section_lines
-from instrument.report.table import (
-    MISSING,
-    bounded,
-    number,
-    safe,
-    shorten,
-    summed,
-    title,
-    wrapped,
-)
-from instrument.report.view import Options, Recording, TraceFacts
+from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, title, wrapped
+from instrument.report.view import Options, Recording
 
 BEFORE = "(before it began)"
 """Where a peak was reached that nothing rose above in the time that was watched."""
@@ -259,13 +250,13 @@ def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[Ga
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
 
-def _peaks(facts: TraceFacts, allocator: Allocator) -> Iterator[Peak]:
+def _peaks(facts: Trace, allocator: Allocator) -> Iterator[Peak]:
     yield _peak(facts, allocator.device, "allocated", allocator.allocated)
     if allocator.reserved.peak_bytes:
         yield _peak(facts, allocator.device, "reserved", allocator.reserved)
 
 
-def _peak(facts: TraceFacts, device: int, what: str, level: Level) -> Peak:
+def _peak(facts: Trace, device: int, what: str, level: Level) -> Peak:
     place, at_ns = level.place, level.at_ns
     if at_ns is None:
         place, at_ns = BEFORE, facts.watched[0] if facts.watched else facts.start_ns

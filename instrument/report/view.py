@@ -10,25 +10,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
-from instrument.recording.allocations import Allocation
 from instrument.recording.lines import Lines
-from instrument.recording.spans import (
-    Cost,
-    Flops,
-    Gpu,
-    Interval,
-    Kernel,
-    Origin,
-    Sample,
-    Site,
-    Span,
-    Startup,
-    Trace,
-)
+from instrument.recording.spans import Cost, Site, Span, Startup, Trace
 from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
@@ -149,35 +136,6 @@ class HeldSpans:
     unanswered: Mapping[str, int]
 
 
-class TraceFacts(Protocol):
-    """What a trace knows beside its spans, with the names of `instrument.recording.spans.Trace`."""
-
-    @property
-    def start_ns(self) -> int: ...
-    @property
-    def end_ns(self) -> int: ...
-    @property
-    def held(self) -> Interval: ...
-    @property
-    def threads(self) -> Mapping[int, str]: ...
-    @property
-    def origin(self) -> Origin: ...
-    @property
-    def watched(self) -> Interval | None: ...
-    @property
-    def kernels(self) -> Sequence[Kernel]: ...
-    @property
-    def allocations(self) -> Sequence[Allocation]: ...
-    @property
-    def flops(self) -> Sequence[Flops]: ...
-    @property
-    def samples(self) -> Sequence[Sample]: ...
-    @property
-    def gpus(self) -> Sequence[Gpu]: ...
-    @property
-    def apart_ns(self) -> int: ...
-
-
 @dataclass(eq=False)
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
@@ -207,7 +165,7 @@ class Recording:
     make_held: Callable[[], HeldSpans | None] = lambda: None
     make_cost: Callable[[], Cost | None] = lambda: None
     make_columns: Callable[[], columns.Trace] | None = None
-    make_facts: Callable[[], TraceFacts] | None = None
+    make_facts: Callable[[], Trace] | None = None
     died: str = ""
 
     @cached_property
@@ -238,8 +196,8 @@ class Recording:
         return self.make_trace()
 
     @cached_property
-    def facts(self) -> TraceFacts:
-        """What the trace knows beside its spans, which are not made for it."""
+    def facts(self) -> Trace:
+        """What the trace knows beside its spans, which it may lack: none is made for it."""
         return self.trace if self.make_facts is None else self.make_facts()
 
     @cached_property
