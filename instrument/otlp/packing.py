@@ -17,15 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, remote_of
-from instrument.recording.spans import (
-    ERROR_TYPE,
-    STATUS_CODE,
-    STATUS_DESCRIPTION,
-    DeviceInterval,
-    Origin,
-    Site,
-    Span,
-)
+from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, DeviceInterval, Origin, Site, Span
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""

@@ -17,12 +17,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.coverage import Coverage
 from instrument.report.requests_view import joined_requests, request_device_ledger
 from instrument.report.section import Section, section_lines
-from instrument.report.table import (
-    bounded,
-    four_digits,
-    share,
-    title,
-)
+from instrument.report.table import bounded, four_digits, share, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups

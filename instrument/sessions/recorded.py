@@ -38,18 +38,7 @@ from instrument.recording.distributions import SERIES_LIMIT, Snapshot
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.meter_place import MeterState
 from instrument.recording.remote_parents import remote_of
-from instrument.recording.spans import (
-    UNTIMED,
-    Cost,
-    FirstCall,
-    Gpu,
-    Origin,
-    Sample,
-    Site,
-    Span,
-    Startup,
-    Trace,
-)
+from instrument.recording.spans import UNTIMED, Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace
 from instrument.recording.tally import Tally
 from instrument.report.coverage import NO_EVENTS
 from instrument.report.section import View
