@@ -145,11 +145,20 @@ def expected(trace: Trace, device: int) -> dict[str, object]:
         },
         "uncertainty_ns": (min(o.uncertainty_ns for o in kept), max(o.uncertainty_ns for o in kept)) if kept else None,
         "outside": sum(not inside(one) for one in all_timed),
-        "requests": requests,
+        "requests": by_name(trace, requests),
     }
 
 
-def said(found: Utilisation, use: DeviceUse) -> dict[str, object]:
+def by_name(trace: Trace, requests: dict[int, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """How many there are of each name, and the sums of their parts."""
+    named: dict[str, list[tuple[int, ...]]] = {}
+    for span in trace.spans:
+        if span.span_id in requests:
+            named.setdefault(span.site.name, []).append(requests[span.span_id])
+    return {name: (len(its), *map(sum, zip(*its, strict=True))) for name, its in named.items()}
+
+
+def said(use: DeviceUse) -> dict[str, object]:
     return {
         **{
             name: getattr(use, name)
@@ -161,9 +170,7 @@ def said(found: Utilisation, use: DeviceUse) -> dict[str, object]:
         "streams": {one.stream: (one.intervals, one.summed_ns, one.busy_ns) for one in use.streams},
         "labels": {one.label: (one.intervals, one.summed_ns) for one in use.labels},
         "requests": {
-            one.span_id: (one.wall_ns, one.own_ns, one.others_ns, one.starved_ns)
-            for one in found.requests
-            if one.device == use.device
+            one.name: (one.requests, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) for one in use.endpoints
         },
     }  # fmt: skip
 
@@ -176,20 +183,17 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(trace: Trace) -> N
     there = {one.device for span in trace.spans for one in span.device if one.label not in UNTIMED}
     assert [use.device for use in found.devices] == sorted(there)
     for use in found.devices:
-        assert said(found, use) == expected(trace, use.device)
+        assert said(use) == expected(trace, use.device)
 
 
 @given(traces())
 def test_the_parts_add_up_to_the_window_and_to_each_request(trace: Trace) -> None:
     found = utilisation_of(trace)
     for use in found.devices:
-        requests = [one for one in found.requests if one.device == use.device]
         assert use.compute_ns + use.copy_ns + use.starved_ns + use.unasked_ns == use.window_ns == 40
-        for one in (*requests, *use.endpoints):
+        for one in use.endpoints:
             assert one.own_ns + one.others_ns + one.starved_ns == one.wall_ns
             assert min(one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) >= 0
-        assert sum(one.requests for one in use.endpoints) == len(requests)
-        assert sum(one.wall_ns for one in use.endpoints) == sum(one.wall_ns for one in requests)
         assert use.mean_streams is None or 1 <= use.mean_streams <= use.most_streams
 
 
@@ -220,12 +224,9 @@ def test_every_share_and_mean_of_a_device_is_of_the_base_that_it_names(trace: Tr
         assert use.mean_streams == of(depth, len(busy))
         for name in {one.name for one in use.endpoints}:
             (endpoint,) = (one for one in use.endpoints if one.name == name)
-            its = [one for one in found.requests if (one.device, one.name) == (use.device, name)]
-            assert endpoint.requests == len(its)
             for part in ("wall", "own", "others", "starved"):
-                part_ns = sum(getattr(one, f"{part}_ns") for one in its)
-                assert getattr(endpoint, f"{part}_ns") == part_ns
-                assert getattr(endpoint, f"{part}_mean_ns") == part_ns / len(its)
+                part_ns = getattr(endpoint, f"{part}_ns")
+                assert getattr(endpoint, f"{part}_mean_ns") == part_ns / endpoint.requests
                 if part != "wall":
                     assert getattr(endpoint, f"{part}_ratio") == of(part_ns, endpoint.wall_ns)
 
@@ -270,7 +271,7 @@ def test_requests_at_an_edge_and_requests_without_device_time_are_counted_apart(
     spans[5].clipped = True  # open at the end of the window
     found = utilisation_of(trace_of(spans))
     assert (found.requests_cut, found.requests_without, found.in_flight_ns) == (3, 1, 40)
-    assert [(one.device, one.span_id) for one in found.requests] == [(0, 3)]
+    assert [(use.device, one.requests, one.wall_ns) for use in found.devices for one in use.endpoints] == [(0, 1, 28)]
 
 
 def test_what_was_captured_or_dropped_is_named_and_no_call_of_zero_length() -> None:
@@ -313,4 +314,4 @@ def test_parents_that_are_missing_end_the_search() -> None:
     ]
     found = utilisation_of(trace_of([*spans, made(3, SITES[0], 10, 20)]))
     assert [use.busy_ns for use in found.devices] == [10]
-    assert found.requests == ()
+    assert [use.endpoints for use in found.devices] == [()]

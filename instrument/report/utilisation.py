@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -87,24 +86,9 @@ class NameUse:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestUse:
-    """One device within the host interval of a request: busy with its own spans, with others alone, or idle.
-
-    The three add up to `wall_ns`. Own work that ran beside that of others counts as own.
-    """
-
-    device: int
-    span_id: int
-    name: str
-    wall_ns: int
-    own_ns: int
-    others_ns: int
-    starved_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """Sums over the requests of one name that had device time on a device; the parts add up to `wall_ns`.
+    """Sums over the requests of one name that had device time on a device: while one ran the device was busy with its
+    own spans, with others alone, or idle, and the three add up to `wall_ns`. Own work beside that of others is own.
 
     One with `remaining` stands for so many names that were left out.
     """
@@ -212,20 +196,6 @@ class Utilisation:
     in_flight_ns: int
     requests_cut: int
     requests_without: int
-    _trace: Trace | None = field(default=None, repr=False, compare=False)
-    _uses: Mapping[int, _Within] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def requests(self) -> tuple[RequestUse, ...]:
-        """Those within the window, once for each device on which they had device time."""
-        trace = self._trace
-        return tuple(
-            RequestUse(device, span_id, trace.sites[site].name, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns)
-            for device, (rows, owns_ns, all_busy_ns) in self._uses.items()
-            if trace is not None
-            for columns in [(trace.span_id[rows], trace.site[rows], trace.total_ns[rows], owns_ns, all_busy_ns)]
-            for span_id, site, wall_ns, own_ns, busy_ns in zip(*(one.tolist() for one in columns), strict=True)
-        )
 
 
 class _Within(NamedTuple):
@@ -247,7 +217,7 @@ def utilisation(recording: Recording) -> Utilisation:
     its = trace.device
     is_timed = its.timed
     is_inside = lie_in(its.start_ns, its.end_ns, window)
-    devices, uses = list[DeviceUse](), dict[int, _Within]()
+    devices = list[DeviceUse]()
     with_device = np.zeros(len(trace), dtype=np.bool_)
     for device in distinct(its.device).tolist():
         of_device = its.device == device
@@ -256,7 +226,7 @@ def utilisation(recording: Recording) -> Utilisation:
         if not outside and not len(work):
             continue
         busy = work.union()
-        uses[device] = found = _within(trace, work, owner, whole, busy)
+        found = _within(trace, work, owner, whole, busy)
         with_device[found.rows] = True
         labels = _label_uses(inside)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, found))
@@ -269,8 +239,6 @@ def utilisation(recording: Recording) -> Utilisation:
         in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,
         requests_without=len(whole) - int(with_device.sum()),
-        _trace=trace,
-        _uses=uses,
     )
 
 
