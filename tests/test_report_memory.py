@@ -29,8 +29,8 @@ from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span, Trace
-from instrument.report.allocation_sums import Allocator, CountedAllocations, Level, Sums, Use, counted
-from instrument.report.memory_view import BEFORE, MemoryView, PlaceMemory, memory
+from instrument.report.allocation_sums import Allocator, CountedAllocations, Level, PlaceMemory, Sums, counted
+from instrument.report.memory_view import BEFORE, MemoryView, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
@@ -349,7 +349,7 @@ def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted
                 level[1], level[3:] = now, [one.at_ns, place, thread]
             level[2] = now
     return CountedAllocations(
-        [Use(*key, Sums(*found)) for key, found in uses.items()],
+        [PlaceMemory(*key, *found) for key, found in uses.items()],
         [
             Allocator(
                 device, Level(*levels[device, "allocated"]), Level(*levels[device, "reserved"]), earlier[device],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +26,29 @@ class Sums(NamedTuple):
     held_bytes: int
 
 
-class Use(NamedTuple):
-    """What was taken and given back at one place. `thread` is empty where those of all threads are together."""
+@dataclass(frozen=True, slots=True)
+class PlaceMemory:
+    """What was taken and given back directly within the spans of one place, outside of their children.
 
-    device: int
+    `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
+    threads are together, `device` None for several. One with `remaining` stands for so many that were left out.
+    """
+
+    device: int | None
     name: str
     kind: str
     thread: str
-    sums: Sums
+    allocations: int
+    frees: int
+    allocated_bytes: int
+    freed_bytes: int
+    held_bytes: int
+    remaining: int = 0
+
+    @property
+    def increase_bytes(self) -> int:
+        """What was taken less what was given back, below 0 where that is more."""
+        return self.allocated_bytes - self.freed_bytes
 
 
 class Level(NamedTuple):
@@ -63,7 +79,7 @@ class CountedAllocations(NamedTuple):
     `outside` counts allocations outside of the time that was watched.
     """
 
-    uses: list[Use]
+    uses: list[PlaceMemory]
     allocators: list[Allocator]
     threads: list[str]
     outside: int
@@ -93,7 +109,8 @@ def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Cou
     uses = []
     for row in np.sort(of_use).tolist():
         name, kind = where.names[where.number[row]]
-        uses.append(Use(int(device[row]), name, kind, threads[thread[row]] if apart else "", sums[use[row]]))
+        on_thread = threads[thread[row]] if apart else ""
+        uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums[use[row]]))
     groups = Groups(number, len(of_device))
     earlier_bytes = (-one for one in groups.sums(np.where(follows, 0, np.minimum(size_bytes, 0))).tolist())
 

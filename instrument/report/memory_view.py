@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from instrument.recording.spans import HOST, Sample, Trace, is_operator
-from instrument.report.allocation_sums import Allocator, Level, counted
+from instrument.report.allocation_sums import Allocator, Level, PlaceMemory, counted
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.section import Section, device_name, mebibytes, section_lines
 from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, title, wrapped
@@ -66,31 +66,6 @@ class Peak:
 
     def label(self) -> str:
         return f"{device_name(self.device)} {self.what}"
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceMemory:
-    """What was taken and given back directly within the spans of one place, outside of their children.
-
-    `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
-    threads are together, `device` None for several. One with `remaining` stands for so many that were left out.
-    """
-
-    device: int | None
-    name: str
-    kind: str
-    thread: str
-    allocations: int
-    frees: int
-    allocated_bytes: int
-    freed_bytes: int
-    held_bytes: int
-    remaining: int = 0
-
-    @property
-    def increase_bytes(self) -> int:
-        """What was taken less what was given back, below 0 where that is more."""
-        return self.allocated_bytes - self.freed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +186,9 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     # All memory is taken in one or two operators of torch's, whoever asked for it.
     wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
     found = counted(recording, options.state, options.threads == "apart", wanted)
-    uses = [PlaceMemory(use.device, use.name, use.kind, use.thread, *use.sums) for use in found.uses]
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
-    uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bounded(uses, replace(options, least_ns=0), lambda use: 0, _together)
+    found.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
+    shown = bounded(found.uses, replace(options, least_ns=0), lambda use: 0, _together)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
