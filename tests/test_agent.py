@@ -915,6 +915,53 @@ def test_two_hundred_forks_of_a_storm_of_threads_are_one_report_and_leave_nothin
     assert done.stderr.count("; saved as ") == 20
 
 
+RECYCLED = """
+import os, sys, time
+from instrument import scope
+
+def serve(seconds):
+    time.sleep(seconds)
+    with scope("GET /", kind="request"):
+        pass
+
+serve(2)
+for x in range(20):
+    pid = os.fork()
+    if not pid:
+        serve(0)
+        sys.exit(0)
+    os.waitpid(pid, 0)
+if not os.fork():
+    serve(0.2)
+    time.sleep(600)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_those_that_ended_are_counted_and_a_rate_is_of_the_time_that_each_process_has_lived() -> None:
+    service = begin(RECYCLED)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    until(lambda: len(children_of(service.pid)) == 1 and sum(one["has_recorded"] for one in processes()) > 1)
+    time.sleep(0.5)
+    shown = json.loads(command("live", "--once", "--json"))
+    assert (shown["ended"], shown["is_uneven"]) == (20, True)
+    assert shown["endpoints"][0]["rate"] > 1.9 / (shown["window_ns"] / 1e9)
+    ups_ns = [one["up_ns"] for one in shown["processes"] if one["calls"]]
+    assert shown["endpoints"][0]["rate"] == pytest.approx(sum(1e9 / up_ns for up_ns in ups_ns))
+    assert "\n20 processes of it ended, " in command("live", "--once")
+    listed = command("ps")
+    assert listed.count("  ended  ") + int(listed.partition("\nand ")[2].partition(" more that ended")[0]) == 20
+    done = done_by("dump", "--output", "dump.npz")
+    assert (done.stdout, done.stderr) == ("dump.npz: 2 spans of 2 processes, without 20 that ended before\n", "")
+    os.kill(
+        next(one["pid"] for one in shown["processes"] if one["calls"] and one["pid"] != service.pid), signal.SIGKILL
+    )
+    service.communicate(timeout=240)
+
+
 GUNICORN = """
 import os, time
 

@@ -41,6 +41,7 @@ class Member:
 class Asked:
     """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not.
 
+    So many processes as are `folded` ended before those of `members` that did, and nothing else is known of them.
     An agent that is of no run, and that nobody has joined, is told of by its socket, in place of a run's name.
     """
 
@@ -50,6 +51,7 @@ class Asked:
     agent: int = 0
     faults: int = 0
     problem: str = ""
+    folded: int = 0
 
     @property
     def none_joined(self) -> str:
@@ -122,13 +124,16 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
             if member.memory >= 0:
                 os.close(member.memory)
         return [Asked(socket, socket.parent.name, problem=_why_silent(socket, error))] if socket.parent.exists() else []
-    names = [run["run"] for run in end["runs"]]
-    if not names:  # an agent that serves whoever joins
+    folded = {run["run"]: int(run.get("folded", 0)) for run in end["runs"]}
+    if not folded:  # an agent that serves whoever joins
         return [Asked(socket, str(socket), agent=end["agent"], faults=end["faults"])]
     return [
-        Asked(socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"])
-        for name in names
-    ]
+        Asked(
+            socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"],
+            folded=folded[name],
+        )
+        for name in folded
+    ]  # fmt: skip
 
 
 def _why_silent(socket: Path, error: Exception) -> str:

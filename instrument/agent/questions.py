@@ -40,8 +40,11 @@ class Questions:
                     process.look()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": departure.facts_of(process)}, memory)
-            names = [{"run": run.name, "first": run.first, "lost": run.lost} for run in self._runs]
-            self._loop.send(connection, {"end": {"agent": os.getpid(), "runs": names, "faults": self._loop.faults}})
+            runs = [
+                {"run": run.name, "first": run.first, "lost": run.lost, "folded": run.folded_ends.total()}
+                for run in self._runs
+            ]
+            self._loop.send(connection, {"end": {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults}})
         elif what == "do":
             self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:

@@ -20,7 +20,10 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import Site
 from instrument.recording.tally import Totals
-from instrument.report.table import compact, named_table, number, safe, share, tenths
+from instrument.report.table import compact, named_table, safe, share, tenths
+
+EVEN = 0.9
+"""Times of processes that differ by less are told as one."""
 
 ROWS = 12
 """Of each table, at most; what is left out is counted."""
@@ -87,7 +90,11 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One look. `window_ns` is the time that rates and shares are of."""
+    """One look. `window_ns` is the time that rates and shares are of, at most: of a process that is younger, its own.
+
+    They are of processes that live; so many have `ended` as far as is known, and are in no number of this look. Where
+    some processes are much younger than others, it `is_uneven`.
+    """
 
     run: str
     window_ns: int
@@ -97,6 +104,8 @@ class Screen:
     places: tuple[Place, ...]
     losses: Mapping[str, int]
     problems: tuple[str, ...]
+    ended: int = 0
+    is_uneven: bool = False
 
     def document(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -109,9 +118,11 @@ class Screen:
         lines = [
             f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
             f"{_count(len(self.in_flight), 'request')} in flight; "
-            f"rates and shares of {number(self.window_ns / 1e9)} s",
-            "",
+            f"rates and shares of {'up to ' * self.is_uneven}{compact(self.window_ns / 1e9)} s",
         ]
+        if self.ended:
+            lines.append(f"{_count(self.ended, 'process', 'es')} of it ended, whose numbers the report at its end has")
+        lines.append("")
         lines += _table(
             ["Request in flight", "Age, s", "Now in", "For, s", "Process"],
             [
@@ -189,10 +200,10 @@ class Looker:
         """Whether it looks at that run."""
         return self._run == run
 
-    def look(self, members: Sequence[Member]) -> Screen:
-        """What there is to see now."""
+    def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
+        """What there is to see now. `folded` are processes that ended before those of `members` that did."""
         now_ns = time.monotonic_ns()
-        windows_ns, grown = [0], list[Counted]()
+        windows_ns, grown = list[int](), list[Counted]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
         for member in members:
@@ -214,16 +225,18 @@ class Looker:
             grown.append({place: (site, _grown(now, before.get(place))) for place, (site, now) in seen.counted.items()})
             losses.update(seen.losses)
             in_flight += _in_flight(member.pid, seen.open_spans, now_ns)
-        window_ns = max(windows_ns)
+        window_ns = max(windows_ns, default=0)
         return Screen(
             run=self._run,
             window_ns=window_ns,
             processes=tuple(processes),
             in_flight=tuple(sorted(in_flight, key=lambda one: -one.age_ns)),
-            endpoints=_endpoints(grown, window_ns),
+            endpoints=_endpoints(grown, windows_ns),
             places=_places(grown),
             losses=dict(losses),
             problems=tuple(problems),
+            ended=folded + sum(not member.lives for member in members),
+            is_uneven=min(windows_ns, default=0) < EVEN * window_ns,
         )
 
 
@@ -303,18 +316,19 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
     return found
 
 
-def _endpoints(grown: Sequence[Counted], window_ns: int) -> tuple[Endpoint, ...]:
-    """The requests that ended, by name, those of all processes together."""
+def _endpoints(grown: Sequence[Counted], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
+    """The requests that ended, by name, those of all processes together: rates are those of each in its own time."""
     by_name: dict[str, Totals] = {}
-    for counted in grown:
+    rates: dict[str, float] = {}
+    for counted, window_ns in zip(grown, windows_ns, strict=True):
         for (_, is_request), (site, totals) in counted.items():
             if is_request:
                 by_name.setdefault(site.name, Totals()).merge(totals)
+                rates[site.name] = rates.get(site.name, 0.0) + (share(totals.calls, window_ns / 1e9) or 0.0)
     found = []
     for name, totals in by_name.items():
         p50_ns, p99_ns = percentiles(totals.histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
-        rate = share(totals.calls, window_ns / 1e9)
-        found.append(Endpoint(name, totals.calls, totals.errors, totals.cancelled, rate, p50_ns, p99_ns))
+        found.append(Endpoint(name, totals.calls, totals.errors, totals.cancelled, rates[name], p50_ns, p99_ns))
     return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
 
 

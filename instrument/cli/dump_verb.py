@@ -40,9 +40,12 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
         now_ns = time.monotonic_ns()
         since_ns = 0 if options.last is None else max(now_ns - options.last, 0)
         read: list[Saved] = []
+        ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
         for member in run.members:
             if member.memory < 0:
-                print(f"instrument: dump: process {member.pid}: nobody else can read its recording", file=sys.stderr)
+                if member.lives:
+                    why = "nobody else can read its recording"
+                    print(f"instrument: dump: process {member.pid}: {why}", file=sys.stderr)
                 continue
             try:
                 read.append(_saved(member.memory, since_ns, now_ns))
@@ -59,7 +62,8 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
         from instrument import chrome
 
         chrome.write(path, saved.columns, saved.facts, saved.tally)
-    print(f"{path}: {len(saved.columns)} spans of {len(read)} process{'es' * (len(read) != 1)}")
+    without = f", without {ended} that ended before" if ended else ""
+    print(f"{path}: {len(saved.columns)} spans of {len(read)} process{'es' * (len(read) != 1)}{without}")
     return 0
 
 

@@ -37,7 +37,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
             run = client.only("live", runs)
             if not looker.is_of(run.name):
                 looker = Looker(run.name)
-            screen = looker.look(run.members)
+            screen = looker.look(run.members, run.folded)
             return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
 
     screen = look()

@@ -7,6 +7,7 @@ import json
 import sys
 
 from instrument.agent import client
+from instrument.agent.processes import GOODBYE
 from instrument.cli.option_values import Verbs
 from instrument.report.table import compact, named_table, safe
 
@@ -25,7 +26,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.agent.screen import Looker
 
     with client.asked(options.run, memory=True) as runs:
-        seen = [(run, Looker(run.name).look(run.members)) for run in runs]
+        seen = [(run, Looker(run.name).look(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
             {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, **screen.document()}
@@ -38,13 +39,16 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         agent = f"agent {run.agent}" if run.agent else run.problem
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
-            [one.service, str(one.pid), one.state, compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
+            [one.service, str(one.pid), "ended" if one.state == GOODBYE else one.state,
+             compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
              _told(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", _told(one.lost)]
             for one in screen.processes
         ]  # fmt: skip
         header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
         if rows:
             print("\n".join(named_table(header, rows, 0)))
+        if run.folded:
+            print(f"and {run.folded} more that ended before")
         for problem in filter(None, [run.none_joined, *screen.problems]):
             print(safe(problem))
     return 0
