@@ -1009,7 +1009,7 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
     assert server.wait(240) == 0
     told = Path("errors").read_text()
     assert told.count("Summary of shop") == 1, told
-    assert f"{gone} (without a goodbye" in told
+    assert re.search(rf"{gone} \(without a goodbye.*\), .*-died.npz\n", told.partition("Processes:")[2])
     assert told.partition("Processes:")[2].count("in order") >= 2
 
 

@@ -11,7 +11,7 @@ from raw_spans import counted
 
 from instrument.agent import run_report
 from instrument.agent.run_report import ReportedProcess
-from instrument.recording.spans import Origin, Sample, Site, Span, Trace
+from instrument.recording.spans import Cost, Origin, Sample, Site, Span, Trace
 from instrument.trace import file, folded
 from instrument.trace.of_spans import trace_of
 
@@ -146,3 +146,10 @@ def test_of_many_that_died_the_report_says_how_many_and_is_no_list_of_them(tmp_p
     paths = [saved(worker(pid, died=f"Process {pid} was gone."), tmp_path / f"{pid}.npz") for pid in range(1, 16)]
     text = report([ReportedProcess("x", path) for path in paths])
     assert "Process 1 was gone. Process 2 was gone. 12 more ended without a goodbye. Process 15 was gone." in text
+
+
+def test_the_cost_is_of_all_calls_also_of_those_who_ended_before_they_told_theirs(tmp_path: Path) -> None:
+    told = saved(replace(worker(1), cost=Cost(8, 100.0, 1, 0, 200.0)), tmp_path / "1.npz")
+    gone = saved(worker(2, died="Process 2 was gone."), tmp_path / "2.npz")
+    text = report([ReportedProcess("1 (in order)", told), ReportedProcess("2 (without a goodbye)", gone)])
+    assert "(16 calls x 100 ns" in text

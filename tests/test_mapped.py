@@ -40,7 +40,7 @@ from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalR
 from instrument.recording.lines import WIDTH
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.remote_parents import REMOTE
-from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Sample, Site
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.file import load, write
 from instrument.trace.of_memory import OPEN, saved_of
@@ -231,6 +231,15 @@ def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(rec
             ("decode", times, times * 5_000_000)
         ]
         assert any(line.startswith("Where the time goes") and "Device, ms" in line for line in screen.lines())
+
+
+def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(recorder: Any) -> None:
+    recorder.begin(1 << 22, {})
+    for site in (Site("decode"), COLLECTION, BLOCKED_LOOP):
+        recorder.wrap(lambda: None, site)()
+    facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
+    (place,) = Looker("run").look([Member(facts, recorder.memory_fd)]).places
+    assert (place.name, place.ratio) == ("decode", 1.0)
 
 
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:

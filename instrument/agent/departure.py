@@ -64,6 +64,8 @@ def _is_notable(process: Process) -> bool:
 
 def _line_in_report(process: Process) -> str:
     files = (process.goodbye or {}).get("files", ())
+    if process.saved.endswith(CAPTURE):
+        files = [process.saved]
     return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 

@@ -150,20 +150,24 @@ def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
 
 
 def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
-    """What all of it cost, of the time on the clock: the mean cost of a call, by how many there were."""
-    costs: list[Cost] = []
+    """What all of it cost, of the time on the clock: the mean cost of a call, by how many there were. Of processes that
+    could not tell it a call is taken to have cost what it has in the others."""
+    costs, untold = list[Cost](), 0
     for its in processes:
-        counting = _counting(its) or [max(its, key=lambda part: len(part.trace))]
-        costs += [part.saved.facts.cost for part in counting if part.saved.facts.cost is not None]
+        for part in _counting(its) or [max(its, key=lambda part: len(part.trace))]:
+            if part.saved.facts.cost is not None:
+                costs.append(part.saved.facts.cost)
+            elif part.saved.facts.origin.recorder != "other" and part.saved.tally is not None:
+                untold += part.saved.tally.calls  # of one that ended without a goodbye
     if not costs:
         return None
-    calls = sum(cost.calls for cost in costs)
+    known = sum(cost.calls for cost in costs)
     return Cost(
-        calls=calls,
-        per_call_ns=sum(cost.calls * cost.per_call_ns for cost in costs) / max(calls, 1),
+        calls=known + untold,
+        per_call_ns=sum(cost.calls * cost.per_call_ns for cost in costs) / max(known, 1),
         window_ns=window_ns,
         thread_ns=sum(cost.thread_ns for cost in costs),
-        cold_call_ns=sum(cost.calls * cost.cold_call_ns for cost in costs) / max(calls, 1),
+        cold_call_ns=sum(cost.calls * cost.cold_call_ns for cost in costs) / max(known, 1),
     )
 
 
