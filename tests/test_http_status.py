@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import importlib
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -238,6 +239,18 @@ FAILED = [
     SystemExit(1), SystemExit("no model"), Stopped(3), TimeoutError(), concurrent.futures.CancelledError(),
     BaseException(), ValueError(),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "error"), [((), None), ((0,), None), ((3,), "SystemExit"), (("why",), "SystemExit")])
+def test_a_function_that_exits_has_failed_where_it_says_so(recorder: Any, given: tuple[Any, ...], error: str) -> None:
+    def leave() -> None:
+        sys.exit(*given)  # raised by its class, in C
+
+    with pytest.raises(SystemExit) as caught:
+        wrap(recorder, leave, WORK)()
+    assert caught.value.code == (given[0] if given else None)
+    (span,) = recorder.spans()
+    assert (span.error, span.attributes) == (error, {} if error else {OUTCOME: "stopped"})
 
 
 @pytest.mark.parametrize("kind", ["request", "op"])

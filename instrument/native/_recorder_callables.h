@@ -134,6 +134,9 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
 {
     PyObject *type, *raised, *traceback, *error = NULL;
     PyErr_Fetch(&type, &raised, &traceback);
+    if (type != NULL && !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)PyExc_Exception) &&
+        !(raised != NULL && PyExceptionInstance_Check(raised)))
+        PyErr_NormalizeException(&type, &raised, &traceback); /* as of `sys.exit()`, which C raises by its class */
     if (type != NULL && !(raised != NULL && is_no_error(core, frame, raised)))
         error = error_name(type);
     int found = 1;
