@@ -110,6 +110,8 @@ SERVICE = beside_engine("""
     for line in sys.stdin:
         if line == "flush\\n":
             assert instrument.flush(20).settled
+            with open("scraped.txt", "w") as file:
+                file.write(instrument.prometheus())
             line = "0"
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda x: front.serve(f"r{x}", asked), [next(numbers) for _ in range(int(line))]))
@@ -149,8 +151,12 @@ def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
 ) -> None:
     monkeypatch.setenv(PREFERENCE, preference)
     service = begin(SERVICE)
-    _, errors = service.communicate("40\n", timeout=60)
+    _, errors = service.communicate("40\nflush\n", timeout=60)
     assert service.returncode == 0, errors
+    scraped = Path("scraped.txt").read_text()  # in the one process what both have recorded together
+    for name in ("gen_ai_server_time_in_queue_seconds", "instrument_request_batch_size"):
+        ((labels, count),) = re.findall(rf"^{name}_count{{(.*)}} (.*)$", scraped, re.MULTILINE)
+        assert (float(count), 'gen_ai_request_model="tiny"' in labels) == (40, True)
     until(lambda: not run_folder.found())
     every = points(collector)
     found = every[-1:] if preference == "cumulative" else every

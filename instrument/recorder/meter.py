@@ -41,6 +41,7 @@ from instrument.recording.distributions import (
 from instrument.recording.generations import (
     BATCH_SIZE,
     FIRST_TOKEN,
+    JOINED,
     ONE,
     OUTPUT_TOKEN,
     QUEUE_TIME,
@@ -350,9 +351,10 @@ class Meter:
                 metrics.append(queued)
         if self.generations or self._watched is not None:
             metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
-        of_batches = [QUEUE_TIME, SERVING_BATCH_SIZE] if joins else []
-        of_batches += [BATCH_SIZE] if self._watched is not None else []
-        metrics += [one for one in self._generated.metrics(*of_batches) if one.series]
+        if joins:
+            metrics += self.joined()
+        if self._watched is not None:
+            metrics += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
         self._count_calls(marks)
         if self._calls:
             told = "Time of a call, of the device's work, too, where it is timed."
@@ -363,6 +365,10 @@ class Meter:
         told = "Processor time of the instrumentation itself, as measured on this machine."
         metrics.append(self._counted("instrument.cost", "s", told, "instrument.part", spent_s))
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
+
+    def joined(self) -> list[Metric]:
+        """What `count_served` has counted, where it has any."""
+        return [one for one in self._generated.metrics(*JOINED) if one.series]
 
     def _counted(self, name: str, unit: str, told: str, label: str, values: Mapping[str, float]) -> Metric:
         """A counter, which never falls, though what a thread has cost may be measured anew."""

@@ -32,6 +32,9 @@ REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
 QUEUE_TIME = "gen_ai.server.time_in_queue"
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
+JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
+"""Those that are told once the requests of all processes that are read are joined with their batches."""
+
 ONE = 10**9
 """What stands for one in a distribution of what is no time: these count in parts of 1e9."""
 

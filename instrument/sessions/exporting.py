@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -159,12 +160,16 @@ class Exporting(Recorded):
             self._threads.start()
 
     def _prepare_keyed(self) -> None:
-        """Import what is needed to read the recording, while no fork comes in, if that can be had."""
+        """Import what is needed to read the recording."""
+        if self._keyed is not None:
+            self._while_no_fork_comes(self._keyed.prepare)
+
+    def _while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
+        """Import something, so that no child is left with half of it, if that can be had."""
         lock = self._generations.lock
         held = lock.acquire(timeout=FORK_WAIT_S)
         try:
-            if self._keyed is not None:
-                self._keyed.prepare()
+            prepare()
         finally:
             if held:
                 lock.release()
@@ -359,6 +364,7 @@ class Exporting(Recorded):
                 self._reader.look()
                 self._send_kept()
                 self._meter.count_generators(self._generators)
+            self._joined.look(RECORDER.memory_fd)
             if meters:
                 snapshot = self._take_metrics(ended)
             if self._outbox is not None:
@@ -385,6 +391,9 @@ class Exporting(Recorded):
             self._counted = self._meter.state(), dict(self._reader.places)
             self.handover.note_meter(*self._counted)
             self._exporter.metrics.put(snapshot)
+        if self._is_scraped:
+            joined = self._joined.metrics(self._reading_back, self.handover.metered)
+            snapshot = replace(snapshot, metrics=(*snapshot.metrics, *joined))
         self._snapshot = snapshot
         return snapshot
 
@@ -395,6 +404,9 @@ class Exporting(Recorded):
         if not self._is_scraped:
             self._begin_scrapes()
             self._threads.start()  # from now on requests are told by status before the rings have lost them
+        if self._exporter is None and not self._joined.has_begun and RECORDER.memory_fd >= 0 and self._has_keys():
+            begin = partial(self._joined.prepare, self.origin(), self.ids(), self.start_ns)
+            FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, begin))
         snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)

@@ -11,13 +11,14 @@ import fcntl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instrument import otlp
 from instrument.errors import ExportError
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Profile
 from instrument.recording.claim import FIRST_FD
+from instrument.recording.distributions import Metric
 from instrument.recording.export_place import UNLINKED
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import BATCH_KEYS, KEY, Span
@@ -73,11 +74,14 @@ class KeysMet:
 class KeyedExport:
     """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
 
+    `facts` tell how, where that is not told in the recording for whoever may export it.
+
     `note_sent` alone may be called by another one meanwhile.
     """
 
-    def __init__(self, exporter: otlp.Exporter) -> None:
+    def __init__(self, exporter: otlp.Exporter, facts: Callable[[], Any] | None = None) -> None:
         self._exporter = exporter
+        self._facts = facts
         self._exported: Exported | None = None
         self._fates: Mapping[str, int] = {}
         self.is_over = False
@@ -105,7 +109,9 @@ class KeyedExport:
             memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
         except OSError:
             memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
-        self._exported = Exported(memory, self._exporter, Decisions(requests.decided), requests, knows_all=knows_all)
+        self._exported = Exported(
+            memory, self._exporter, Decisions(requests.decided), requests, knows_all=knows_all, facts=self._facts
+        )
         requests.members[0] = self._exported
 
     def after_fork_in_child(self) -> None:
@@ -160,6 +166,10 @@ class KeyedExport:
                 )
             time.sleep(ROOM_S)
         return exported.unsent(spans)
+
+    def joined(self) -> Sequence[Metric]:
+        """The metrics of requests and the batches that served them, as they are now."""
+        return [] if self._exported is None else self._exported.joined()
 
     def note_sent(self, source: Source) -> None:
         """The exporter has sent something of a source, or is about to."""

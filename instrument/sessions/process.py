@@ -171,7 +171,8 @@ def prometheus(*, openmetrics: bool = False) -> str:
     requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
 
     They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
-    gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. Some
+    gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. How long
+    requests with keys were in the queue, and how large their batches were, are there some seconds after their end. Some
     milliseconds. Where there are several workers, each tells of itself. Raises `StateError` where no session runs, and
     `ExportError` where `prometheus_client`, which writes the format, is not installed.
     """

@@ -49,6 +49,7 @@ from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
+from instrument.sessions.joined_metrics import JoinedMetrics
 from instrument.sessions.keyed_export import KeyedExport, KeysMet, has_keys
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
@@ -90,6 +91,7 @@ class Recorded:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, self._note_sent)
             self._outbox = Outbox(self._exporter, self._timing)
             self._keyed = KeyedExport(self._exporter)
+        self._joined = JoinedMetrics(RECORDER.threads)
         self.handover = Handover(
             self._exporter,
             lambda: RECORDER.memory_fd,

@@ -318,6 +318,7 @@ class Session(Exporting):
                 self._exporter.stop(0)
             if self._keyed is not None:
                 FAULTS.attempt("end of the export by the recording", self._keyed.finish)
+            FAULTS.attempt("end of reading for a scrape", self._joined.release)
             FAULTS.attempt("end of the export", lambda: self.handover.close(self._last_standing()))
             RECORDER.say_goodbye()
             FAULTS.attempt("goodbye", partial(self._leave_run, deadline, tells=bool(tells)))
@@ -434,6 +435,7 @@ class Session(Exporting):
             self._outbox.after_fork_in_child()
         if self._keyed is not None:
             self._keyed.after_fork_in_child()
+        self._joined.after_fork_in_child()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, facts_from
@@ -29,6 +30,7 @@ from instrument.otlp.span_queue import Source
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place
+from instrument.recording.distributions import Metric
 from instrument.recording.export_place import (
     DERIVED_LOST,
     MISPLACED,
@@ -74,8 +76,9 @@ class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
     Where a later one has begun this one has ended. What was read before this one goes on was another one's, which
-    knew of all requests with keys; where it `knows_all` there were none. Raises `TraceError` and `OSError`. `look` and
-    `finish` are for one thread; `note_settled` and `note_sent` may be called by another one.
+    knew of all requests with keys; where it `knows_all` there were none. `facts` tell what else is told in the
+    recording. Raises `TraceError` and `OSError`. `look` and `finish` are for one thread; `note_settled` and `note_sent`
+    may be called by another one.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class Exported:
         generation: int = 0,
         *,
         knows_all: bool = False,
+        facts: Callable[[], Any] | None = None,
     ) -> None:
         self._knows_all = knows_all
+        self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._decisions = decisions
         self._requests = requests
@@ -218,7 +223,7 @@ class Exported:
             return self._facts
         self._facts_at = now + FACTS_S
         header = self._mapped.header
-        facts = facts_from(header.facts.get("export"))
+        facts = facts_from(self._told_facts())
         reading = self._reading
         if facts is None or header.generation != self._generation:
             return self._facts
@@ -335,6 +340,10 @@ class Exported:
     def fates(self) -> Mapping[str, int]:
         """What has become of its rows, as `instrument.recording.export_place` names it."""
         return self._progress.fates
+
+    def joined(self) -> list[Metric]:
+        """The metrics of requests and the batches that served them, as they are now."""
+        return [] if self._reading is None else self._reading.metering.joined()
 
     @property
     def lag_ns(self) -> int:

@@ -17,6 +17,7 @@ from instrument.otlp.processor.drain import Drain, WatchedRows
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
+from instrument.recording.distributions import Metric
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
@@ -157,6 +158,10 @@ class Metering:
         kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
         span = own if isinstance(own, Span) else self._drain.span(own, 0)
         self._meter.count_served(span, queue_ns, batch_size, kept)
+
+    def joined(self) -> list[Metric]:
+        """The metrics of requests and the batches that served them, as they are now."""
+        return self._meter.joined()
 
     def note_kept(self, spans: Sequence[Span]) -> None:
         """A tree is about to be sent: the request that comes first in it is an exemplar."""

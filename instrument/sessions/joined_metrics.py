@@ -1,0 +1,87 @@
+"""The metrics that requests tell once they are joined with the batches that served them, for who scrapes a session.
+
+They are those that a collector gets, counted by the same class. Who exports has counted them: the session, which reads
+its own recording where requests have keys, or the agent of its run, of all processes, which writes them there as it
+tells them. Where nothing is exported the session reads its recording for a scrape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from instrument import otlp
+from instrument.otlp import export_facts
+from instrument.otlp.export_facts import MeteredFacts
+from instrument.profile.model import Capture, Otlp
+from instrument.recording.distributions import Metric
+from instrument.recording.generations import JOINED, GenerationTimes
+from instrument.recording.meter_place import DAMAGED, MeterState
+from instrument.recording.spans import Origin
+from instrument.runtime.faults import FAULTS
+from instrument.sessions.keyed_export import KeyedExport
+
+SPANS_PER_REQUEST = 1
+"""No request is kept: of each one its own row is enough."""
+
+KEEPS_NONE = Capture(sample=0.0, errors=False)
+
+
+class JoinedMetrics:
+    """Reads a recording of which nothing is exported, from the first scrape on. For one thread at a time."""
+
+    def __init__(self, threads: Callable[[], Mapping[int, str]]) -> None:
+        self._threads = threads
+        self._reading: KeyedExport | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it reads, or could not."""
+        return self._reading is not None
+
+    def prepare(self, origin: Origin, ids: otlp.Ids, start_ns: int) -> None:
+        """Import what is needed, while no fork can come in."""
+        told = export_facts.told(ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, MeteredFacts(start_ns, asks=True))
+        # Of an exporter that nobody starts: nothing is kept, so nothing comes to it.
+        reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False), lambda: told)
+        self._reading = reading
+        try:
+            reading.prepare()
+        except Exception:  # numpy is not installed
+            reading.is_broken = True
+            raise
+
+    def look(self, memory_fd: int) -> None:
+        """Read on what was recorded, if it is to be read."""
+        reading = self._reading
+        if reading is None or reading.is_broken:
+            return
+        try:
+            reading.begin(memory_fd)
+            reading.look()
+        except Exception as fault:
+            reading.is_broken = True
+            FAULTS.attempt("end of reading for a scrape", reading.release)
+            FAULTS.note("reading of the recording for a scrape", fault)
+
+    def metrics(self, exporting: KeyedExport | None, metered: Callable[[], MeterState | None]) -> Sequence[Metric]:
+        """Those that are known: by what the session is `exporting`, by its own reading, or as the agent `metered`."""
+        if (counting := exporting or self._reading) is not None:
+            return counting.joined()
+        state = metered()
+        try:
+            counted = GenerationTimes.of(state.meter["generated"]) if state is not None else GenerationTimes()
+        except DAMAGED:
+            return ()
+        return [one for one in counted.metrics(*JOINED) if one.series]
+
+    def release(self) -> None:
+        """The session has ended, or another process's recording is read: let go of it."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.release()
+
+    def after_fork_in_child(self) -> None:
+        """What is read is the parent's."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.after_fork_in_child()
