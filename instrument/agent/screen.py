@@ -136,20 +136,17 @@ class Screen:
                 for one in self.in_flight
             ],
         )
+        cancels = any(one.cancelled for one in self.endpoints)
         lines += _table(
-            ["Endpoint", "Ended", "Errors", "Cancelled", "A second", "p50, ms", "p99, ms"],
+            ["Endpoint", "Ended", "Errors", *(["Cancelled"] if cancels else []), "A second", "p50, ms", "p99, ms"],
             [
                 [
-                    one.name,
-                    str(one.requests),
-                    str(one.errors),
-                    str(one.cancelled),
-                    compact(one.rate),
-                    *_ms(one.p50_ns, one.p99_ns),
+                    one.name, str(one.requests), str(one.errors), *([str(one.cancelled)] if cancels else []),
+                    compact(one.rate), *_ms(one.p50_ns, one.p99_ns),
                 ]
                 for one in self.endpoints
             ],
-        )
+        )  # fmt: skip
         on_devices = any(one.device_ns for one in self.places)
         lines += _table(
             ["Where the time goes", "Calls", "Self, ms", "Of all", *(["Device, ms"] if on_devices else [])],
