@@ -88,7 +88,7 @@ class Phases(Switch):
         autograd = torch.autograd
         # Both backward() and grad() end in it, and no compiler knows it by identity as it knows those two.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
-        self._undos.append(replace(autograd, engine, self._function(getattr(autograd, engine))))
+        self._undos.append(replace(autograd, engine, self._around(BACKWARD, getattr(autograd, engine))))
         self._watch_optimizers(torch.optim.Optimizer)
         return False
 
@@ -134,30 +134,18 @@ class Phases(Switch):
         self._run_as_they_are((wrapper,))
         return wrapper
 
-    def _step(self, method: Callable[..., Any]) -> Any:
-        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[OPTIMIZER]
-        is_compiling = self._is_compiling
-
-        @functools.wraps(method)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on or inside.phase in passes:
-                return method(*args, **kwargs)
-            return run(OPTIMIZER, method, args[0], args, kwargs)
-
-        wrapper.__instrument_phase__ = OPTIMIZER  # type: ignore[attr-defined]
-        self._run_as_they_are((wrapper,))
-        return wrapper
-
-    def _function(self, function: Callable[..., Any]) -> Any:
-        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[BACKWARD]
-        is_compiling = self._is_compiling
+    def _around(self, phase: str, function: Callable[..., Any]) -> Any:
+        """What stands around the `step` of an optimizer, or around what runs the engine, which is of no object."""
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
+        is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on or inside.phase in passes:
                 return function(*args, **kwargs)
-            return run(BACKWARD, function, None, args, kwargs)
+            return run(phase, function, args[0] if of_object else None, args, kwargs)
 
+        wrapper.__instrument_phase__ = phase  # type: ignore[attr-defined]
         self._run_as_they_are((wrapper,))
         return wrapper
 
@@ -261,7 +249,7 @@ class Phases(Switch):
             if cls.__qualname__ not in self._lacking:
                 self._lacking.append(cls.__qualname__)
             return
-        self._undos.append(replace(owner, "step", self._step(step)))
+        self._undos.append(replace(owner, "step", self._around(OPTIMIZER, step)))
 
 
 def _unwrapped(thing: Any) -> Any:

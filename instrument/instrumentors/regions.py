@@ -184,16 +184,8 @@ class Regions:
         site = self._sites[key] if key in self._sites else self._decide(module)
         if site is None:
             return call(*args, **kwargs)
-        if self._recorder.pass_muted(site):
+        with self._recorder.span_of(site)():
             return call(*args, **kwargs)
-        frame = self._recorder.open(site)
-        try:
-            out = call(*args, **kwargs)
-        except BaseException as error:
-            self._recorder.close(frame, error)
-            raise
-        self._recorder.close(frame)
-        return out
 
     def _decide(self, module: Any) -> Site | None:
         """Whether a region records, and as what: once for each instance."""

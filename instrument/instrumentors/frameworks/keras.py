@@ -95,7 +95,7 @@ class KerasLayers:
 
     def _wrap(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide, self._symbolic_type
-        open_, close, pass_muted = recorder.open, recorder.close, recorder.pass_muted
+        span_of = recorder.span_of
         in_symbolic_scope = _named("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _named("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = compiling_test(sys.modules.get("torch"))
@@ -112,16 +112,8 @@ class KerasLayers:
             if not is_clean():
                 probe.hidden += 1
                 return call(self, *args, **kwargs)
-            if pass_muted(site):
+            with span_of(site)():
                 return call(self, *args, **kwargs)
-            frame = open_(site)
-            try:
-                result = call(self, *args, **kwargs)
-            except BaseException as error:
-                close(frame, error)
-                raise
-            close(frame)
-            return result
 
         probe = self
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ class _Call:
             return self._around_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
             return self._around_coroutine(behaviour)
-        return self._around_stream(behaviour) if self._is_streamed else self._around_function(behaviour)
+        return self._around_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
         """What reads a request, and tells when it cannot: then the behaviour is never called."""
@@ -233,6 +233,8 @@ class _Call:
             token = CURRENT.set(self._begin(context))
             try:
                 answer = behaviour(request, context)
+                if self._is_streamed:
+                    return _Answers(self, answer, context)
             except BaseException as error:
                 self.end(context, error)
                 raise
@@ -240,22 +242,6 @@ class _Call:
                 CURRENT.reset(token)
             self._returned(context)
             return answer
-
-        return served
-
-    def _around_stream(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(behaviour)
-        def served(request: Any, context: Any) -> Any:
-            if self._is_async:
-                context = _Noted(context)
-            token = CURRENT.set(self._begin(context))
-            try:
-                return _Answers(self, behaviour(request, context), context)
-            except BaseException as error:
-                self.end(context, error)
-                raise
-            finally:
-                CURRENT.reset(token)
 
         return served
 
