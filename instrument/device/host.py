@@ -1,16 +1,14 @@
 """The host: how much processor time and memory the process and the machine use, as the operating system counts them.
 
-Linux tells by `/proc`; elsewhere `psutil` does, where it is installed. Processor time of the process comes from its
-clock, to the nanosecond, and not from ticks of 10 ms.
+Linux tells by `/proc`. Processor time of the process comes from its clock, to the nanosecond, and not from ticks of
+10 ms.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from instrument.runtime.control_groups import cores
 
@@ -30,18 +28,11 @@ class Host:
     """Reads the host's gauges for one process: this one, or that of a number, as long as it lives.
 
     Shares are of the time since the reading before. Raises `Gone` as it is made and as it reads.
-    Imports `psutil` where there is no `/proc`: to be made on a thread that nobody forks beside.
     """
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._folder = PROC / ("self" if pid is None else str(pid))
-        self._psutil: Any = None
-        if not (PROC / "stat").exists():
-            try:
-                self._psutil = import_module("psutil")
-            except ImportError:
-                pass  # what it would tell is not known then
         self._process_ns, self._at_ns = self._processor_ns(), time.monotonic_ns()
         self._busy, self._idle = self._system_times()
 
@@ -73,8 +64,6 @@ class Host:
             raise Gone from error
 
     def _resident_bytes(self) -> float | None:
-        if self._psutil is not None:
-            return int(self._psutil.Process().memory_info().rss)
         try:
             return int((self._folder / "statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, IndexError):
@@ -91,10 +80,6 @@ class Host:
 
     def _system_times(self) -> tuple[float, float]:
         """Busy and idle time of all cores since the machine started, in any unit; zeros where nobody tells."""
-        if self._psutil is not None:
-            times = self._psutil.cpu_times()
-            idle = times.idle + getattr(times, "iowait", 0.0)
-            return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]

@@ -226,7 +226,7 @@ before_fork(void)
 static int
 new_memfd(size_t size_bytes)
 {
-#if defined(__linux__) && defined(SYS_memfd_create)
+#if defined(SYS_memfd_create) /* older headers have no number for it */
     struct rlimit limit; /* beyond it the signal would end the process */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
         return -1;

@@ -433,7 +433,6 @@ empty_ring(Core *core)
 static void
 find_stack_end(Ring *ring)
 {
-#if defined(__linux__)
     pthread_attr_t attributes;
     void *lowest;
     size_t size;
@@ -444,11 +443,6 @@ find_stack_end(Ring *ring)
         ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
     }
     pthread_attr_destroy(&attributes);
-#elif defined(__APPLE__)
-    size_t size = pthread_get_stacksize_np(pthread_self());
-    ring->stack_end = (uintptr_t)pthread_get_stackaddr_np(pthread_self()) - size;
-    ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
-#endif
 }
 
 /* A call of Python from C takes C stack, which a raised recursion limit does not watch. A stack that is not the
