@@ -151,7 +151,8 @@ class Counted:
 
     def ended_totals(self) -> dict[int, Totals]:
         """Totals of threads whose rings were given up."""
-        return self._rings.copied_ended_totals()
+        with self._rings.lock:
+            return {index: totals.copy() for index, totals in self._rings.ended_totals.items()}
 
     def calls_by(self, groups: Sequence[int], count: int) -> list[int]:
         """How often the nodes of each group were called, on all threads together."""
@@ -164,7 +165,8 @@ class Counted:
 
     def ended_firsts(self) -> dict[int, First]:
         """Their first calls, as `Ring.firsts` has them."""
-        return self._rings.copied_ended_firsts()
+        with self._rings.lock:
+            return dict(self._rings.ended_firsts)
 
     def now_ns(self) -> int:
         """The clock that spans are timed with."""

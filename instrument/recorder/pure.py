@@ -181,25 +181,16 @@ class Core(Opened):
         above = self._root if parent is None else parent[0]
         node = above.children.get(site) or self._node(above, site)
         index = node.index if node.inner is None else self._index(node, parent, ring)
-        start = _clock()
-        if parent is not None:
-            parent_id, root_id, request = parent[1], parent[3], parent[14]
-            return [
-                node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, 0, None,
-                request, ended, index, *self._awaited_around(ring),
-            ]  # fmt: skip
-        if ended is not None:
+        if parent is None and ended is not None:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
+        parent_id, root_id, request = (0, span_id, None) if parent is None else (parent[1], parent[3], parent[14])
+        around, start = ring.stepping, _clock()
+        awaited = (None, 0) if around is None or not around.is_running else (around, around.waited_ns)
         return [
-            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, 0, None, None, ended,
-            index, *self._awaited_around(ring),
+            node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, 0, None, request,
+            ended, index, *awaited,
         ]  # fmt: skip
-
-    @staticmethod
-    def _awaited_around(ring: Ring) -> tuple[Any, int]:
-        around = ring.stepping
-        return (None, 0) if around is None or not around.is_running else (around, around.waited_ns)
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:

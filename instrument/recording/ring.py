@@ -268,7 +268,7 @@ class Rings:
         self._nodes = nodes
         self._thread_name = thread_name
         self._writer = writer
-        self._lock = RLock()
+        self.lock = RLock()
         self._rings: list[Ring] = []
 
     def new(self) -> Ring:
@@ -278,7 +278,7 @@ class Rings:
         """
         thread_id = threading.get_native_id()
         name = self._thread_name()
-        with self._lock:
+        with self.lock:
             self._retire()
             quarter = max(self._free() // 4, SMALLEST_RING)
             ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name, self._nodes)
@@ -315,18 +315,8 @@ class Rings:
 
     def all(self) -> list[Ring]:
         """The rings in the order in which their threads first recorded."""
-        with self._lock:
+        with self.lock:
             return list(self._rings)
-
-    def copied_ended_totals(self) -> dict[int, Totals]:
-        """The totals of the threads whose rings were given up."""
-        with self._lock:
-            return {index: totals.copy() for index, totals in self.ended_totals.items()}
-
-    def copied_ended_firsts(self) -> dict[int, First]:
-        """Their first calls."""
-        with self._lock:
-            return dict(self.ended_firsts)
 
 
 class Cursor:
