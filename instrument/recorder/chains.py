@@ -6,7 +6,7 @@ touch:
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
     12 what of the time of the children they waited; None for a function's   13 what times the span on a device, or None
-    14 the request that it is in: the frame of its tree's root, or None
+    14 the request that it is in, of which it is not itself the span: the frame of its tree's root, or None
     15 the frame that the context held before, where that had ended   16 the index of the node that it is counted under
     17 what is awaited around it, or None   18 how long that had been suspended when the span began
 
@@ -19,9 +19,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from instrument.recording.rows import Row
+from instrument.recording.rows import REQUEST_BIT, Row
 
-Frame = list[Any]
+
+class Frame(list[Any]):
+    """An open span. It goes with the context, scope or generator that holds it, also where nobody has ended it."""
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    def request(self) -> Frame | None:
+        """The request that it is in: itself, or the frame of its tree's root; None without one."""
+        return self if self[1] & REQUEST_BIT else self[14]
+
 
 CLOSED, OPEN, MANUAL = 0, 1, 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from instrument.recorder.call_nodes import Counted
 from instrument.recorder.chains import CLOSED, DEEPEST, MANUAL, Frame, nearest_open, upwards
@@ -24,7 +25,7 @@ class Opened(Counted):
     _remote_key: Any
     _current: ContextVar[Frame | None]
     _writer: MemoryWriter | None
-    _open: dict[int, Frame]
+    _open: WeakValueDictionary[int, Frame]
     """Every open frame by its id."""
     _begun_in: dict[int, Frame | None]
     """The span above that of a generator, by the id of that."""
@@ -59,7 +60,7 @@ class Opened(Counted):
     def annotate_request(self, attributes: Any = None, /, **more: Any) -> None:
         """Set attributes of the open request; see `instrument.recorder.scopes.annotate_request`."""
         frame = self._innermost() if self.on else None
-        request = None if frame is None else frame[14]
+        request = None if frame is None else frame.request
         if request is not None and request[11] != CLOSED:
             self.annotate(request, self._annotate_checked(attributes, more))
 
@@ -157,7 +158,8 @@ class Opened(Counted):
 
     def _open_frames(self) -> list[Frame]:
         """The frames that are open, of every context."""
-        return [frame for frame in self._open.copy().values() if frame[11] != CLOSED]
+        found = [reference() for reference in self._open.valuerefs()]
+        return [frame for frame in found if frame is not None and frame[11] != CLOSED]
 
     def current_id(self) -> int:
         """Identity of the current span, 0 if there is none."""
@@ -169,7 +171,7 @@ class Opened(Counted):
         frame = self._innermost()
         if frame is None:
             return None
-        request = frame[14]
+        request = frame.request
         return frame[1], frame[3], None if request is None else (request[10] or {}).get(self._remote_key)
 
     def forget_current(self) -> None:

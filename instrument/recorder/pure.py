@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from instrument.errors import error_name
 from instrument.recorder.annotation import error_told
@@ -86,7 +87,7 @@ class Core(Opened):
         self._current: ContextVar[Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(2, 2).__next__
         self._lock = RLock()
-        self._open: dict[int, Frame] = {}
+        self._open: WeakValueDictionary[int, Frame] = WeakValueDictionary()
         self._writer: MemoryWriter | None = None
         self._begin_tree(overflow, [])
         self._reset(None)
@@ -140,7 +141,6 @@ class Core(Opened):
         request = frame[14]
         if site.kind == "request" and (request is None or request[11] == CLOSED):
             frame[1] = frame[3] = span_id = span_id | REQUEST_BIT
-            frame[14] = frame
             if self.remote_parent is not None:
                 self._note_remote(frame)
         # A signal handler may raise after any call, and then nobody has the frame to end it.
@@ -182,15 +182,15 @@ class Core(Opened):
         node = above.children.get(site) or self._node(above, site)
         index = node.index if node.inner is None else self._index(node, parent, ring)
         if parent is None and ended is not None:
-            remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
+            remote = ((ended.request or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
-        parent_id, root_id, request = (0, span_id, None) if parent is None else (parent[1], parent[3], parent[14])
+        parent_id, root_id, request = (0, span_id, None) if parent is None else (parent[1], parent[3], parent.request)
         around, start = ring.stepping, _clock()
         awaited = (None, 0) if around is None or not around.is_running else (around, around.waited_ns)
-        return [
+        return Frame((
             node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, 0, None, request,
             ended, index, *awaited,
-        ]  # fmt: skip
+        ))  # fmt: skip
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:
@@ -249,8 +249,6 @@ class Core(Opened):
             frame[15] = None
         elif current is not None:
             self._cross(frame, current, end, anywhere)
-        if frame[14] is frame:
-            frame[14] = None  # the collector alone could free it
         ring = self._ring()
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
