@@ -429,6 +429,44 @@ sys.stdin.readline()
     assert f"{gone} (without a goodbye" in errors
 
 
+SLOW_TO_SAVE = """
+import sys
+from instrument.agent import runs
+from instrument.cli import main
+
+runs.STATUS_S = 600
+sys.exit(main(["agent", "--socket", sys.argv[1]]))
+"""
+
+
+def test_a_process_is_named_whose_agent_was_killed_before_it_had_saved_what_that_one_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "beside" / "agent.sock"
+    first = subprocess.Popen([sys.executable, "-c", SLOW_TO_SAVE, path], stderr=subprocess.PIPE, text=True)
+    until(lambda: run_folder.is_heard(path))
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    Path("main.py").write_text("import engine; engine.step(1); engine.say_and_hang()")
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    with (
+        Path("errors").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as service,
+    ):
+        assert service.stdout is not None
+        service.stdout.readline()
+        service.kill()
+    until(lambda: [one["process"]["how"] for one in asked(path.parent, {"ask": "processes"})[:-1]] == ["vanished"])
+    first.kill()
+    first.communicate(timeout=240)
+    with subprocess.Popen([*INSTRUMENT, "agent", "--socket", path], stderr=subprocess.PIPE, text=True) as other:
+        until(lambda: "\n" in Path("errors").read_text())
+        other.terminate()
+    line = Path("errors").read_text()
+    assert line.startswith(f"instrument: process {service.pid} of shop ended without a goodbye; nothing of it is saved")
+    assert "the agent of its run had gone" in line
+    assert list(path.parent.iterdir()) == []
+
+
 def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_stays() -> None:
     folder = Path("traces")
     folder.mkdir()

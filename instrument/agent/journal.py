@@ -1,7 +1,8 @@
 """Which processes of a run have recorded and not ended, as files beside its socket, for an agent that takes over.
 
-A process whose agent has gone joins the next one by itself. Who ended in between is known by its file alone: what it
-recorded went with it, but for what lies in a file of its own (`limits.ring_dir`).
+A process whose agent has gone joins the next one by itself. Who ended in between, or so shortly before that the agent
+had not saved what it left, is known by its file alone: what it recorded went with it or with that agent, but for what
+lies in a file of its own (`limits.ring_dir`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def note(folder: Path, process: Process) -> None:
 
 
 def forget(folder: Path, process: Process) -> None:
-    """A process has ended, and is told of."""
+    """A process has ended, and is told of; one without a goodbye once what it left is saved."""
     with suppress(OSError):
         _place(folder, process).unlink()
 
 
 def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """The processes that have ended while nobody was there to see it, each as one that lives until that is said.
+    """The processes whose ends nobody has told of, each as one that lives until that is said.
 
     `run_of` is the run of a name. Those that have joined since are not among them: their ends are seen.
     """
@@ -48,7 +49,8 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
             run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
             pid, started = int(facts["pid"]), int(facts["started"])
             process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
-            if run.living_as(pid, started) is None and process.has_exited():
+            is_known = any((one.pid, one.started) == (pid, started) for one in run.processes)
+            if not is_known and process.has_exited():
                 process.has_recorded = True
                 process.memory = _file_of(facts.get("memory"))
                 run.processes.append(process)

@@ -30,8 +30,8 @@ class Process:
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
     by the process where it `saves_itself`.
-    `is_missed` says that it ended while its run had no agent, `is_elsewhere` that its number is one of another
-    namespace: it lives as long as it is connected.
+    `is_missed` says that its run's agent went before it had saved what it left, `is_elsewhere` that its number is one
+    of another namespace: it lives as long as it is connected.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
     `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
     them when it joined.

@@ -252,6 +252,8 @@ class Runs:
     def saved(self, process: Process) -> None:
         """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
         process.is_saving = False
+        if process.how == VANISHED:
+            journal.forget(self._folder, process)
         process.release()
         self._report_if_due(process.run)
         self._end_of(process.run)
@@ -290,6 +292,8 @@ class Runs:
 
     def _vanished(self, process: Process) -> None:
         process.is_saving = process.look()
+        if process.has_recorded:  # it may not have said so yet
+            journal.note(self._folder, process)
         self._ended(process, VANISHED)
         if process.has_recorded:
             self._loop.after(STATUS_S, lambda: self._capture(process))
@@ -314,7 +318,8 @@ class Runs:
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
-        journal.forget(self._folder, process)
+        if how != VANISHED or not process.has_recorded:
+            journal.forget(self._folder, process)
         self.exports.note_ended(process)
         self.gauges.note_ended(process)
         if process.exit_fd >= 0:
