@@ -665,6 +665,30 @@ def test_a_service_whose_agent_is_gone_says_what_it_recorded_by_itself() -> None
     run_folder.remove_abandoned()
 
 
+def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_service() -> None:
+    service = begin("""
+        import engine, os, signal, sys
+        engine.step(1)
+        worker = os.fork()
+        if not worker:
+            engine.step(1)
+            engine.hang(600)
+        print(worker, flush=True)
+        sys.stdin.readline()
+        os.kill(worker, signal.SIGKILL)
+        os.wait()
+    """)
+    assert service.stdout is not None
+    worker = service.stdout.readline().strip()
+    (home,) = run_folder.found()
+    until(lambda: len(list(home.glob("*.process"))) == 2)
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    _, errors = service.communicate("\n", timeout=240)
+    assert f"nobody has told how process {worker} ended" in errors.replace("\n  ", " "), errors
+    run_folder.remove_abandoned()
+
+
 def test_a_process_that_finds_no_agent_records_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_folder.VARIABLE, str(Path("nobody.sock").absolute()))
     done = run("import engine; engine.step(1)")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from instrument import clock
 from instrument.runtime import packets
 
 VARIABLE = "INSTRUMENT_AGENT"
@@ -113,6 +114,16 @@ def first_process(run: str) -> int:
 def note_of(folder: Path, pid: int, started: int) -> Path:
     """The file by which agents know of a process of the run that records."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
+
+
+def untold(folder: Path) -> list[int]:
+    """The processes of the run that recorded and have ended, and that no agent has told of."""
+    found = []
+    for path in folder.glob(f"*{NOTE_SUFFIX}"):
+        pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
+        if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
+            found.append(int(pid))
+    return sorted(found)
 
 
 def remove(folder: Path) -> None:

@@ -159,17 +159,18 @@ class Membership:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print, or `late` where that was not there in time, or `unheard` where the agent is slow or gone. It is {}
-        where the process has nobody beside it.
+        to print, or `late` where that was not there in time, or `unheard` where the agent is slow or gone, with those
+        `untold` of whom that one should have told. It is {} where the process has nobody beside it.
         """
         if not self.path:
             return {}
         goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
         # Where its agent has gone, or the service has closed the connection, another one may have taken over.
         if not self.tell(goodbye) and (self.join() or not self.tell(goodbye)):
+            folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
-                run_folder.note_of(Path(self.path).parent, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            return {"unheard": True}
+                run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
+            return {"unheard": True, "untold": run_folder.untold(folder)}
         answer = {} if save is None else self._answer(ALIVE_S)
         if answer is None:
             answer = {"unheard": True}

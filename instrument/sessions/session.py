@@ -63,6 +63,9 @@ without one."""
 UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
 
 
+UNTOLD = "agent: nobody has told how process %s ended, or of what it recorded: the agent of the run had gone"
+
+
 class Session(Exporting):
     """A running session. Made by `start`; `stop` ends it. All methods may be called from any thread.
 
@@ -386,6 +389,8 @@ class Session(Exporting):
         elif tells and not self._has_little_to_tell():
             if answer.get("unheard") and self.profile.agent != "off":
                 self.account.complain(UNHEARD, log=False)
+                if untold := answer.get("untold"):
+                    self.account.complain(UNTOLD % ", ".join(map(str, untold)), log=False)
             self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
 
     def _has_little_to_tell(self) -> bool:
