@@ -109,7 +109,7 @@ def remove_abandoned(folder: Path) -> None:
 def why_unread(process: Process) -> str:
     """Why nothing can be saved of a process."""
     if process.is_missed:
-        return "the agent of its run had gone before that was done, and what it recorded with it"
+        return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
 
 
