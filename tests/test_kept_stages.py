@@ -437,14 +437,11 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     own = {span_id: trace_id for trace_id, span_id, *_ in found}
     assert len(own) == len(found) == len(run.front) + len(run.engine) + len(stages)
     assert all(not parent or own[parent] == trace_id for trace_id, _, parent, *_ in found)
-    number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
-    above = {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent and one in number_of}
-    strays = strays_in(run)
-    assert make is with_strays or not strays
-    # What hands a request over as a stray is sent once the request around it has ended: others have gone by then.
-    assert {one: parents[one] if parents.get(one) in strays else parent for one, parent in above.items()} == parents
+    assert make is with_strays or not strays_in(run)
+    assert parents_by(front, engine) == parents
     assert front.requests.misplaced() == 0
     roots = {its.ids.trace_id(span.root_id): span.root_id for its in (front, engine) for span in its.spans}
+    number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
     assert {number_of[one]: roots[trace_id] for one, trace_id in own.items() if one in number_of} == roots_in(run)
 
 
@@ -453,6 +450,23 @@ def parents_by(front: Told, engine: Told) -> dict[int, int]:
     number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
     found = (one for its in (front, engine) for one in identify(its.sent, its.ids))
     return {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent}
+
+
+def test_what_hands_a_request_over_in_the_tree_of_another_one_is_above_what_it_handed_over(clock: Clock) -> None:
+    run = Run()
+    around = run.add(run.front, CHAT, 0, 30 * S, key="a")
+    top = run.add(run.front, CHAT, S, 20 * S, key="b")
+    loop = run.add(run.front, LOOP, 2, 29 * S, around)
+    gives = run.add(run.front, ACCEPT, 3 * S, 10 * S, loop, key="b")
+    taken = run.add(run.engine, ACCEPT, 5 * S, 6 * S, key="b")
+    again = run.add(run.front, ACCEPT, 7 * S, 9 * S, loop, key="b")
+    outlasts = run.add(run.engine, ACCEPT, 12 * S, 24 * S, key="b")
+    last = run.add(run.front, ACCEPT, 13 * S, 14 * S, loop, key="b")
+    front, engine = by_agent(run, clock)
+    above = parents_by(front, engine)
+    found = [above[one.span_id] for one in (gives, taken, again, outlasts, last)]
+    assert found == [one.span_id for one in (top, gives, gives, top, outlasts)]
+    assert above == by_convert(run)[2]
 
 
 def test_a_key_that_another_open_request_was_known_by_first_names_that_one_until_a_later_one_bears_it(

@@ -10,8 +10,9 @@ import pytest
 from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, made
 
 from instrument.otlp.packing import Ids, identify, links_of
-from instrument.otlp.processor import keyed_requests, keyed_trees
-from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts, KeyFactsReader
+from instrument.otlp.processor import handed_over, keyed_requests, keyed_trees
+from instrument.otlp.processor.handed_over import SpansWithKeys
+from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyedSpan, KeyFacts, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.recording import export_place
@@ -343,3 +344,17 @@ def test_of_keys_that_are_too_many_those_of_requests_that_have_ended_go_first(
         front.open(f"open {number}", 4001 + 2 * number)
     assert front.requests.forgotten() == 2
     assert front.requests.forgotten() == 0
+
+
+def test_spans_with_keys_are_bounded_and_forgotten_but_for_those_of_open_requests() -> None:
+    found, ids = SpansWithKeys(), Ids([1, 1, 1], "1")
+    for number in range(200):
+        found.note(ids, [KeyedSpan(number, 2, "long", number, None)], {}, number, 3)
+    assert [one.start_ns for one in found.of("long")] == list(range(136, 200)), "the newest of a key"
+    found.note(ids, [KeyedSpan(199, 2, "long", 199, 900)], {}, 900, 3)
+    assert [one.end_ns for one in found.of("long")][-1] == 900
+    for number in range(10):
+        found.note(ids, [KeyedSpan(300, 2, f"r{number}", 5, 6)], {}, 1000, 3)
+    assert [key for key in ("long", "r0", "r7", "r8", "r9") if found.of(key)] == ["r7", "r8", "r9"]
+    found.forget_old(1001 + handed_over.FORGOTTEN_NS, lambda key: key == "r8")
+    assert [key for key in ("r7", "r8", "r9") if found.of(key)] == ["r8"]

@@ -55,6 +55,17 @@ class BorneKey(NamedTuple):
     above: frozenset[frozenset[str]] = frozenset([frozenset()])
 
 
+class KeyedSpan(NamedTuple):
+    """A span that bears a key, in whatever tree, which may have handed a request over; `end_ns` is None while it is
+    open."""
+
+    span_id: int
+    root_id: int
+    key: str
+    start_ns: int
+    end_ns: int | None
+
+
 class WorkBelow(NamedTuple):
     """A phase in a request's tree that lies below a key which was not the first one there."""
 
@@ -85,7 +96,7 @@ class KeyFacts:
     `keys` are borne by spans of requests, in the order of their begins; `gone` are those requests that are open no
     more, and whose rows nobody will read. `work` are the phases of requests' own trees, but for those `below_others`,
     `around_others` the roots of those in whose tree there are others with keys, and `opened` of those that are open
-    now.
+    now. `spans` are all that bear keys: as they are seen open first, and as they have ended.
     """
 
     roots: list[KeyedRoot] = field(default_factory=list)
@@ -96,6 +107,7 @@ class KeyFacts:
     below_others: list[WorkBelow] = field(default_factory=list)
     around_others: set[int] = field(default_factory=set)
     opened: Set[int] = frozenset()
+    spans: list[KeyedSpan] = field(default_factory=list)
 
 
 class KeyFactsReader:
@@ -118,6 +130,8 @@ class KeyFactsReader:
         """Spans that bear keys."""
         self._bearing: list[tuple[int, BorneKey]] = []
         """Those that were just read."""
+        self._told_open: set[int] = set()
+        """Open spans with keys that were told."""
         self._first_keys: dict[int, str] = {}
         """A key of each request that bears any, and had not ended for long."""
         self._several: set[int] = set()
@@ -148,7 +162,12 @@ class KeyFactsReader:
         self._several.difference_update(self._over[1])
         self._over = [], self._over[0]
         before, self._open = self._open, {}
+        told_open, self._told_open = self._told_open, set()
         for span in opened.values():
+            if isinstance(key := span.attributes.get(KEY), str) and key:
+                self._told_open.add(span.span_id)
+                if span.span_id not in told_open:
+                    facts.spans.append(KeyedSpan(span.span_id, span.root_id, key, span.start_ns, None))
             if not span.root_id & REQUEST_BIT:
                 continue
             if span.span_id == span.root_id:
@@ -160,7 +179,7 @@ class KeyFactsReader:
                 self._open[span.span_id] = KeyedRoot(
                     span.span_id, span.start_ns, None, remote, within, remote_around
                 )  # fmt: skip
-            if isinstance(key := span.attributes.get(KEY), str) and key:
+            if isinstance(key, str) and key:
                 self._bears(span.span_id, span.root_id, key, span.start_ns)
         self.read_rows([(ring.rows, ring.thread_id) for ring in rings], details)
         key_of = self._look_above(opened, [ring.rows for ring in rings])
@@ -190,10 +209,13 @@ class KeyFactsReader:
 
     def _read_keys(self, rows: Records, bearing: Sequence[int], details: Details) -> None:
         its = rows[_are_among(rows["span_id"], bearing)]
-        columns = (its[name].tolist() for name in ("span_id", "root_id", "start_ns"))
-        for span_id, root_id, start_ns in zip(*columns, strict=True):
-            key = _told(details[span_id]).get(KEY) if root_id & REQUEST_BIT else None
-            if isinstance(key, str) and key:
+        columns = (its[name].tolist() for name in ("span_id", "root_id", "start_ns", "end_ns"))
+        for span_id, root_id, start_ns, end_ns in zip(*columns, strict=True):
+            key = _told(details[span_id]).get(KEY)
+            if not isinstance(key, str) or not key:
+                continue
+            self._facts.spans.append(KeyedSpan(span_id, root_id, key, start_ns, end_ns))
+            if root_id & REQUEST_BIT:
                 self._bears(span_id, root_id, key, start_ns)
 
     def _bears(self, span_id: int, root_id: int, key: str, start_ns: int) -> None:

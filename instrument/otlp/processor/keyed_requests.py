@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from instrument.otlp.packing import Ids
+from instrument.otlp.processor.handed_over import SpansWithKeys, SpanWithKey
 from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts
-from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest, is_phase
+from instrument.otlp.processor.known_request import OPEN_NS, Giver, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import NO_PHASES, OwnPhases
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recorder.shelf import is_sampled
@@ -69,6 +70,9 @@ class KeyedRequests:
         self._nested: dict[KeyedRequest, None] = {}
         self.batches = ServedBatches(self._needed)
         self.kinds = StepKinds()
+        self._spans = SpansWithKeys()
+        self._read_ns: dict[str, int] = {}
+        """To which time each process has been read."""
         self._forgotten = self._misplaced = 0
         self.known_since_ns = 0
         """What was done for requests before was read by another one."""
@@ -78,6 +82,7 @@ class KeyedRequests:
     def learn(self, ids: Ids, facts: KeyFacts, sample: float) -> None:
         """Take in what a process's rows tell, of which this share of requests is kept in any case."""
         now_ns = time.monotonic_ns()
+        self._read_ns[ids.instance] = now_ns - self.lag_ns
         for root in sorted(facts.roots, key=lambda one: one.start_ns):  # what one began within comes before it
             self._learn_root(ids, root, sample, now_ns)
         for borne in facts.keys:
@@ -93,6 +98,8 @@ class KeyedRequests:
         for root_id in facts.gone:
             self._end((ids.seeds, root_id), now_ns, now_ns)
         self.batches.add(ids.instance, facts.batches)
+        self._spans.note(ids, facts.spans, self._by_root, now_ns, KEYS_KNOWN)
+        self._spans.forget_old(now_ns, lambda key: any(one.is_open for one in self._by_key.get(key, ())))
         while self._ended and (self._ended[0][0] < now_ns - ENDED_NS or len(self._ended) > KEYS_KNOWN):
             _, root_of, request = self._ended.popleft()
             if self._by_root.get(root_of) is request:
@@ -106,6 +113,7 @@ class KeyedRequests:
     def leave(self, ids: Ids) -> None:
         """A process, or a session of it, records no more: its requests that have not ended never will."""
         now_ns = time.monotonic_ns()
+        self._read_ns.pop(ids.instance, None)
         for root_of in [one for one in self._by_root if one[0] == ids.seeds]:
             self._end(root_of, now_ns, now_ns)
 
@@ -172,7 +180,9 @@ class KeyedRequests:
             found = self.of(key, start_ns)
             if found is not None and all(found is not self.of(one, start_ns) for one in above):
                 request.below_strays.add(key)  # of a third one, which may be forgotten before this one ends
-        self._misplaced += request.sent.pop(key, 0)
+        if sent := request.sent.pop(key, 0):
+            self._misplaced += sent
+            self._spans.forget(key, request)
         self._note_work(key, request.below_others.pop(key, ()))
 
     def _note_work(self, key: str, edges: Iterable[tuple[int, int]]) -> None:
@@ -330,15 +340,23 @@ class KeyedRequests:
 
     def _of(self, key: str, at_ns: int) -> KeyedRequest | None:
         before = [one for one in self._by_key.get(key, ()) if one.start_ns <= at_ns]
-        first = min((one for one in before if one.is_open), key=lambda one: one.start_ns, default=None)
+        is_open = [one.is_open and not any(self._may_be_around(other, one) for other in before) for one in before]
+        first = min((one for one, its in zip(before, is_open, strict=True) if its), key=_start_of, default=None)
         whole = [
             one
-            for one in before
-            if (first is not None and one.is_open and one.instance == first.instance and one.within not in before)
+            for one, its in zip(before, is_open, strict=True)
+            if (its and first is not None and one.instance == first.instance and one.within not in before)
             or not (one.is_open or any(other.is_around(one) for other in before))
         ]
         named = [(from_ns, one.start_ns, one) for one in whole if (from_ns := self._names_from(key, one)) <= at_ns]
         return max(named, key=lambda one: one[:2])[-1] if named else None
+
+    def _may_be_around(self, other: KeyedRequest, request: KeyedRequest) -> bool:
+        """Whether one that is known to be open may have ended within another one of its key that has just ended: its
+        process may not be read to that time yet."""
+        if other.is_open or other.instance == request.instance or not other.start_ns <= request.start_ns < other.end_ns:
+            return False
+        return self._read_ns.get(request.instance, 0) < other.end_ns
 
     def _names_from(self, key: str, request: KeyedRequest) -> int:
         """When a key begins to name a request that bears it: with that, or where another one is known by it first that
@@ -351,6 +369,22 @@ class KeyedRequests:
             one.start_ns <= borne.start_ns and max(one.end_ns, one.start_ns + 1) > start_ns for one in found
         )
         return borne.start_ns + 1 if is_theirs else start_ns
+
+    def givers(self, request: KeyedRequest, start_ns: int, key: str) -> list[Giver]:
+        """Spans outside of a request's own tree that may have handed it over by then, by a key, or any of its keys: of
+        those that go on `end_ns` is that of what is open."""
+        return [
+            Giver(one.start_ns, one.end_ns, one.span_id, is_own=False, key=its)
+            for its in ([key] if key else request.keys)
+            for one in self._spans.of(its)
+            if one.start_ns < start_ns < one.end_ns and self._is_done_for(request, its, one)
+        ]
+
+    def _is_done_for(self, request: KeyedRequest, key: str, one: SpanWithKey) -> bool:
+        around = one.around
+        if around is None or around.is_astray(key):
+            return self.of(key, one.start_ns) is request
+        return around is not request and self.whole_of(around) is request
 
     def linked(self, key: str, at_ns: int, *, is_sure: bool) -> KeyedRequest | None:
         """The request that a batch served which began then, if it `is_sure` that it is kept, or it may be."""
@@ -434,6 +468,10 @@ def _caller_of(root_id: int, remote: RemoteParent | None, ids: Ids) -> RemotePar
     if remote is None:
         return RemoteParent(ids.trace_id(root_id), ids.span_id(root_id))
     return RemoteParent(remote.trace_id, ids.span_id(root_id), flags=remote.flags, state=remote.state)
+
+
+def _start_of(request: KeyedRequest) -> int:
+    return request.start_ns
 
 
 def _ended_as(root: Span, ids: Ids) -> KeyedRequest:

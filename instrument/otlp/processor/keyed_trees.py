@@ -9,7 +9,9 @@ open, and is let go where that is not kept.
 
 Strays, which lie in the tree of another request, go to their own all the same: as a tree is sent, or is let go, they
 are taken from it, and wait for their own request, which decides about them. Those of which it is not known by then
-whose they are, or that are too many, stay where they lie, and are counted once it is.
+whose they are, or that are too many, stay where they lie, and are counted once it is. What handed a request over may
+be sent later than what it handed over, see `instrument.otlp.processor.handed_over`: a span waits for the end of the one
+that it goes below for some seconds, and goes below the next best one then.
 
 A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
 which that is not known after some seconds. Their stages follow as they end, see
@@ -26,7 +28,7 @@ from heapq import heapify, heappop, heappush
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.kept_stages import KeptStages
 from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, batch_of
-from instrument.otlp.processor.known_request import KeyedRequest, is_phase
+from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import OwnPhases
 from instrument.otlp.processor.stray_spans import count_sent, find_strays, keys_of, nearest_keys, sub_requests
 from instrument.otlp.processor.waiting_spans import Top, WaitingSpans
@@ -367,8 +369,12 @@ class KeyedTrees:
             return not around.is_kept and (around.is_open or age_ns < PATIENCE_NS)
         known = requests.of(one.top[1], one.top[2])
         if known is not None and known.is_kept and (one.top[2] <= known.end_ns or age_ns > LOOKED_NS):
-            one.kept_ns = one.kept_ns or time.monotonic_ns()  # what handed strays over may come from other processes
-            return one.is_stray and time.monotonic_ns() - one.kept_ns < LOOKED_NS
+            one.kept_ns = one.kept_ns or time.monotonic_ns()
+            if one.is_stray and time.monotonic_ns() - one.kept_ns < LOOKED_NS:
+                return True  # what handed strays over may come from other processes
+            givers = requests.givers(known, one.top[2], one.key) if age_ns < PATIENCE_NS else ()
+            newest = max(givers, key=lambda its: (its.start_ns, -its.end_ns), default=None)
+            return newest is not None and newest.end_ns == OPEN_NS
         one.was_known = one.was_known or known is not None
         if known is not None and known.is_open:
             one.since_ns = time.monotonic_ns()
@@ -486,7 +492,8 @@ class KeyedTrees:
                 caller.trace_id, self._ids.span_id(first.parent_id), caller.flags, True, True, caller.state
             )
         key = str(first.attributes.get(KEY) or "") if one.is_request else one.key
-        return request.below(one.start_ns, self._ids.instance, key)
+        others = [its for its in self._requests.givers(request, one.start_ns, key) if its.end_ns != OPEN_NS]
+        return request.below(one.start_ns, self._ids.instance, key, others)
 
     def _link_to_around(self, root: Span) -> None:
         """Link a request that began within another one, and is no part of it, to the span in which it did."""

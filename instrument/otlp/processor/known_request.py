@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,7 +33,7 @@ Edges = list[tuple[int, int]]
 """Begin and end of a request's own phases."""
 
 
-class _Giver(NamedTuple):
+class Giver(NamedTuple):
     """A span with a key that may have handed a request over, and whether it is of that one's own tree."""
 
     start_ns: int
@@ -55,9 +55,10 @@ class KeyedRequest:
     from these once its tree was looked through. Also of one that is not kept there are its `own` phases, once it
     has ended, and those `elsewhere`, of which there are others that began after `missing_ns`.
 
-    `borne` are the keys of its own tree, by the `first_key` of which it was known first. `strays` are those of other
-    requests, and `below_strays` lie those of yet others; `sent` says how many spans have gone with it by keys that may
-    turn out to be such, and `below_others` are its phases by these.
+    `borne` are the keys of its own tree, by the `first_key`
+    of which it was known first. `strays` are those of other requests, and `below_strays` lie those of yet others;
+    `sent` says how many spans have gone with it by keys that may turn out to be such, and `below_others` are its phases
+    by these.
     """
 
     instance: str
@@ -67,7 +68,7 @@ class KeyedRequest:
     is_sure: bool = False
     is_kept: bool = False
     keys: dict[str, str] = field(default_factory=dict)
-    givers: list[_Giver] = field(default_factory=list)
+    givers: list[Giver] = field(default_factory=list)
     work: Edges | None = None
     borne: dict[str, BorneKey] = field(default_factory=dict)
     first_key: str = ""
@@ -134,9 +135,11 @@ class KeyedRequest:
         """What other processes did for it."""
         return [edge for edges in self.elsewhere.values() for edge in edges]
 
-    def below(self, start_ns: int, instance: str, key: str = "") -> RemoteParent:
-        """What a span that began then lies below, by its key if it has one."""
-        before = [one for one in self.givers if one.start_ns < start_ns and key in ("", one.key)]
+    def below(self, start_ns: int, instance: str, key: str = "", others: Iterable[Giver] = ()) -> RemoteParent:
+        """What a span that began then lies below, by its key if it has one: of what is known to be sent with it, and of
+        `others` that will be."""
+        givers = {one.span_id: one for one in (*others, *self.givers)}.values()
+        before = [one for one in givers if one.start_ns < start_ns and key in ("", one.key)]
         still_open = [one for one in before if one.end_ns > start_ns]
         ended = [one for one in before if one.is_own]
         span_id = self.caller.span_id
@@ -155,7 +158,7 @@ class KeyedRequest:
                 borne = BorneKey(span.root_id, key, span.start_ns)
                 yield borne if known is None else borne._replace(above=known.above)
                 if not is_own or span.span_id != span.root_id:
-                    self.givers.append(_Giver(span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own, key))
+                    self.givers.append(Giver(span.start_ns, span.end_ns, ids.span_id(span.span_id), is_own, key))
             if self.work is not None and is_phase(span):
                 self.work.append((span.start_ns, span.end_ns))
         del self.givers[:-GIVERS]
