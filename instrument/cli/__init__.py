@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from instrument.cli.output import flush
@@ -29,9 +30,9 @@ VERBS: Mapping[str, str] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser(given[0] if given else "")
     try:
-        options, host = _split(parser, given)
+        own, host = _split(given)
+        options = _read(own)
         code: int = options.verb(options, host)
         flush(sys.stdout)
     except ProfileError as error:
@@ -48,8 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(word: str) -> argparse.ArgumentParser:
-    """That of the verb, which alone is imported; of all where it is none."""
+def _read(own: list[str]) -> argparse.Namespace:
+    """The options that words of ours give. Raises `InstrumentError` for a verb or an option that there is none of."""
+    word = own[0] if own else ""
+    parser, verbs = _parsers(word)
+    if word not in VERBS and word and not word.startswith("-"):
+        raise InstrumentError(f"asked for the verb {word!r}; allowed: {', '.join(VERBS)}{_meant(word, VERBS)}")
+    options, unknown = parser.parse_known_args(own)
+    if unknown:
+        its = verbs.get(word, parser)
+        meant = _meant(unknown[0], re.findall(r"--[a-z-]+", its.format_help()))
+        raise InstrumentError(f"found {unknown[0]!r}, which `{its.prog}` does not know{meant}; its --help lists all")
+    return options
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    from instrument.profile.document import nearest
+
+    meant = nearest(word, known)
+    return f"; did you mean {meant!r}?" if meant else ""
+
+
+def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The command's parser, and those of its verbs: of this one, which alone is imported; of all where it is none."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
@@ -58,7 +80,7 @@ def _parser(word: str) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in dict.fromkeys([VERBS[word]] if word in VERBS else VERBS.values()):
         import_module(f"instrument.cli.{module}").add(verbs)
-    return parser
+    return parser, verbs.choices
 
 
 class _Version(argparse.Action):
@@ -74,8 +96,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the host's command line.
+def _split(given: list[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the host's command line.
 
     That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
@@ -85,9 +107,9 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
             raise InstrumentError(
                 f"{given[0]}: nothing to run after --; give script.py [argument ...] or -m module ..."
             )
-        return parser.parse_args(given[:at]), given[at + 1 :]
+        return given[:at], given[at + 1 :]
     if given[:1] != ["run"]:
-        return parser.parse_args(given), []
+        return given, []
     own, host = given, []
     i = 1
     while i < len(given):
@@ -103,4 +125,4 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
             continue
         own, host = given[:i], given[i:]
         break
-    return parser.parse_args(own), host
+    return own, host

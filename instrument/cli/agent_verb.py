@@ -38,7 +38,8 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             known = {folder.name: folder for folder in run_folder.found()}
             if options.run not in known:
                 runs = ", ".join(known) or "none"
-                raise InstrumentError(f"agent: asked for the run {options.run}, found {runs}")
+                told = f"agent: asked for the run {options.run}, found {runs}; `instrument ps` lists those that go on"
+                raise InstrumentError(told)
             path = known[options.run] / run_folder.SOCKET
             run = Run(options.run, run_folder.first_process(options.run))
         run_folder.refuse_shared(path.parent)

@@ -11,6 +11,8 @@ from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError, TraceError
 from instrument.recording import memory
 
+WHICH = "give the folder that limits.ring_dir of the profile names"
+
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
@@ -29,9 +31,9 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
     try:
         files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
-        raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}") from error
+        raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}; {WHICH}") from error
     if not files:
-        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {memory.SUFFIX}")
+        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {memory.SUFFIX}; {WHICH}")
     failed = False
     for path in files:
         try:

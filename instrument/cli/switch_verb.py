@@ -18,8 +18,9 @@ def add(verbs: Verbs) -> None:
     for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
         parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
         parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
-        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=f"(default: {WAIT_S:g})")
-        parser.set_defaults(verb=functools.partial(switch, on=on))
+        told = f"the longest, for the answers (default: {WAIT_S:g})"
+        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=told)
+        parser.set_defaults(verb=functools.partial(switch, on=on), takes_host=False)
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
