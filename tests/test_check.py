@@ -257,6 +257,13 @@ def test_a_typo_names_the_nearest_target(rule: str, says: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_rule_that_calls_the_script_itself_by_its_file_is_told_its_name() -> None:
+    write("p.yaml", 'functions: [{match: "main:work"}]')
+    write("main.py", "def work():\n    return 1\nwork()")
+    done = check("p.yaml", "--", "main.py")
+    assert "main not imported, but run as the program: a rule calls it __main__, not main" in done.stdout, done.stdout
+
+
 def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() -> None:
     write("p.yaml", 'functions: [{match: "chekced:busy"}]')
     write("main.py", "import checked\nchecked.busy(1)")

@@ -26,7 +26,7 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.main_module import MAINS, is_main, names_of
+from instrument.runtime.main_module import MAINS, is_main, names_of, script_name
 from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
@@ -375,7 +375,10 @@ class Functions:
             why = "__main__ is the program that runs; instrument check P -- script.py runs one"
             return Verdict(rule.text, "waiting", why=why)
         if not there:
-            return Verdict(rule.text, "waiting", why=f"{' and '.join(names)} not imported")
+            why = f"{' and '.join(names)} not imported"
+            if (script := script_name()) in names:
+                why += f", but run as the program: a rule calls it __main__, not {script}"
+            return Verdict(rule.text, "waiting", why=why)
         if main := next((module for module in there if is_main(module) and self._defined_unseen(rule, module)), None):
             own = names_of(main)[0]
             why = "__main__" if own == "__main__" else f"{own} runs as __main__, and"

@@ -15,6 +15,7 @@ import ast
 import linecache
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -43,6 +44,14 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
 def is_main(module: ModuleType) -> bool:
     """Whether a module runs as the main one."""
     return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
+
+
+def script_name() -> str:
+    """What the script that runs as the main module would be called if it were imported; empty where none does.
+
+    Its `__file__` is gone once its body has ended.
+    """
+    return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
 class Plan(NamedTuple):
