@@ -1,4 +1,7 @@
-"""Writing a trace: the file, its counters and the names of its lanes, around the slices."""
+"""Writing a trace: the file, its counters and the names of its lanes, around the slices.
+
+Which spans and intervals are slices, and in which order, `ordered` says; `slices` has their text.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 STATUS = "http.response.status_code"
 REQUEST_BYTES, ANSWER_BYTES = "http.request.body.size", "http.response.body.size"
-"""The attribute of a request's span, by OpenTelemetry's conventions for HTTP."""
+"""Attributes of a request's span, by OpenTelemetry's conventions for HTTP."""
 
 FIRST_OF_SERVER = 500
 """Statuses from here on are errors of the server."""
@@ -42,7 +42,7 @@ _classes, _module, _name = (vars(type)[name].__get__ for name in ("__mro__", "__
 def status_of(error: BaseException) -> int | None:
     """The status by which an exception answers a request, None where it is not of a web framework. Never raises.
 
-    Its twin is `status_of` in `_recorder.c`.
+    Its twin is `status_of` in `_recorder_span.h`.
     """
     for kind in _classes(type(error)):
         answer = ANSWERS.get(_module(kind), {}).get(_name(kind))

@@ -1,6 +1,7 @@
 """Histograms of times, the one definition of them: which bucket holds a time, how they merge, what a percentile is.
 
-A histogram is a mapping from the index of a bucket to the calls in it, without buckets that have none.
+A histogram is a mapping from the index of a bucket to the calls in it, without buckets that have none. Which
+percentiles are shown, each table says for itself.
 """
 
 from __future__ import annotations

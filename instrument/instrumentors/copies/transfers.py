@@ -1,4 +1,4 @@
-"""Transfers: one copy's facts, and what makes a span of it if a rule wants it.
+"""Transfers: one copy's facts, and what makes a span of it if a rule wants it. Which calls copy, the rooms say.
 
 A room of this family knows the functions of one framework that copy, and tells for each call what it has moved. All
 rooms share one guard, so that calls inside of a call that copies (a subclass of a tensor, one framework that hands over

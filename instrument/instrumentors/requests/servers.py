@@ -1,7 +1,7 @@
 """Servers of ASGI and WSGI: where each calls the app that it serves.
 
-`Server.attach` is called when the host has imported the module that has the seam, before anybody can have taken a name
-from it. What stands in for an app passes everything through once its rule is gone.
+What `ASGI` and `WSGI` have for a module, an `Attach`, is called when the host has imported it, before anybody can have
+taken a name from it. What stands in for an app passes everything through once its rule is gone.
 """
 
 from __future__ import annotations
