@@ -20,7 +20,7 @@ def add(verbs: Verbs) -> None:
         parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
         told = f"the longest, for the answers (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=told)
-        parser.set_defaults(verb=functools.partial(switch, on=on), takes_host=False)
+        parser.set_defaults(verb=functools.partial(switch, on=on))
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
