@@ -242,6 +242,16 @@ def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(
     assert (place.name, place.ratio) == ("decode", 1.0)
 
 
+def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -> None:
+    recorder.begin(1 << 22, {})
+    for site in (Site("decode"), Site("GET /", kind="request")):
+        recorder.wrap(lambda: None, site)()
+    facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
+    costs = {"call_ns": 100.0, "request_ns": 900.0}
+    (process,) = Looker("run").look([Member({**facts, **costs}, recorder.memory_fd)]).processes
+    assert process.cost_ratio == pytest.approx(1000 / process.up_ns)
+
+
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
     readings, mapped = Readings(partial(recorder.room_for, "samples")), read(recorder)
     told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.SAMPLES + 10)]

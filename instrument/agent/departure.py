@@ -29,7 +29,7 @@ _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 def facts_of(process: Process) -> dict[str, Any]:
     """What is told of a process to who asks."""
-    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns")
+    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in told},
         "pid": process.pid,

@@ -248,7 +248,7 @@ class _Seen:
             self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.counted: Counted = {}
-            self.calls = 0
+            self.calls = self.requests = 0
             for row in mapped.tally().rows():
                 if not row.path:
                     continue
@@ -257,6 +257,7 @@ class _Seen:
                 _, totals = self.counted.setdefault((site.key, is_request), (site, Totals()))
                 totals.merge(row.totals)
                 self.calls += row.totals.calls
+                self.requests += row.totals.calls * (site.kind == "request")
         finally:
             mapped.close()
 
@@ -266,9 +267,12 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
     origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
     state = facts["how"] or ("idle" if seen is None else seen.state)
     up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
-    calls, lost, call_ns = None, None, float(facts.get("call_ns") or 0.0)
+    calls, lost, spent_ns = None, None, 0.0
     if not facts["how"]:
         calls, lost = (0, 0) if seen is None else (seen.calls, sum(seen.losses.values()))
+    if seen is not None:
+        call_ns, request_ns = (float(facts.get(name) or 0.0) for name in ("call_ns", "request_ns"))
+        spent_ns = (seen.calls - seen.requests) * call_ns + seen.requests * max(call_ns, request_ns)
     return ProcessNow(
         pid=member.pid,
         service=str(facts["service"]),
@@ -277,7 +281,7 @@ def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
         digest=str(origin["digest"])[:64],
         up_ns=up_ns,
         calls=calls,
-        cost_ratio=None if calls is None else share(calls * call_ns, up_ns),
+        cost_ratio=None if calls is None else share(spent_ns, up_ns),
         lost=lost,
     )
 

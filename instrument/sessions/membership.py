@@ -281,6 +281,7 @@ class RunFacts:
     def at_join(self) -> dict[str, Any]:
         session, saving = self._session, self._saving
         recording = session.profile.export.recording or Recordings()
+        costs_ns = session.account.costs.usual_ns()
         return {
             "run": saving.run,
             "memory": RECORDER.memory_path,
@@ -289,7 +290,8 @@ class RunFacts:
             "digest": session.digest,
             "generation": session.generation,
             "recorder": "native" if RECORDER.native else "pure",
-            "call_ns": session.account.costs.usual_ns().get("call", 0.0),
+            "call_ns": costs_ns.get("call", 0.0),
+            "request_ns": costs_ns.get("request", 0.0),
             "is_first": self._is_of_run and files.is_main(),
             "records": self._has_threads(),
             "folder": str(saving.folder),
