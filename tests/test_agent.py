@@ -937,6 +937,7 @@ def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "ready\n"
     assert "it has recorded nothing yet" in command("off")
+    assert "`instrument ps` lists their processes" in done_by("ps", "no-such").stderr
     waiting.communicate("\n", timeout=240)
 
 

@@ -433,6 +433,7 @@ BAD: list[tuple[list[str], str]] = [
     (["report", "empty.json", "--reqest", "r3"], "did you mean '--request'?"),
     (["reprot", "empty.json"], "asked for the verb 'reprot'; allowed: init, run, "),
     (["reprot", "empty.json"], "did you mean 'report'?"),
+    (["reload", "--pid", "abc"], "found 'abc'; allowed: 1 or more"),
     (["-x", "report", "empty.json"], "found '-x', which `instrument` does not know; its --help lists all"),
     (["recover", "."], "give the folder that limits.ring_dir of the profile names"),
     (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),

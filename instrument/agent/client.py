@@ -79,7 +79,8 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
         if not found:
             known = ", ".join(run.name for run in runs) or "none"
             what = f"a run, or a process of one, that is called {named}" if named else "a run"
-            raise InstrumentError(f"asked for {what}, found {known}; `instrument run` begins one")
+            advice = "`instrument ps` lists their processes" if runs else "`instrument run` begins one"
+            raise InstrumentError(f"asked for {what}, found {known}; {advice}")
         yield found
     finally:
         for member in (member for run in runs for member in run.members):

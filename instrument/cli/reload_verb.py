@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from instrument.agent import client
-from instrument.cli.option_values import Verbs, seconds
+from instrument.cli.option_values import Verbs, count, seconds
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -31,7 +31,7 @@ def add(verbs: Verbs) -> None:
         "profile", nargs="?", metavar="P", help="the profile.yaml that has changed (default: each its own)"
     )
     parser.add_argument(
-        "--pid", type=int, metavar="N", help="tell this process alone; P may be another file of its service then"
+        "--pid", type=count, metavar="N", help="tell this process alone; P may be another file of its service then"
     )
     parser.add_argument(
         "--socket",
