@@ -37,7 +37,7 @@ from instrument import chrome
 from instrument.recording.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
-LAST_LINES = r"(?:Chrome trace: [^\n]+\n|Processes:\n(?:  \d+ [^\n]+\n)+)"
+LAST_LINES = r"(?:Chrome trace: [^\n]+\n|Processes: \d+\n(?:  \d+ [^\n]+\n)+)"
 REPORT = re.compile(rf"\n-{{20,}}> *Summary of \S+ *<-{{20,}}\n.*?\n{LAST_LINES}", re.DOTALL)
 EXPORT = """
 export:

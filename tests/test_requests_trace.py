@@ -266,14 +266,12 @@ def test_spans_of_a_request_bear_the_state_of_its_callers_trace(protocol: str) -
         serve(calls, {"traceparent": CALLER})
         instrument.stop()
         spans = found.spans()
-    wanted = STATE if protocol != "grpc" else STATE.replace(", ", ",")  # the official exporter's own form
     followed = [span for span in spans if f"{span.trace_id:032x}" == TRACE]
     assert sorted((span.name, span.trace_state) for span in followed) == [
-        ("GET", ""), ("GET", wanted), ("work", ""), ("work", wanted),
+        ("GET", ""), ("GET", STATE), ("work", ""), ("work", STATE),
     ]  # fmt: skip
     (linked,) = [span for span in spans if span.link_states and span.name == "GET"]
-    # The official exporter, which speaks gRPC for us, leaves it out of links.
-    assert (linked.trace_state, linked.link_states) == ("", ("" if protocol == "grpc" else wanted,))
+    assert (linked.trace_state, linked.link_states) == ("", (STATE,))
     assert not any("tracestate" in name for span in spans for name in span.attributes)
 
 
