@@ -113,10 +113,10 @@ def collector(service: Service) -> Iterator[Collector]:
         yield server
 
 
-def until(is_true: Callable[[], Any]) -> None:
+def until(is_true: Callable[[], Any], found: Callable[[], object] = str) -> None:
     end = time.monotonic() + 60
     while not is_true():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, f"it did not come true: {found()}"
         time.sleep(0.005)
 
 
@@ -339,7 +339,7 @@ def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile
             service.serve("one", 1)
             found.look()
             service.exporter.hurry()
-            until(lambda count=count: service.progress().fates["exported"] > count)  # type: ignore[misc]
+            until(lambda count=count: service.progress().fates["exported"] > count, service.progress)  # type: ignore[misc]
         assert metrics.waits()
         assert len(written) <= before + 1
         found.close()

@@ -435,7 +435,10 @@ class Exporting(Recorded):
         if (keyed := self._reading_back) is not None:
             self._flush_back(keyed, end)
         elif not self.handover.is_here:
-            return self._flush_by_agent(end)[0]
+            found, _ = self._flush_by_agent(end)
+            if found.settled or not self.handover.is_here:
+                return found
+            return self.flush(max(end - time.monotonic(), 0.0))  # it has come here meanwhile
         self._tell_readings_of_agent()
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
@@ -452,7 +455,7 @@ class Exporting(Recorded):
                 time.sleep(FLUSH_S)
 
     def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all that has finished, and wait until that is settled, or the time is up.
+        """Have the agent send all that has finished, and wait until it is settled, the session exports or time is up.
 
         Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
 
@@ -473,7 +476,8 @@ class Exporting(Recorded):
             now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
             seen_at = now if seen != before or pending else seen_at
             settled = seen >= recorded and not pending and self._are_metrics_settled(asked_ns)
-            if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
+            is_over = now >= end or self.handover.is_here
+            if settled or is_over or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
                 return found, max(recorded - seen, 0) + pending
             time.sleep(FLUSH_S)
