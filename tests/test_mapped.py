@@ -193,6 +193,24 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
     assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]
 
 
+def test_a_site_that_is_told_while_the_call_paths_are_read_has_its_name(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.wrap(lambda: None, Site("first"))()
+    mapped, read_head = read(recorder), Mapped._read_head
+    facts, looks = mapped._parts["facts"], iter(range(100))
+
+    def head_of_before(mapped: Mapped) -> Any:
+        head = read_head(mapped)
+        if next(looks) == 0:  # as if it was read before all of that was told
+            mapped._parts = {**mapped._parts, "facts": facts}
+        return head
+
+    recorder.wrap(lambda: None, Site("late"))()
+    monkeypatch.setattr(Mapped, "_read_head", head_of_before)
+    assert {"first", "late"} <= {site.name for site in mapped.sites()}
+
+
 def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
     intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
     assert len(mapped.intervals()) == 0

@@ -37,7 +37,7 @@ from conftest import RECORDERS
 from trees import tree
 
 from instrument.recorder.recorder import PureRecorder, Recorder
-from instrument.recording.spans import Site
+from instrument.recording.spans import OUTCOME, Site
 from instrument.recording.tally import Totals
 from instrument.trace.of_rows import columns_of
 
@@ -173,7 +173,7 @@ def test_greenlets_given_up_in_the_middle_of_a_call_end_their_spans(recorder: An
         del one
         gc.collect()
     assert calls(recorder) == {"waits": 20, "scope": 20}
-    assert {span.error for span in recorder.spans()} == {"GreenletExit"}
+    assert {(span.error, dict(span.attributes)[OUTCOME]) for span in recorder.spans()} == {(None, "cancelled")}
     assert recorder.open_rows() == []
 
 

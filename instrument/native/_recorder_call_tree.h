@@ -151,7 +151,7 @@ new_node(Core *core, node_t *parent, PyObject *site)
     }
     core->nodes[core->node_count++] = node;
     tell_site(core, site);
-    node->is_known = 1;
+    __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE); /* who reads that knows the site and the parent */
     return node;
 }
 

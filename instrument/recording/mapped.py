@@ -249,6 +249,7 @@ class Mapped:
         """The call paths that are known by now: the same object as long as none is added."""
         self._read_head()
         nodes = self._slots("nodes", _NODE)
+        self._read_head()  # a site is told of before the first of its nodes is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
         if self._known == (self.generation, columns):
             return self._tree
