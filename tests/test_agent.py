@@ -366,6 +366,7 @@ os.kill(os.getpid(), 9)
     until(lambda: not Path(f"/proc/{agent}").exists())
 
 
+@pytest.mark.slow
 def test_a_daemon_that_joins_long_after_its_parent_has_ended_finds_the_agent_which_outlives_it() -> None:
     Path("late.py").write_text("import os, engine\nprint(engine.step(1))\nos.kill(os.getpid(), 9)\n")
     python = "until [ -e go ]; do sleep 0.05; done; exec $0 late.py"

@@ -96,6 +96,7 @@ def told(span: Any) -> tuple[Any, ...]:
     return span.name, span.kind, span.flags, len(span.links), lasted_ms, tuple(sorted(attributes.items()))
 
 
+@pytest.mark.slow
 def test_what_the_agent_sends_of_a_device_is_what_a_process_would_send_itself(collector: Collector) -> None:
     source = f"""{SERVICE}
 stream = torch.cuda.Stream()

@@ -177,6 +177,7 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     assert collector.connections == 1
 
 
+@pytest.mark.slow
 def test_of_a_request_that_two_processes_serve_both_parts_are_kept_where_one_is_slow(collector: Collector) -> None:
     profile(collector, "requests: auto\ncapture: {sample: 0.0, slow: 1s}")
     Path("shop.py").write_text("""
@@ -722,6 +723,7 @@ for x in range(100):
     assert collector.connections == 2
 
 
+@pytest.mark.slow
 def test_what_a_process_had_not_sent_that_exported_itself_as_it_was_killed_is_exported_or_counted(
     collector: Collector,
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_parent_that_does_not_read_our_summary_does_not_make_the_host_hang(fol
         os.close(reader)
 
 
+@pytest.mark.slow
 def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(folder: Path) -> None:
     write(
         folder / "main.py",

@@ -320,6 +320,7 @@ def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
     found.close()
 
 
+@pytest.mark.slow
 def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

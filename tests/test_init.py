@@ -114,6 +114,7 @@ OF_SCRIPT = {
 }
 
 
+@pytest.mark.slow
 def test_a_script_is_observed_and_its_first_profile_passes_check_and_records_its_requests() -> None:
     write("batch.py", SCRIPT)
     bare = subprocess.run([sys.executable, "batch.py"], capture_output=True, text=True, check=False)

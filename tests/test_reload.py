@@ -469,6 +469,7 @@ def test_a_file_that_is_found_half_written_is_no_error_for_good(
     assert "stays in force" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_file_that_stays_broken_is_noted_once_and_mended_by_the_next_good_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

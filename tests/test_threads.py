@@ -63,6 +63,7 @@ def test_an_event_lets_all_go_on_that_wait_and_none_when_it_is_cleared() -> None
     assert not event.wait(-1)
 
 
+@pytest.mark.slow
 def test_no_wait_misses_a_set_that_comes_just_then() -> None:
     for _ in range(2_000):
         event = Event()
