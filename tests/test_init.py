@@ -165,13 +165,16 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
         (["--for", "1s"], "--for is for a command"),
         (["-o", "nowhere/p.yaml"], "found no folder"),
         (["--"], "init: nothing to run after --"),
-        (["--", "absent.py"], "no process of it told what it did"),
+        (["--", "-m"], "init: nothing to run; give `-- script.py"),
+        (["--", "absent.py"], "init: asked to run 'absent.py', found no such file"),
+        (["--", "killed.py"], "exit code -9 and no process of it told what it did"),
         (["--for", "soon", "--", "x.py"], "allowed: a number and one of ns, us, ms, s"),
         (["--", "idle.py"], "nothing of its own was called"),
     ],
 )
 def test_bad_input_is_told_with_what_to_do(words: Sequence[str], told: str) -> None:
     write("idle.py", "x = 1\n")
+    write("killed.py", "import os\nos.kill(os.getpid(), 9)\n")
     done = command("init", *words)
     assert done.returncode == 2
     assert told in done.stderr

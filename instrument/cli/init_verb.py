@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import running
+from instrument.cli.interpreter import refuse_what_is_no_host, running
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SALT_VARIABLE
@@ -83,6 +83,7 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     named = "profile.yaml" if prints else str(path)
     if host:
         words = _as_python(host)
+        refuse_what_is_no_host("init", words)
         observation, code = _observe(words, options.for_ns, to_stderr=prints)
         first = first_profile_of(observation, words, _service(words), named)
         told = f"{_counted(first)}, from {first.seen}; the command {_ended(code)}"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+from instrument.errors import InstrumentError
+from instrument.recorder.scopes import OFF
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -43,3 +49,51 @@ def running(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def refuse_what_is_no_host(verb: str, host: list[str]) -> None:
+    """Raise `InstrumentError` for words that this interpreter cannot run, or not so that a session starts."""
+    if not host or host in (["-m"], ["-c"]):
+        raise InstrumentError(f"{verb}: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
+    words = iter(() if OFF else host)
+    for word in words:
+        found = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
+        if found is None:
+            break
+        letters, last, rest = found.groups()
+        if set(letters) & set("IES"):
+            raise InstrumentError(
+                f"{verb}: found {word} before the script; with -I, -E or -S Python does not load what starts the "
+                "session. Leave it out, or call instrument.start() in the service"
+            )
+        if last in ("m", "c"):
+            break
+        if last and not rest:
+            next(words, None)  # what -W or -X means
+    if not host[0].startswith("-"):
+        _refuse_what_is_no_script(verb, host[0])
+
+
+def _refuse_what_is_no_script(verb: str, word: str) -> None:
+    path = Path(word)
+    is_python = re.fullmatch(r"python[\d.]*", path.name) is not None
+    if not path.exists():
+        found, hint = f"no such file in {Path.cwd()}", f"a module is run with -- -m {word}"
+        command = shutil.which(word)
+        if command is not None and re.match(rb"#!.*python", _head(Path(command), 256), re.DOTALL):
+            hint += f", a command by its path: -- {command}"
+    elif _head(path, 4) == b"\x7fELF":
+        found, hint = "machine code", "give a script or module of Python"
+    else:
+        return
+    if is_python:
+        hint = f"leave it out and give what would follow it: -- script.py or -- -m module, not -- {word} ..."
+    raise InstrumentError(f"{verb}: asked to run {word!r}, found {found}; {hint}")
+
+
+def _head(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError:
+        return b""  # a folder, which Python can run, or what it will complain about
