@@ -122,9 +122,13 @@ def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelle
     assert session.summary(views=["requests"]).partition("Request  ")[2].split()[:3] == ["Count", "Errors", "Cancelled"]
     assert "3 of them ended with an error, 10 were cancelled" in session.summary()
 
-    (shown,) = (
-        Looker("")
-        .look([Member({"pid": os.getpid(), "ended_ns": 0, "how": "", "service": ""}, RECORDER.memory_fd)])
-        .endpoints
-    )
+    looker, now = Looker(""), Member({"pid": os.getpid(), "ended_ns": 0, "how": "", "service": ""}, RECORDER.memory_fd)
+    screen = looker.look([now])
+    (shown,) = screen.endpoints
     assert (shown.requests, shown.errors, shown.cancelled) == (21, 3, 10)
+    header, row = screen.lines()[2:4]
+    assert header.split()[:5] == ["Endpoint", "Ended", "Errors", "Cancelled", "A"]
+    assert row.split()[:5] == ["GET", "/chat", "21", "3", "10"]
+    serve("ok")
+    header, row = looker.look([now]).lines()[2:4]
+    assert (header.split()[:4], row.split()[:4]) == (["Endpoint", "Ended", "Errors", "A"], ["GET", "/chat", "1", "0"])
