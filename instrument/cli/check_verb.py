@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from instrument.cli.check_facts import facts_document, print_verdicts
-from instrument.cli.interpreter import running
-from instrument.cli.option_values import Verbs
+from instrument.cli.interpreter import refuse_what_is_no_host, running
+from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
@@ -37,7 +37,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("profile", metavar="P", nargs="?", help=f"profile.yaml ({DEFAULT})")
     parser.add_argument(
-        "--preset", choices=PRESETS, help="print the YAML of a preset; with --json or a command, check it instead"
+        "--preset", **one_of(PRESETS), help="print the YAML of a preset; with --json or a command, check it instead"
     )
     parser.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
     parser.add_argument(
@@ -98,6 +98,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     """Run a command as `instrument run` does; what its processes say that became of the rules."""
     if OFF:
         raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
+    refuse_what_is_no_host("check", host)
     from tempfile import TemporaryDirectory
 
     def hand_on(child: subprocess.Popen[bytes], number: int) -> None:

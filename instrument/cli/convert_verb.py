@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instrument.cli.inputs import add_files, expanded, merged_of, read_bounded
-from instrument.cli.option_values import Verbs
+from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add(verbs: Verbs) -> None:
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
     add_files(parser)
-    parser.add_argument("--to", required=True, choices=tuple(FORMS), help="the form, as below")
+    parser.add_argument("--to", required=True, **one_of(FORMS), help="the form, as below")
     parser.add_argument(
         "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instrument.cli.option_values import size_bytes
+from instrument.cli.option_values import one_of, size_bytes
 from instrument.errors import TraceError
 from instrument.runtime import compression
 from instrument.runtime.memory_limit import within_memory
@@ -55,7 +55,7 @@ def saved_in(path: str) -> Saved:
 def add_files(parser: argparse.ArgumentParser) -> None:
     """The files, and the options that say how they are put together and what they may take."""
     parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
         type=size_bytes,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TypeAlias
+from collections.abc import Collection, Iterable
+from typing import Any, TypeAlias
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
@@ -49,11 +50,26 @@ def view_names(text: str) -> list[str]:
     """Names of views with commas between them."""
     views = text.split(",")
     for view in views:
-        if view not in VIEWS:
-            meant = nearest(view, VIEWS)
-            hint = f"; nearest is {meant}" if meant else ""
-            raise argparse.ArgumentTypeError(f"found {view!r}; allowed: {', '.join(VIEWS)}{hint}")
+        _require(view, VIEWS)
     return views
+
+
+def one_of(names: Iterable[str]) -> dict[str, Any]:
+    """What has an argument take one of these names."""
+    choices = tuple(names)
+
+    def name(text: str) -> str:
+        _require(text, choices)
+        return text
+
+    return {"type": name, "choices": choices}
+
+
+def _require(text: str, names: Collection[str]) -> None:
+    if text not in names:
+        meant = nearest(text, names)
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{hint}")
 
 
 def seconds(text: str) -> float:

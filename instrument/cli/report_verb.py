@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli.inputs import WALL, add_files, expanded, load_libraries, saved_in
-from instrument.cli.option_values import Verbs, count, time_ns, view_names, whole
+from instrument.cli.option_values import Verbs, count, one_of, time_ns, view_names, whole
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
@@ -31,7 +31,7 @@ def add(verbs: Verbs) -> None:
     )
     add_files(parser)
     parser.add_argument(
-        "--by", choices=("process",), help="of several files, a report of each process instead of one of all"
+        "--by", **one_of(("process",)), help="of several files, a report of each process instead of one of all"
     )
     parser.add_argument(
         "--with",
@@ -49,10 +49,10 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--request", metavar="KEY", help="the life of one request, by its key or the number of its span, and no view"
     )
-    parser.add_argument("--tracer-option", choices=TRACER_OPTIONS, help="default: Default")
-    parser.add_argument("--state", choices=STATES, default="All")
-    parser.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
-    parser.add_argument("--threads", choices=THREADS, help="tables of all, of each, or both (default: both)")
+    parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="default: Default")
+    parser.add_argument("--state", **one_of(STATES), default="All")
+    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default")
+    parser.add_argument("--threads", **one_of(THREADS), help="tables of all, of each, or both (default: both)")
     parser.add_argument("--rows", type=count, metavar="N", help="the N heaviest rows of each table (default: all)")
     parser.add_argument(
         "--least",
@@ -65,7 +65,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--skip-first", type=whole, default=0, metavar="N", help="iterations to leave out of means over iterations"
     )
-    parser.add_argument("--unit", choices=tuple(UNITS), default="ms", help="of times in text (default: ms)")
+    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
     parser.add_argument(
         "--html", metavar="PAGE", help="write all of it as one HTML file that needs no network, and no view"
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shutil
 import socket
 import sys
 import time
@@ -14,11 +12,10 @@ from typing import NoReturn
 
 from instrument.agent import launch
 from instrument.cli import first_process
-from instrument.cli.interpreter import interpreter_flags
-from instrument.cli.option_values import Verbs
+from instrument.cli.interpreter import interpreter_flags, refuse_what_is_no_host
+from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
-from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
@@ -38,20 +35,17 @@ def add(verbs: Verbs) -> None:
         f"that inherit the environment are instrumented too. Without a profile the preset {PRESETS[0]} is taken.",
     )
     parser.add_argument("--profile", metavar="P", help=f"profile.yaml ({DEFAULT})")
-    parser.add_argument("--preset", choices=PRESETS, help="a profile that comes with the package")
+    parser.add_argument("--preset", **one_of(PRESETS), help="a profile that comes with the package")
     parser.set_defaults(verb=run)
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
     """Become the host under the profile, or stay as its parent where this is the first process of a container."""
     path, is_unnamed = wanted(options)
-    if not host or host in (["-m"], ["-c"]):
-        raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
+    refuse_what_is_no_host("run", host)
     profile = None if OFF else load(path)
     if profile is not None:
-        _refuse_what_cannot_work(profile, host)  # a broken profile ends here, not in the service
-    if not host[0].startswith("-"):
-        _refuse_what_is_no_script(host[0])
+        _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
@@ -122,48 +116,8 @@ def _environment_of_host() -> dict[str, str]:
     return before if folder and had and not has else dict(os.environ)
 
 
-def _refuse_what_cannot_work(profile: Profile, host: list[str]) -> None:
+def _refuse_what_cannot_work(profile: Profile) -> None:
     if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
         from instrument import otlp
 
         otlp.require_grpc()
-    words = iter(host)
-    for word in words:
-        found = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
-        if found is None:
-            break
-        letters, last, rest = found.groups()
-        if set(letters) & set("IES"):
-            raise InstrumentError(
-                f"run: found {word} before the script; with -I, -E or -S Python does not load what starts the session. "
-                "Leave it out, or call instrument.start() in the service"
-            )
-        if last in ("m", "c"):
-            break
-        if last and not rest:
-            next(words, None)  # what -W or -X means
-
-
-def _refuse_what_is_no_script(word: str) -> None:
-    path = Path(word)
-    is_python = re.fullmatch(r"python[\d.]*", path.name) is not None
-    if not path.exists():
-        found, hint = f"no such file in {Path.cwd()}", f"a module is run with -- -m {word}"
-        command = shutil.which(word)
-        if command is not None and re.match(rb"#!.*python", _head(Path(command), 256), re.DOTALL):
-            hint += f", a command by its path: -- {command}"
-    elif _head(path, 4) == b"\x7fELF":
-        found, hint = "machine code", "give a script or module of Python"
-    else:
-        return
-    if is_python:
-        hint = f"leave it out and give what would follow it: -- script.py or -- -m module, not -- {word} ..."
-    raise InstrumentError(f"run: asked to run {word!r}, found {found}; {hint}")
-
-
-def _head(path: Path, size: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(size)
-    except OSError:
-        return b""  # a folder, which Python can run, or what it will complain about
