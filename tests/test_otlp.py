@@ -767,6 +767,7 @@ def test_many_spans_are_sent_at_once_without_being_asked(monkeypatch: pytest.Mon
         Otlp("http://localhost/", headers=(("A", "b\r\nX: y"),)),
         Otlp("http://localhost/", headers=(("A", "ü"),)),
         Otlp("http://localhost/", protocol="http/json"),
+        Otlp("http://localhost/", protocol="grpc", headers=(("trace-bin", "AA=="),)),
     ],
     ids=repr,
 )
@@ -867,6 +868,69 @@ def test_by_grpc_rejections_are_counted_and_a_collector_that_asks_for_time_gets_
     assert (delivery.exported, delivery.rejected, delivery.reason) == (3, 2, "too old")
     first, second = Spans.tries_at
     assert second - first >= 1
+
+
+def length_delimited(field: int, content: bytes) -> bytes:
+    return bytes([field << 3 | 2, len(content)]) + content
+
+
+RETRY_INFO = length_delimited(1, b"type.googleapis.com/google.rpc.RetryInfo") + length_delimited(
+    2, length_delimited(1, b"\x10\x80\xc6\x86\x8f\x01")
+)
+"""As a detail of a status: to come again after 0.3 s."""
+IN_0_3_S = ("grpc-status-details-bin", b"\x08\x08" + length_delimited(3, RETRY_INFO))
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "told", "exported", "tries"),
+    [
+        ("RESOURCE_EXHAUSTED", "the quota of this month", [("own-bin", b"\x0a\x02\x08\x01")], 0, 1),
+        ("RESOURCE_EXHAUSTED", "too busy", [IN_0_3_S], 5, 2),
+        ("RESOURCE_EXHAUSTED", "gRPC message exceeds maximum size 4: 9", [], 5, 3),
+        ("OUT_OF_RANGE", "Error, decoded message length too large: found 9 bytes, the limit is: 4 bytes", [], 5, 3),
+        ("OUT_OF_RANGE", "beyond the end", [], 5, 2),
+        ("PERMISSION_DENIED", "", [IN_0_3_S], 0, 1),
+    ],
+)
+def test_by_grpc_a_status_is_taken_as_otlp_says(
+    status: str, details: str, told: list[tuple[str, bytes]], exported: int, tries: int
+) -> None:
+    grpc = pytest.importorskip("grpc")
+    tries_at = list[float]()
+
+    def export(request: bytes, context: Any) -> bytes:
+        tries_at.append(time.monotonic())
+        if len(tries_at) == 1:
+            context.set_trailing_metadata(told)
+            context.abort(grpc.StatusCode[status], details)
+        return b""
+
+    served = {"Export": grpc.unary_unary_rpc_method_handler(export)}
+    server = grpc.server(ThreadPoolExecutor(2))
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, served)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with exporting(Otlp(f"http://127.0.0.1:{port}", "grpc", timeout_ns=5 * SECOND)) as exporter:
+            exporter.offer(tree(5))
+            delivery = exporter.flush(60 * SECOND)
+    finally:
+        server.stop(None).wait()
+    assert (delivery.exported, delivery.failed, len(tries_at)) == (exported, 5 - exported, tries)
+    assert exported or delivery.reason == f"gRPC {status}: {details}"
+    assert not exported or IN_0_3_S not in told or tries_at[1] - tries_at[0] >= 0.3
+
+
+def test_files_that_are_empty_for_a_moment_do_not_end_the_process_that_exports_by_grpc(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    files = {name: str(tmp_path / name) for name in ("client_certificate", "client_key")}
+    for name, text in zip(files, ("a certificate", ""), strict=True):
+        Path(files[name]).write_text(text)
+    settings = Otlp(f"https://127.0.0.1:{free_port()}", "grpc", timeout_ns=SECOND // 2, **files)
+    with exporting(settings) as exporter:
+        exporter.offer(tree(1))
+        assert f"{files['client_key']} is empty" in exporter.flush(60 * SECOND).reason
 
 
 FORK = """

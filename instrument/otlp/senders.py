@@ -91,7 +91,7 @@ class Sender(ABC):
             except _UnavailableError as answer:
                 reason, asked_s = answer.reason, answer.asked_s
             if asked_s > 0:
-                reason = f"{reason}, asks to wait for {asked_s:.0f} s"
+                reason = f"{reason}, asks to wait for {round(asked_s, 1):g} s"
                 return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
             if wait_s >= left_s():
                 return Response(False, reason=reason)
@@ -270,9 +270,16 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""Statuses after which OTLP has a client try again."""
-# RetryInfo.retry_delay.seconds, by itself or as a detail of a status
-_RETRY_INFO = re.compile(rb"(?:^|google\.rpc\.RetryInfo\x12.)\x0a.\x08" + _VARINT, re.DOTALL)
+"""Statuses after which OTLP has a client try again, RESOURCE_EXHAUSTED only where the collector sends RetryInfo."""
+_TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
+"""How gRPC in C and Go, in Rust, and in Java tell a request that is so, with RESOURCE_EXHAUSTED or OUT_OF_RANGE."""
+_METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
+# RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
+_RETRY_INFO = {
+    "grpc-status-details-bin": rb"google\.rpc\.RetryInfo\x12.",
+    "google.rpc.retryinfo-bin": rb"\A",
+}
+_RETRY_DELAY = rb"(?:\x0a.(?:\x08" + _VARINT + rb")?(?:\x10" + _VARINT + rb")?)?"
 
 
 class GrpcSender(Sender):
@@ -287,6 +294,12 @@ class GrpcSender(Sender):
         self._channel: Any = None
         self._places = _SERVICES
         self._metadata = tuple((name.lower(), value) for name, value in settings.headers)
+        for name, _ in self._metadata:
+            if not _METADATA.fullmatch(name):
+                raise ExportError(
+                    f"asked to export spans by grpc with the header {name!r}, which it cannot send as text; "
+                    "allowed: letters, digits and _.-, without -bin at the end"
+                )
 
     def _try(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         from importlib import import_module
@@ -299,10 +312,12 @@ class GrpcSender(Sender):
         except grpc.RpcError as fault:
             status, details = fault.code().name, fault.details() or ""
             reason = f"gRPC {status}: {details[:200]}"
-            too_large = status == "RESOURCE_EXHAUSTED" and "larger than max" in details
-            if too_large or status not in _PASSING:
+            asked_s = _retry_info_s(fault.trailing_metadata())
+            exhausted = status == "RESOURCE_EXHAUSTED" and asked_s is None
+            too_large = (exhausted or status == "OUT_OF_RANGE") and _TOO_LARGE.search(details) is not None
+            if too_large or exhausted or status not in _PASSING:
                 return Response(False, too_large=too_large, refused=status == "UNIMPLEMENTED", reason=reason)
-            raise _UnavailableError(reason, _retry_info_s(fault.trailing_metadata())) from fault
+            raise _UnavailableError(reason, asked_s or 0.0) from fault
         except (OSError, ValueError) as fault:  # no time is left, or `abort` has closed the channel
             raise _UnavailableError(f"{type(fault).__name__}: {fault}") from fault
         rejected, message = partial_success(answer)
@@ -322,7 +337,10 @@ class GrpcSender(Sender):
             return grpc.insecure_channel(target, **facts)
         key = settings.client_key or settings.client_certificate  # one file may hold both
         trust = (settings.certificate, key, settings.client_certificate)
-        credentials = grpc.ssl_channel_credentials(*(file and Path(file).read_bytes() for file in trust))
+        read = [file and Path(file).read_bytes() for file in trust]
+        if b"" in read:  # with half of a pair gRPC ends the process
+            raise OSError(f"{trust[read.index(b'')]} is empty")
+        credentials = grpc.ssl_channel_credentials(*read)
         return grpc.secure_channel(target, credentials, **facts)
 
     def close(self) -> None:
@@ -338,13 +356,14 @@ class GrpcSender(Sender):
         self._channel = None
 
 
-def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float:
-    """For how many seconds a status asks to be left alone, 0 where it does not say so."""
-    for _, told in metadata or ():
-        found = _RETRY_INFO.search(told) if isinstance(told, bytes) else None
-        if found is not None:
-            return float(_number(found[1]))
-    return 0.0
+def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
+    """For how many seconds a status asks to be left alone before it is asked again, None where it does not say so."""
+    for name, told in metadata or ():
+        if name in _RETRY_INFO and isinstance(told, bytes):
+            found = re.search(_RETRY_INFO[name] + _RETRY_DELAY, told, re.DOTALL)
+            if found is not None:
+                return _number(found[1] or b"") + _number(found[2] or b"") / 1e9
+    return None
 
 
 def sender_for(settings: Otlp) -> Sender:
