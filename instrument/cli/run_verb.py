@@ -42,10 +42,10 @@ def add(verbs: Verbs) -> None:
 def run(options: argparse.Namespace, host: list[str]) -> int:
     """Become the host under the profile, or stay as its parent where this is the first process of a container."""
     path, is_unnamed = wanted(options)
-    refuse_what_is_no_host("run", host)
-    profile = None if OFF else load(path)
+    profile = None if OFF or not host else load(path)
     if profile is not None:
         _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
+    refuse_what_is_no_host("run", host)
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
