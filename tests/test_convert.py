@@ -19,7 +19,7 @@ from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from instrument import chrome
-from instrument.cli import main
+from instrument.cli import convert_verb, main
 from instrument.errors import InstrumentError
 from instrument.otlp.json_lines import json_lines
 from instrument.otlp.packing import Ids, pack, pack_resource, request_of
@@ -264,3 +264,14 @@ def test_no_input_is_written_over_and_several_want_a_name(
     for form in ("recording", "chrome", "otlp", "parquet"):
         assert "/proc/nowhere" in refusal(capsys, "convert", traces, "--to", form, "-o", "/proc/nowhere/x")
     assert one.read_bytes() == before
+
+
+@pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form != "otlp"])
+def test_merge_writes_the_form_that_the_end_of_a_name_stands_for(form: str) -> None:
+    end, _ = convert_verb.FORMS[form]
+    assert convert_verb.form_of(Path(f"all{end}")) == form
+
+
+def test_merge_writes_a_recording_where_the_end_of_a_name_says_nothing_else() -> None:
+    ends = [convert_verb.form_of(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
+    assert ends == ["recording", "recording", "recording", "chrome"]

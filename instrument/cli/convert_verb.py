@@ -26,6 +26,12 @@ FORMS = {
 }
 """What traces are turned into: how the names of such files end, and what they are for."""
 
+FORM_OF_END = {
+    ".json": "chrome",
+    **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form != "otlp"},
+}
+"""The form of one file by the last part of its name; OTLP has its processes apart."""
+
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
@@ -75,6 +81,11 @@ def write(target: Path, form: str, saved: Saved) -> None:
         "parquet": lambda: tables.write_parquet(target, saved.columns, saved.facts),
     }
     with_refusals(target, ways[form])
+
+
+def form_of(target: Path) -> str:
+    """The form that `write` is to give a file, by the end of its name: a recording where that says nothing else."""
+    return FORM_OF_END.get(target.suffix, "recording")
 
 
 def with_refusals(target: Path, action: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from instrument.cli.convert_verb import refuse_to_replace_input, write
+from instrument.cli.convert_verb import FORM_OF_END, form_of, refuse_to_replace_input, write
 from instrument.cli.inputs import add_files, expanded, merged_of
 from instrument.cli.option_values import Verbs
 
@@ -19,7 +19,7 @@ def add(verbs: Verbs) -> None:
         "--output",
         required=True,
         metavar="OUT",
-        help="what to write: .json or .json.gz is Chrome JSON, .pftrace Perfetto's, .parquet Parquet, or a recording",
+        help=f"what to write: {', '.join(f'{end} is {form}' for end, form in FORM_OF_END.items())}, or a recording",
     )
     parser.set_defaults(verb=merge)
 
@@ -28,7 +28,6 @@ def merge(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
     paths, target = expanded(options.traces), Path(options.output)
     refuse_to_replace_input(target, paths)
-    forms = {".json": "chrome", ".gz": "chrome", ".pftrace": "perfetto", ".parquet": "parquet"}
-    write(target, forms.get(target.suffix, "recording"), merged_of("merge", paths, options.clock, options.memory))
+    write(target, form_of(target), merged_of("merge", paths, options.clock, options.memory))
     sys.stdout.write(f"{target}\n")
     return 0
