@@ -10,7 +10,6 @@ from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import points, traces
-from trees import outline
 
 from instrument.profile.model import DIRECTIONS
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
@@ -66,38 +65,6 @@ def copy_uses(trace: Trace) -> list[CopyUse]:
 
 def test_the_layout_to_the_column() -> None:
     assert is_golden("copies", copies(every_direction()))
-
-
-def test_the_report_of_every_direction() -> None:
-    assert outline(copies(every_direction())) == outline(
-        r"""
-        ------------------------->      Copies Report       <-------------------------
-        Spans: all 9 that were kept, from 0 s to 0.1 s
-        Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it
-        -------------------------        Directions         -------------------------
-        Direction              Calls    MB       Device   Host     GB/s     Over     Timed
-        h2d (host to device)   3        108      9        8.01     9.333    part     2
-        d2h (device to host)   1        4e-06    -        0.02     0.0002   host     0
-        d2d (within a device)  1        1        -        0.01     -        -        0
-        p2p (between devices)  1        5        0.5      0.01     10       device   1
-        h2h (host to host)     1        2        -        1        2        host     0
-        not said               1        3        -        2        1.5      host     0
-        -------------------------           Calls           -------------------------
-        Call                     Way  Calls  MB     Device  Host  GB/s    Over    Memory    Mode
-        torch.Tensor.to          h2d  1      60     3       0.01  20      device  pinned    async
-        torch.Tensor.to          h2d  2      48     6       8     4       part    pageable  async*
-        torch.Tensor.item        d2h  1      4e-06  -       0.02  0.0002  host    pageable  sync
-        torch.Tensor.copy_       d2d  1      1      -       0.01  -       -       -         async
-        torch.Tensor.copy_       p2p  1      5      0.5     0.01  10      device  -         sync
-        torch.Tensor.pin_memory  h2h  1      2      -       1     2       host    pinned    sync
-        save\nall                -    1      3      -       2     1.5     host    -         -
-        Device, Host: sums over calls. Timed: calls that have device time.
-        Over part: the rate is of those calls alone that have device time, over that.
-        GB/s -: the call does not wait for the copy, so its host time says nothing of it.
-        * 2 calls asked for an asynchronous copy with pageable memory, which is none: it goes
-          through a buffer while the host waits. Pin the host's memory, or do without non_blocking.
-        """
-    )
 
 
 def test_no_copy_is_said_in_one_line() -> None:

@@ -72,60 +72,6 @@ def section(text: str, title: str) -> str:
     return outline(text.split(f"  {title}  ", 1)[1].split("\n", 2)[2].split("-----", 1)[0])
 
 
-def test_the_report_of_a_service_on_one_device() -> None:
-    assert outline(device(service())) == outline(
-        """
-        ------------------------->      Device Report       <-------------------------
-        Spans: all 11 that were kept, from 0 s to 0.1 s
-        Time unit: ms
-        -------------------------         Device 0          -------------------------
-        Time of the device                            Time      Of window
-        Busy with compute                             35        35.0%
-        Busy with copies alone                        3         3.0%
-        Idle while a request was in flight (starved)  29        29.0%
-        Idle while none was                           33        33.0%
-        Window                                        100       100.0%
-        Unions of time                                Time      Ratio     Of
-        Busy                                          38        38.0%     window
-        Two or more streams busy                      3         7.9%      busy
-        Copies beside compute                         3         50.0%     copies
-        Starved, of the time with requests in flight  29        43.3%     in flight
-        Stream              Stretches  Busy      Of window  Sum
-        7                   3          35        35.0%      39
-        13                  1          6         6.0%       6
-        Streams busy at once, in the busy time: 1.079 in the mean, 2 at most
-        Label       Stretches  Sum
-        exclusive   2          22
-        captured    1          -
-        overlapped  1          4
-        stale       1          19
-        Place on the host's clock: known within 3 to 15 us
-        By name     Calls     Sum       Mean      p50       p99       Busy      Of busy
-        Linear      2         23        11.5      4.014     19        23        60.5%
-        decode      1         16        16        16        16        16        42.1%
-        memcpy h2d  1         6         6         6         6         6         15.8%
-        By request   Requests  Wall  Own         Others         Starved
-        POST /chat   1         40    19   47.5%  9       22.5%  12       30.0%
-        POST /embed  1         30    19   63.3%  0       0.0%   11       36.7%
-        Requests left out: 1 at an edge of the window, 1 without any device time
-        1 stretch lies outside of the window and is not counted.
-        -------------------------   Device time asked for   -------------------------
-        Spans that asked for device time: 7; that got none: 2
-        Without device time  Kind      Spans     Why
-        Linear               layer     1         captured into a graph, so nothing ran
-        decode               op        1         no pair of events came back
-        A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what
-        the device put in between, are part of it.
-        Idle: no instrumented device work. What no instrumented span timed is not seen.
-        Sum: over calls, so that work side by side counts for each. Busy: the union of the same calls. An
-        outer call's stretch holds those of the calls below it: shares of busy may exceed 100% together.
-        Wall, own, others, starved: means. Within a request's host time the device was busy with its own
-        spans, with others alone, or idle; ratios are of wall.
-        Stale stretches have the right length and an uncertain place: sums hold, unions may not.
-        """
-    )
-
-
 def test_the_layout_to_the_column() -> None:
     assert is_golden("device", device(service()))
 
