@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 import instrument.profile.keys
 from instrument.profile.keys import KEYS, load, loads
 from instrument.profile.model import Chrome, Export, Otlp, Profile, Recordings, Summary
+from instrument.recorder.tail_sampler import LEAST_CALLS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVERYTHING = CONFIGS / "everything.yaml"
@@ -53,6 +54,10 @@ def test_everything_holds_the_default_of_every_key() -> None:
     default = Profile(export=Export(recording=Recordings(), chrome=Chrome(), otlp=Otlp(), summary=Summary()))
     loaded = load(EVERYTHING, environ={})
     assert dataclasses.replace(loaded, functions=(), layers=(), copies=(), frameworks=()) == default
+
+
+def test_everything_says_from_how_many_requests_on_it_is_known_what_is_slow() -> None:
+    assert f"once an endpoint has had {LEAST_CALLS} requests" in EVERYTHING.read_text("utf-8")
 
 
 def test_everything_shows_the_defaults_of_a_rule() -> None:
