@@ -145,7 +145,7 @@ class HttpSender(Sender):
         lines += [f"{name}: {value}" for name, value in settings.headers]
         if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
             raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
-        lines += [f"User-Agent: instrument-sdk/{packing.version()}", "Content-Type: application/x-protobuf"]
+        lines += [f"User-Agent: {_user_agent()}", "Content-Type: application/x-protobuf"]
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
         head = "\r\n".join(["", *lines, "Content-Length: "])
@@ -216,6 +216,11 @@ class HttpSender(Sender):
         connection = self._connection
         if connection is not None:
             connection.abort()
+
+
+def _user_agent() -> str:
+    """What we call ourselves to a collector."""
+    return f"instrument-sdk/{packing.version()}"
 
 
 def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
@@ -330,7 +335,7 @@ class GrpcSender(Sender):
         compression = grpc.Compression.Gzip if settings.compression == "gzip" else grpc.Compression.NoCompression
         facts = {
             "compression": compression,
-            "options": [("grpc.primary_user_agent", f"instrument-sdk/{packing.version()}")],
+            "options": [("grpc.primary_user_agent", _user_agent())],
         }
         target = urlsplit(settings.endpoint).netloc or settings.endpoint
         if not settings.endpoint.startswith("https:"):
