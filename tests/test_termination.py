@@ -7,12 +7,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PROFILE = 'functions: [{match: "work:step"}]\nexport: {summary: {to: stderr, views: [events]}}\n'
+
+
+@pytest.fixture(autouse=True)
+def hang_up_ends_a_process() -> Iterator[None]:
+    """What is started under nohup ignores SIGHUP, and so would the processes of these tests."""
+    found = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, found)
 
 
 def run(folder: Path, source: str, *, instrumented: bool = True) -> subprocess.CompletedProcess[str]:
