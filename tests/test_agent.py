@@ -161,6 +161,7 @@ def ask():
 """
 
 
+@pytest.mark.slow
 def test_the_agent_of_a_service_is_no_child_of_it_holds_none_of_its_files_and_goes_with_it() -> None:
     done = run(f"""{ASK}
 path = pathlib.Path(os.environ["INSTRUMENT_AGENT"])
@@ -561,6 +562,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
         assert line.endswith(f"; saved as {path.resolve()}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
 def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_helper_outlived_it(
     folder: Path, end: str

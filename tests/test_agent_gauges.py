@@ -88,6 +88,7 @@ def end(service: subprocess.Popen[str]) -> str:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "alone", "beside_an_agent"),
     [

@@ -406,6 +406,7 @@ def test_early_requests_wait_in_bounded_memory(clock: Clock, monkeypatch: pytest
     assert kept.of._early_rows == sum(len(held) for each in kept.of._early.values() for held in each) <= 100
 
 
+@pytest.mark.slow
 def test_of_5000_recorded_requests_all_slow_ones_are_kept_and_others_only_where_they_were_as_slow(
     make_recorder: Any,
 ) -> None:

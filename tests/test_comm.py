@@ -149,6 +149,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return [json.loads(out.splitlines()[-1]) for out, _ in written]
 
 
+@pytest.mark.slow
 def test_collectives_that_wait_are_one_span_each_with_bytes_and_group(told: Told) -> None:
     first, second = (one["waiting"] for one in told)
     names = [
@@ -167,6 +168,7 @@ def test_collectives_that_wait_are_one_span_each_with_bytes_and_group(told: Told
     assert told[1].startswith("comm: torch: partly (not seen: what C++ starts by itself: the all-reduce of Distributed")
 
 
+@pytest.mark.slow
 def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(told: Told) -> None:
     first, _ = (one["asynchronous"] for one in told)
     assert first["names"] == ["all_reduce", "all_reduce.wait", "barrier"]
@@ -178,6 +180,7 @@ def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(to
     assert start_ns < end_ns <= wait_ns <= start_ns + wait["in_flight_ns"] <= waited_ns
 
 
+@pytest.mark.slow
 def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(told: Told) -> None:
     first, second = (one["sends"] for one in told)
     batch = ["send", "recv", "send.wait", "recv.wait"]
@@ -188,6 +191,7 @@ def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(told: Tol
     assert second["attributes"][0] == {"bytes": 1024, "peer": 0}
 
 
+@pytest.mark.slow
 def test_groups_ddp_and_functional_collectives_work_as_before(told: Told) -> None:
     first, _ = (one["groups"] for one in told)
     assert first["sites"][first["names"].index("all_reduce")]["group"] == "half"
@@ -195,6 +199,7 @@ def test_groups_ddp_and_functional_collectives_work_as_before(told: Told) -> Non
     assert not any("fault" in note for note in first["notes"])
 
 
+@pytest.mark.slow
 def test_one_that_fails_raises_what_it_raises_and_its_span_says_so(told: Told) -> None:
     first, _ = (one["failing"] for one in told)
     assert first["names"] == ["monitored_barrier"]

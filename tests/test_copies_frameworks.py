@@ -194,6 +194,7 @@ NUMBA = """
 """
 
 
+@pytest.mark.slow
 def test_numba_copies_by_its_driver(driver: Callable[[], dict[str, str]]) -> None:
     need("numba", "numba_cuda", "numpy")
     assert run("numba", NUMBA, **driver()) == outline(
@@ -325,6 +326,7 @@ JAX = """
 TWO_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [

@@ -117,6 +117,7 @@ def test_a_holder_with_slots_is_seen_through_and_a_name_that_is_not_there_is_tol
     assert [verdict.state for verdict in selection.verdicts()] == ["attached", "not found"]
 
 
+@pytest.mark.slow
 def test_a_layer_class_of_a_package_that_is_not_imported_is_waited_for(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")

@@ -62,6 +62,7 @@ def test_this_process_never_gets_a_cuda_driver() -> None:
     assert os.environ.get("FAKE_DRIVER") == "here" or "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.slow
 def test_each_test_is_reported_with_its_own_outcome(tmp_path: Path) -> None:
     program = """
         def test_unmarked():
@@ -110,6 +111,7 @@ def test_each_test_is_reported_with_its_own_outcome(tmp_path: Path) -> None:
     assert "needs pytest.mark.fake_driver" in text
 
 
+@pytest.mark.slow
 def test_a_module_has_one_process_and_each_module_its_own(tmp_path: Path) -> None:
     program = """
         pytestmark = pytest.mark.fake_driver
@@ -128,6 +130,7 @@ def test_a_module_has_one_process_and_each_module_its_own(tmp_path: Path) -> Non
     assert len(set(tmp_path.joinpath("pid").read_text().split())) == 2
 
 
+@pytest.mark.slow
 def test_a_test_that_ends_the_process_fails_alone(tmp_path: Path) -> None:
     program = """
         pytestmark = pytest.mark.fake_driver
@@ -150,6 +153,7 @@ def test_a_test_that_ends_the_process_fails_alone(tmp_path: Path) -> None:
     assert "the end" in text
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_badly_fails_its_last_test(tmp_path: Path) -> None:
     program = """
         import atexit
@@ -166,6 +170,7 @@ def test_a_process_that_ends_badly_fails_its_last_test(tmp_path: Path) -> None:
     assert "ended with 5 after its last test" in text
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_up_fails_every_test_and_is_not_tried_again(tmp_path: Path) -> None:
     program = """
         if "fake_driver" in MAPS:
@@ -183,6 +188,7 @@ def test_a_process_that_does_not_come_up_fails_every_test_and_is_not_tried_again
     assert tmp_path.joinpath("tries").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_only_what_was_selected_runs(tmp_path: Path) -> None:
     program = """
         pytestmark = pytest.mark.fake_driver

@@ -222,6 +222,7 @@ def test_answers_under_concurrency_are_byte_for_byte_those_given_one_at_a_time(u
     assert len(set(one_at_a_time)) > 30
 
 
+@pytest.mark.slow
 def test_a_seed_draws_and_the_same_seed_draws_the_same(url: str) -> None:
     ask = {"prompt": "Tell me about the sea", "max_tokens": 24}
     greedy, first, second = ({**ask, **more} for more in ({}, {"seed": 1}, {"seed": 2}))

@@ -324,6 +324,7 @@ def outcome(function: Callable[..., Any], *args: Any, **named: Any) -> object:
         return type(error), str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_loop", [False, True], ids=["plain", "in a loop"])
 @given(seed=st.integers(0, 1 << 32))
 def test_what_is_muted_in_the_middle_of_anything_leaves_the_parents_of_the_rest_right(

@@ -462,6 +462,7 @@ def test_a_kept_request_is_whole_when_the_tally_has_no_room_for_its_paths(record
 # -------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_tasks_that_start_one_another_hold_nothing_of_those_before(recorder: Any) -> None:
     last: list[asyncio.Task[None]] = []
 

@@ -1553,6 +1553,7 @@ def by_path(lines: Lines) -> Iterator[tuple[tuple[object, ...], Totals]]:
         yield tuple(reversed(path)), Totals(*sums, lines.histogram([node], None))
 
 
+@pytest.mark.slow
 def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_recorder: Any) -> None:
     """Threads that have ended and whose rings were given up too, and sites that mean the same place."""
     recorder = make_recorder()

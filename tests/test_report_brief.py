@@ -99,6 +99,7 @@ def test_a_screen_has_what_was_served_its_parts_the_time_the_device_the_cost_and
     assert text.splitlines()[1].strip("->< ") == "Summary of shop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["ms", "ns"])
 @pytest.mark.parametrize("make", [service, hostile, crowded, job])
 def test_a_screen_is_a_screen_whatever_was_recorded(make: Callable[[], Trace], unit: str) -> None:
@@ -166,6 +167,7 @@ def test_why_there_is_no_device_time_stands_with_the_device() -> None:
     assert [line for line in lines if line.startswith("Not observed")] == ["Not observed: rule 3 matched nothing"]
 
 
+@pytest.mark.slow
 def test_rows_makes_it_shorter_and_never_longer() -> None:
     def places(**options: Any) -> int:
         found = made(crowded(), **options).places
