@@ -177,7 +177,7 @@ class Inputs:
         if took_s > SLOWEST_S:
             sys.exit(f"it took {took_s:.1f} s")
         most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        if most_bytes > MOST_BYTES:
+        if most_bytes > MOST_BYTES and "INSTRUMENT_SANITISED" not in os.environ:  # it keeps what is freed
             sys.exit(f"it took {most_bytes >> 20} MiB")
         self.slowest_s = max(self.slowest_s, took_s)
         for at, own in reversed(before):

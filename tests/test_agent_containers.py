@@ -148,8 +148,10 @@ def test_of_a_run_that_was_killed_with_its_agent_ps_says_what_there_is_to_be_don
     for pid in (*agents(), service.pid):
         os.kill(pid, signal.SIGKILL)
     service.communicate()
+    run_folder.note_of_unsent(run, 1, 7).touch()
     (said,) = until(lambda: [line for line in [done_by("ps", run.name).stdout] if "have gone" in line])
     assert "its agent and its processes have gone; 1 ended without a goodbye" in said
+    assert "; up to 7 spans of others are perhaps not exported" in said
     assert "takes over" not in said
     for verb in ("live", "dump"):
         assert said.partition(", ")[2] in f"{done_by(verb, run.name).stderr}"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_service import beside_engine
-from otlp_collectors import Collector, be_slow, collecting, refuse_with, swallow, take
+from otlp_collectors import Collector, Handler, be_slow, collecting, refuse_with, swallow, take
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
@@ -596,6 +596,49 @@ if __name__ == "__main__":
     service.communicate(timeout=240)
     other.communicate(timeout=240)
     assert Counter(collector.taken) == {"serve": 30, "step": 270, "fail": 3}
+
+
+LEAVES = f"""{SERVICE}
+import multiprocessing
+
+def work():
+    for x in range(10):
+        serve(x)
+
+if __name__ == "__main__":
+    work()
+    other = multiprocessing.get_context("spawn").Process(target=work)
+    other.start()
+    other.join()
+    print("gone", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("by", ["the next agent", "the service"])
+def test_what_is_unsent_of_a_process_that_ended_in_order_is_told_where_its_agent_is_killed(by: str) -> None:
+    def never(handler: Handler, _: int) -> None:
+        time.sleep(60)
+
+    with collecting(never) as server:
+        profile(server, timeout=", timeout: 1s" if by == "the service" else PATIENTLY)
+        service = begin(LEAVES)
+        (agent,) = until(agents)
+        assert service.stdout is not None
+        assert service.stdout.readline() == "gone\n"
+        (home,) = run_folder.found()
+        (count,) = until(lambda: list(run_folder.unsent(home).values()))
+        assert 0 < count <= spans_of(10)
+        os.kill(agent, signal.SIGKILL)
+        other = take_the_place_of_the_agent() if by == "the next agent" else None
+        until(lambda: other is None or not run_folder.unsent(home))
+        _, errors = service.communicate("\n", timeout=240)
+        if other is not None:
+            errors += other.communicate(timeout=240)[1]
+            assert f"{count} spans that an agent had perhaps not sent as it was killed" in errors
+        else:
+            assert f"up to {count} spans of processes that had ended are perhaps not exported" in errors
+            run_folder.remove_abandoned()
 
 
 def test_flush_waits_until_the_agent_has_sent_everything(collector: Collector) -> None:

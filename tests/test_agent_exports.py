@@ -33,7 +33,7 @@ from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site
-from instrument.runtime import packets
+from instrument.runtime import packets, run_folder
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -45,7 +45,7 @@ class Table:
         self.selector = selectors.DefaultSelector()
         self.said: list[str] = []
         self.left: list[Process] = []
-        self.exports = Exports(self.selector, lambda: None, self.said.append, self.left.append)
+        self.exports = Exports(self.selector, folder, lambda: None, self.said.append, self.left.append)
         self._folder = folder
 
     def add(self, settings: dict[str, Any] | None = None, memory: int = -1) -> Process:
@@ -170,6 +170,35 @@ def test_a_process_killed_before_the_exporter_let_go_of_it_is_exported_or_counte
     with closing(Mapped(process.memory)) as mapped:
         assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
     assert process in table.left
+
+
+def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_is_killed(
+    tmp_path: Path, table: Table, make_recorder: Any
+) -> None:
+    recorder = make_recorder()
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    before = set(exporters())
+    table.add()
+    (child,) = set(exporters()) - before
+    stop(child)
+    process = table.add(memory=copied(recorder))
+    assert not run_folder.unsent(tmp_path)
+    process.ended_ns = 1
+    table.exports.note_ended(process)
+    (note,) = run_folder.unsent(tmp_path)
+    with closing(Mapped(process.memory)) as mapped:
+        recorded = sum(mapped.heads().values()) + mapped.ended_rows
+    (tmp_path / "next").mkdir()
+    os.link(note, tmp_path / "next" / note.name)  # as it lies there for the next agent, where this one is killed now
+    taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.left.append)
+    assert export_place.told(taken_over.fates) == {
+        "spans that an agent had perhaps not sent as it was killed": recorded
+    }
+    assert not list((tmp_path / "next").iterdir())
+    os.kill(child, signal.SIGCONT)
+    table.until(lambda: not table.exports.waits_for(process.run))
+    assert not run_folder.unsent(tmp_path)
 
 
 def test_what_an_exporter_had_told_before_it_is_ended_is_heard(table: Table) -> None:

@@ -13,13 +13,14 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 from instrument.agent.child import Child
 from instrument.agent.processes import GOODBYE, Process, Run
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
-from instrument.runtime import packets
+from instrument.runtime import packets, run_folder
 
 EXPORTER = "instr-exporter"
 """The name of the child."""
@@ -28,6 +29,8 @@ EXPORTER = "instr-exporter"
 class Exports:
     """The recordings that are exported, and the child that does so. `selector` is the agent's own.
 
+    In `folder` it is noted, until that is settled, what of processes that have ended may still be unsent: the agent
+    itself may be killed meanwhile. What one before this one has noted there is among the `fates`.
     `changed` is called when a recording needs no export any more, `says` is told what is to be said of the export, and
     `let_go` of each process that wants its recording exported and whose recording is not, any more or at all.
     """
@@ -35,6 +38,7 @@ class Exports:
     def __init__(
         self,
         selector: selectors.BaseSelector,
+        folder: Path,
         changed: Callable[[], object],
         says: Callable[[str], object],
         let_go: Callable[[Process], object],
@@ -50,8 +54,11 @@ class Exports:
         self._released: set[int] = set()
         self._to_flush: set[int] = set()
         self._next = 0
+        self._folder = folder
+        self._notes: dict[Process, Path] = {}
         self.fates: Counter[str] = Counter()
         """What has become of the spans of those processes that have ended."""
+        self.fates["perhaps"] = run_folder.taken_unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
@@ -91,12 +98,14 @@ class Exports:
         """Export what a process left that ended while there was no agent, once one alike tells the settings for it."""
         if process.facts.get("exports") and process.memory >= 0:
             self._missed.append((process, os.dup(process.memory)))
+            self._note(process, process.memory)
 
     def forget_missed(self) -> list[Process]:
         """Give up those that nobody alike has joined for."""
         missed, self._missed = self._missed, []
-        for _, memory in missed:
+        for process, memory in missed:
             os.close(memory)
+            self._forget_note(process)
         return [process for process, _ in missed]
 
     def _begin_with(self, process: Process, memory: int) -> None:
@@ -110,7 +119,10 @@ class Exports:
         One that ended without a word while it exported itself has left what it had not sent, or heard no answer to. The
         child lets go of the recording first where it has not done so yet.
         """
-        if self._tell("ended", process) <= self._released and process.how != GOODBYE:
+        numbers = self._tell("ended", process)
+        for number in numbers - self._released:
+            self._note(process, self._recordings[number][1])
+        if numbers <= self._released and process.how != GOODBYE:
             self._add(process)
 
     def release(self, process: Process) -> None:
@@ -151,6 +163,7 @@ class Exports:
         process, memory, generation = self._recordings[number]
         self._child.send({"export": number, "settings": process.facts["export"], "generation": generation}, memory)
         if not process.lives:
+            self._note(process, memory)
             self._child.send({"ended": number})
 
     def _is_begun(self) -> bool:
@@ -186,6 +199,7 @@ class Exports:
             elif not process.lives and process.how != GOODBYE:
                 self.add(process)  # it was released only after it had been told that this one ended
             os.close(memory)
+            self._forget_note(process)
         self._released.discard(number)
 
     def _count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
@@ -215,6 +229,23 @@ class Exports:
             self._count_left(process, memory, is_told=False)
             self._let_go(process)
             os.close(memory)
+            self._forget_note(process)
+
+    def _note(self, process: Process, memory: int) -> None:
+        """Note how much of what a process has left may still be unsent."""
+        if process in self._notes:
+            return
+        with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
+            spans = place.read().unsettled + export_place.unread(place)
+            if spans:
+                note = self._notes[process] = run_folder.note_of_unsent(self._folder, process.pid, spans)
+                note.touch()
+
+    def _forget_note(self, process: Process) -> None:
+        """What a process has left is sent now, or counted; unless more of it is still to be."""
+        if process in self._notes and not self._numbers_of(process):
+            with suppress(OSError):
+                self._notes.pop(process).unlink()
 
 
 def _is_alike(one: Process, other: Process) -> bool:

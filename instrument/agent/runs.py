@@ -86,7 +86,7 @@ class Runs:
         self._runs: dict[str, Run] = {} if own is None else {own.name: own}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
-        self.exports = Exports(loop.selector, self._exports_changed, self.say_everywhere, self._leave_export_to)
+        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
         self._another_fd = -1

@@ -198,7 +198,7 @@ def _unpacked(data: bytes) -> tuple[int, Progress]:
 
 
 def told(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """The spans that were kept and not exported, as losses are called; `unread` may be among them."""
+    """The spans that were kept and not exported, as losses are called; `unread` and `perhaps` may be among them."""
     names = {
         "spans rejected by the OTLP export": "rejected",
         "spans failed by the OTLP export": "failed",
@@ -207,6 +207,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans sent to a collector whose answer nobody has heard": "unanswered",
         "spans that had been read and not sent as their exporter was ended": "abandoned",
         UNTIMED: "untimed",
+        "spans that an agent had perhaps not sent as it was killed": "perhaps",
         "spans that nobody had read as their export ended": "unread",
         "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
         "keys of open requests beyond those that the OTLP export knows": UNLINKED,

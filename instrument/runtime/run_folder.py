@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ VARIABLE = "INSTRUMENT_AGENT"
 
 SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
+UNSENT_SUFFIX = ".unsent"
 
 ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
@@ -124,6 +126,26 @@ def untold(folder: Path) -> list[int]:
         if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
             found.append(int(pid))
     return sorted(found)
+
+
+def note_of_unsent(folder: Path, pid: int, spans: int) -> Path:
+    """The empty file that says of a process which has ended how many spans its agent may still have to send."""
+    return folder / f"{pid}-{time.monotonic_ns()}-{spans}{UNSENT_SUFFIX}"
+
+
+def unsent(folder: Path) -> dict[Path, int]:
+    """How many spans an agent that has gone had perhaps not sent, by the notes that it left."""
+    counts = {path: path.stem.rpartition("-")[2] for path in folder.glob(f"*{UNSENT_SUFFIX}")}
+    return {path: int(count) for path, count in counts.items() if count.isdecimal()}
+
+
+def taken_unsent(folder: Path) -> int:
+    """So many spans in all, for who tells of them: the notes are removed."""
+    notes = unsent(folder)
+    for note in notes:
+        with suppress(OSError):
+            note.unlink()
+    return sum(notes.values())
 
 
 def remove(folder: Path) -> None:

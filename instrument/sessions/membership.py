@@ -160,7 +160,8 @@ class Membership:
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
         to print, or `late` where that was not there in time, or `unheard` where the agent is slow or gone, with those
-        `untold` of whom that one should have told. It is {} where the process has nobody beside it.
+        `untold` of whom that one should have told and the count of spans that it had perhaps `unsent`. It is {} where
+        the process has nobody beside it.
         """
         if not self.path:
             return {}
@@ -170,7 +171,8 @@ class Membership:
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            return {"unheard": True, "untold": run_folder.untold(folder)}
+            unsent = run_folder.taken_unsent(folder)
+            return {"unheard": True, "untold": run_folder.untold(folder), "unsent": unsent}
         answer = {} if save is None else self._answer(ALIVE_S)
         if answer is None:
             answer = {"unheard": True}

@@ -64,6 +64,7 @@ UNHEARD = "agent: that of the run has gone or hears nothing: each process of the
 
 
 UNTOLD = "agent: nobody has told how process %s ended, or of what it recorded: the agent of the run had gone"
+UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
 
 
 class Session(Exporting):
@@ -380,6 +381,8 @@ class Session(Exporting):
         shares = wanted is not None and wanted.to in files.STREAMS
         save = self._facts_told.save if shares else None
         answer = self._membership.leave(self._facts_told.at_end(), save, deadline)
+        if unsent := answer.get("unsent"):
+            self.account.complain(UNSENT % unsent)
         if wanted is None or answer.get("others"):
             return
         if answer.get("late"):
