@@ -445,6 +445,48 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     assert {number_of[one]: roots[trace_id] for one, trace_id in own.items() if one in number_of} == roots_in(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(at, at + 50) for at in range(1_000, 1_250, 50)], ids=str)
+def test_hundreds_of_random_engines_are_told_as_their_recordings_tell_but_for_names_learnt_late(
+    seeds: range, clock: Clock
+) -> None:
+    late = 0
+    for seed in seeds:
+        clock.at_ns, run = 0, run_of(seed)
+        front, engine = by_agent(run, clock)
+        stages, links, parents = by_convert(run)
+        if has_late_names(run):
+            late += 1
+            continue
+        derived = [*front.derived, *engine.derived]
+        assert in_order(told(span, span.parent_id) for span in derived) == in_order(stages), seed
+        assert dict(links_by(front, engine)) == links, seed
+        assert parents_by(front, engine) == parents, seed
+    assert late <= len(seeds) // 10
+
+
+def has_late_names(run: Run, margin_ns: int = S) -> bool:
+    """Whether anything is done for a request by a name that is known to be one of its own only later than that."""
+    columns, joined = of_files(run)
+    keyed = columns.attributes.having(KEY).tolist()
+    key_of = dict(zip(keyed, columns.attributes.values(KEY, np.array(keyed)), strict=True))
+    parent, of = columns.parent.tolist(), joined.of.tolist()
+    roots = columns.span_id[joined.rows]
+    since_ns: dict[tuple[int, object], int] = {}
+    uses: list[tuple[tuple[int, object], int]] = []
+    for row in keyed:
+        name, above = (of[row], key_of[row]), parent[row]
+        while above != -1 and (of[above] != of[row] or key_of.get(above, key_of[row]) == key_of[row]):
+            above = parent[above]
+        if of[row] != -1 and (above != -1 or columns.root_id[row] == roots[of[row]]):
+            since_ns[name] = min(since_ns.get(name, 1 << 62), int(columns.start_ns[row]))
+        uses.append((name, int(columns.end_ns[row])))
+    served = joined.served
+    for batch, place, key in zip(served.batch.tolist(), served.request.tolist(), served.key, strict=True):
+        uses.append(((place, key), int(columns.end_ns[batch])))
+    return any(since_ns.get(name, 1 << 62) > end_ns + margin_ns for name, end_ns in uses if name[0] != -1)
+
+
 def parents_by(front: Told, engine: Told) -> dict[int, int]:
     """The parent of each span that has been sent, but for the roots of traces."""
     number_of = {its.ids.span_id(span.span_id): span.span_id for its in (front, engine) for span in its.sent}
