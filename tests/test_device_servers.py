@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from driver import environment, why_not
 from real_servers import CONFIGS, Answer, Served, ask, environment_of, with_report
@@ -24,6 +25,7 @@ MS = 10**6
 ITEMS = 40
 AT_ONCE = 4
 WORK_MS = 6
+ROUNDING_NS = 10**4  # the driver tells times in milliseconds as float32
 
 TORCH = """
 import os, sys
@@ -134,10 +136,13 @@ def test_batches_of_a_worker_have_their_time_on_the_device_and_answers_stay_as_t
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
     trace = assert_compute_is_timed(served)
-    # A batch's time is given out to its requests in equal parts, of which each item took as much.
+    # A batch's time is given out to its requests in equal parts, of which each item took as much, and what the host
+    # was late with between an event and the work after it, too.
     times = device_ledger(trace, served.joined).shared_ns
-    assert {round(time / MS) for time in times} == {0, WORK_MS}
     assert 1 <= (times == 0).sum() <= AT_ONCE
+    assert times[times > 0].min() >= WORK_MS * MS - ROUNDING_NS
+    assert round(float(np.median(times)) / MS) == WORK_MS
+    assert times.sum() == trace.device.total_ns.sum()
 
 
 @pytest.mark.servers
@@ -149,7 +154,9 @@ def test_batches_of_a_worker_of_mosec_have_as_much_time_on_the_device_as_their_i
     trace = assert_compute_is_timed(served)
     sizes = Counter(served.joined.served.batch.tolist())
     assert sum(sizes.values()) == ITEMS
-    for row, time_ns in zip(trace.device.row.tolist(), trace.device.total_ns.tolist(), strict=True):
-        assert round(time_ns / MS) == WORK_MS * sizes[int(trace.parent[row])]
+    items = np.array([sizes[parent] for parent in trace.parent[trace.device.row].tolist()])
+    times = trace.device.total_ns / items
+    assert times.min() >= WORK_MS * MS - ROUNDING_NS
+    assert round(float(np.median(times)) / MS) == WORK_MS
     (batches,) = served.document("--view", "batches")["views"]["batches"]["rows"]
     assert (batches["name"], batches["items"]) == ("mosec Predict_1", ITEMS)
