@@ -65,7 +65,8 @@ class RealCard:
     def hold(self, stream: Any) -> Callable[[], int]:
         """Hold a stream until what is returned is called, which tells a time at which it was held for certain."""
         number = self._word.value + 1
-        value(self._driver.cuStreamWaitValue32(stream.cuda_stream, self._word_at, number, 1))  # EQ
+        # GEQ: the device may come to it after the host has let go of the next one.
+        value(self._driver.cuStreamWaitValue32(stream.cuda_stream, self._word_at, number, 0))
 
         def let_go() -> int:
             held_ns = time.monotonic_ns()
