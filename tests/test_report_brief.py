@@ -99,6 +99,18 @@ def test_a_screen_has_what_was_served_its_parts_the_time_the_device_the_cost_and
     assert text.splitlines()[1].strip("->< ") == "Summary of shop"
 
 
+def test_how_much_of_a_devices_busy_time_may_be_waiting_for_the_host_stands_below_it() -> None:
+    def text(*labels: str) -> str:
+        one = span(1, Site("step", "step", device=True), 0, 10)
+        one.device = tuple(
+            DeviceInterval(0, 7, at * MS, (at + 1) * MS, label) for at, label in enumerate(labels, start=1)
+        )
+        return text_of(trace_of([one]))
+
+    assert "  Of its busy time 25.0% is launch-bound: " in text("exclusive", "exclusive", "exclusive", "launch-bound")
+    assert "launch-bound" not in text(*["exclusive"] * 11, "launch-bound")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["ms", "ns"])
 @pytest.mark.parametrize("make", [service, hostile, crowded, job])

@@ -129,6 +129,7 @@ def expected(trace: Trace, device: int) -> dict[str, object]:
         "unasked_ns": len(idle - in_flight),
         "overlap_ns": sum(count > 1 for count in depth.values()),
         "most_streams": max(depth.values(), default=0),
+        "launch_bound_ns": len((compute | copied) - points([one for one in all_timed if one.label != "launch-bound"])),
         "streams": {
             stream: (
                 sum(one.stream == stream for one in kept),
@@ -164,7 +165,7 @@ def said(use: DeviceUse) -> dict[str, object]:
             name: getattr(use, name)
             for name in (
                 "compute_ns", "copy_ns", "hidden_copy_ns", "starved_ns", "unasked_ns", "overlap_ns", "most_streams",
-                "uncertainty_ns", "outside",
+                "launch_bound_ns", "uncertainty_ns", "outside",
             )
         },
         "streams": {one.stream: (one.intervals, one.summed_ns, one.busy_ns) for one in use.streams},

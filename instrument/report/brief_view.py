@@ -47,6 +47,9 @@ PARTS = 6
 """Endpoints, and parts of a request or step, at most; what is left of either is one row more."""
 
 DEVICES = 3
+TOLD_FROM = 0.1
+"""The share of a device's busy time from which on it is told that so much is launch-bound."""
+
 LOSSES = 3
 NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
@@ -243,11 +246,15 @@ def _device_lines(found: DeviceView, why: str) -> list[str]:
     """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says."""
     if not found.devices:
         return wrapped(f"Device: {safe(why) or found.why_none()}")[:2]
-    lines = [
-        f"Device {one.device}: busy {tenths(one.busy_ratio, 1)} of the window, idle while a request was in flight "
-        f"{tenths(one.starved_ratio, 1)}, idle without {tenths(one.unasked_ratio, 1)}"
-        for one in found.devices[:DEVICES]
-    ]
+    lines = []
+    for one in found.devices[:DEVICES]:
+        lines.append(
+            f"Device {one.device}: busy {tenths(one.busy_ratio, 1)} of the window, idle while a request was in flight "
+            f"{tenths(one.starved_ratio, 1)}, idle without {tenths(one.unasked_ratio, 1)}"
+        )
+        if (one.launch_bound_ratio or 0.0) >= TOLD_FROM:
+            launching = tenths(one.launch_bound_ratio, 1)
+            lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
     more = len(found.devices) - DEVICES
     return [*lines, *([f"... ({more} more devices: --view device)"] if more > 0 else [])]
 

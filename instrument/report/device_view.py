@@ -59,8 +59,12 @@ class DeviceView:
         devices = Section(
             "Devices", self.devices,
             "device=Device|busy_ns=Busy|busy_ratio=Of window|compute_ns=Compute|copy_ns=Copies|starved_ns=Starved|"
-            "starved_ratio=Starved|unasked_ns=Unasked|overlap_ns=Two streams|most_streams=Streams",
-            ("Starved: idle while a request was in flight. Unasked: idle while none was.",),
+            "starved_ratio=Starved|unasked_ns=Unasked|launch_bound_ns=Launch-bound|overlap_ns=Two streams|"
+            "most_streams=Streams",
+            (
+                "Starved: idle while a request was in flight. Unasked: idle while none was. Launch-bound: of busy,",
+                "what launch-bound stretches alone tell of.",
+            ),
         )  # fmt: skip
         of_each = [section for one in self.devices for section in _of_device(one)]
         return [devices, *of_each, self.without(), *([] if self.gauges is None else [self.gauges.section()])]
@@ -156,6 +160,7 @@ def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
     more = [
         ("Busy", one.busy_ns, one.busy_ratio, "window"),
         ("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
+        ("Busy by launch-bound stretches alone", one.launch_bound_ns, one.launch_bound_ratio, "busy"),
         ("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
         ("Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"),
     ]
@@ -255,6 +260,11 @@ def _notes(view: DeviceView) -> list[str]:
         lines += [
             "Wall, own, others, starved: means. Within a request's host time the device was busy with its own",
             "spans, with others alone, or idle; ratios are of wall.",
+        ]
+    if any(one.launch_bound_ns for one in view.devices):
+        lines += [
+            "Launch-bound stretches end as soon as the host asks for it, for the stream has run dry: within them",
+            "the device may have waited for the host to launch, and the gauges tell how much it really did.",
         ]
     if any(label.label == "stale" for one in view.devices for label in one.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")

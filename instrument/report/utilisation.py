@@ -119,6 +119,8 @@ class DeviceUse:
     the window; `starved_in_flight_ratio` is of the time in which a request was in flight.
     `hidden_copy_ns` is the time of copies beside compute, and its ratio is of all time with copies. `overlap_ns` is the
     time in which at least two streams were busy, its ratio is of the busy time, `most_streams` how many were at once.
+    `launch_bound_ns` is the busy time of which launch-bound intervals alone tell: in it the device may have waited for
+    the host to launch; its ratio is of the busy time.
     `uncertainty_ns` is the least and the greatest of the intervals' places on the host clock. `outside` counts timed
     intervals that lie outside of the window.
     """
@@ -133,6 +135,7 @@ class DeviceUse:
     hidden_copy_ns: int
     overlap_ns: int
     most_streams: int
+    launch_bound_ns: int
     uncertainty_ns: Interval | None
     outside: int
     streams: tuple[StreamUse, ...]
@@ -151,6 +154,7 @@ class DeviceUse:
     starved_ratio = Ratio("starved_ns", of="window_ns")
     unasked_ratio = Ratio("unasked_ns", of="window_ns")
     overlap_ratio = Ratio("overlap_ns", of="busy_ns")
+    launch_bound_ratio = Ratio("launch_bound_ns", of="busy_ns")
 
     @property
     def hidden_copy_ratio(self) -> float | None:
@@ -306,6 +310,8 @@ def _device_use(
     streams = {stream: work.only(work.stream == stream) for stream in distinct(work.stream).tolist()}
     unions = {stream: its.union() for stream, its in streams.items()}
     overlap_ns, most_streams = at_once(list(unions.values()))
+    is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
+    surely_busy = work.only(~is_launching).union()
     uncertain_ns = work.uncertainty_ns
     return DeviceUse(
         device=device,
@@ -318,6 +324,7 @@ def _device_use(
         hidden_copy_ns=hidden_ns,
         overlap_ns=overlap_ns,
         most_streams=most_streams,
+        launch_bound_ns=busy_ns - surely_busy.length_ns(),
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=outside,
         streams=tuple(_stream_use(stream, its, unions[stream], window_ns) for stream, its in streams.items()),
