@@ -188,6 +188,7 @@ class FakeDriver:
         latency_ns: int = -1,
         tick_ns: int = -1,
         shared: bool | None = None,
+        one_queue: bool | None = None,
     ) -> None:
         """What is given changes, the rest stays.
 
@@ -196,8 +197,10 @@ class FakeDriver:
         tick_ns: how fine the device's time stamps are (500).
         shared: kernels of all streams run one at a time in the order of their launch, instead of side by side (False).
             A kernel whose stream still waits keeps those behind it waiting, too.
+        one_queue: the same, and events wait in that queue, too, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (False).
         """
-        self.library.fake_set_device(device, event_ns, latency_ns, tick_ns, -1 if shared is None else shared)
+        one_at_a_time = -1 if shared is None and one_queue is None else 2 if one_queue else int(bool(shared))
+        self.library.fake_set_device(device, event_ns, latency_ns, tick_ns, one_at_a_time)
 
     # Work
 

@@ -73,7 +73,7 @@ typedef struct {
     int64_t event_ns;                                /* what a record takes of its stream */
     int64_t latency_ns;                              /* from a call to the moment at which the device hears of it */
     int64_t tick_ns;                                 /* how fine the device's time stamps are */
-    bool shared;                                     /* one kernel at a time, in the order of launch */
+    int shared;        /* 1: one kernel at a time, in the order of launch; 2: events, too, wait in that one queue */
     int64_t busy_until_ns;                           /* of a shared device, on its clock */
     CUresult broken;                                 /* what every call answers ... */
     int64_t broken_at_ns;                            /* ... from this host time on */
@@ -805,7 +805,7 @@ static int64_t enqueue(Stream *stream, int64_t work_ns, bool kernel) {
     int64_t start = later(device_now(device) + device->latency_ns, stream->until_ns);
     if (stream->legacy) start = later(start, context->blocking_until_ns);
     if (stream->blocking) start = later(start, ((Stream *)find(&streams, context->legacy))->until_ns);
-    if (kernel && device->shared) {
+    if (device->shared > (kernel ? 0 : 1)) {
         start = later(start, device->busy_until_ns);
         device->busy_until_ns = start + work_ns;
     }

@@ -28,6 +28,7 @@ from fake_torch_cuda import fake_torch
 import instrument
 from instrument import chrome
 from instrument.device.cuda import CudaDriver, misfit
+from instrument.device.resolver import POLL_S, Resolver
 from instrument.profile.keys import loads
 from instrument.recording.spans import DeviceInterval, Span
 from instrument.report.memory_view import memory
@@ -245,6 +246,26 @@ def test_a_record_that_waits_for_room_stops_no_other_thread(card: Card, session:
     assert parts_of(running, "ahead")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS[2:3], indirect=True)
+def test_a_device_that_gives_no_anchors_is_read_by_the_ends_of_its_work(card: Card, session: Any) -> None:
+    """Where all streams share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, an anchor waits behind their work."""
+    assert isinstance(card, FakeCard)
+    card.fake.set_device(0, one_queue=True)
+    running = session()
+    streams = [card.cuda.Stream() for _ in range(4)]
+    end = time.monotonic() + 4
+    while time.monotonic() < end:  # there is always more to do than has been done
+        for stream in streams:
+            with card.cuda.stream(stream), instrument.scope("busy", device=True):
+                card.spin(20 * MS)
+        time.sleep(0.07)
+    parts = parts_of(running, "busy")
+    known = [part for part in parts[len(parts) // 2 :] if part.label != "stale"]
+    assert len(known) > 0.9 * len(parts) // 2
+    assert sorted(part.uncertainty_ns for part in known)[len(known) // 2] < MS
+
+
 @pytest.mark.parametrize("card", CARDS, indirect=True)
 def test_host_functions_in_python_and_records_do_not_wait_for_each_other(card: Card, session: Any) -> None:
     """Who kept the interpreter's lock in a record would wait for ever for a function that wants it."""
@@ -283,6 +304,30 @@ def test_host_functions_in_python_and_records_do_not_wait_for_each_other(card: C
         assert time.monotonic() < end
         time.sleep(0.001)
     assert len(parts_of(running, "beside")) == 400
+
+
+@pytest.mark.parametrize("card", BY_BINDINGS, indirect=True)
+def test_one_look_takes_in_the_spans_of_some_milliseconds(
+    card: Card, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes the interpreter's lock from the service, so there are few, however many spans end."""
+    running = session()
+    looks, look = [], Resolver.look
+
+    def counted(resolver: Resolver, **how: bool) -> tuple[bool, bool]:
+        looks.append(time.monotonic())
+        return look(resolver, **how)
+
+    monkeypatch.setattr(Resolver, "look", counted)
+    end, count = time.monotonic() + 0.4, 0
+    while time.monotonic() < end:
+        with instrument.scope("often", device=True):
+            card.spin(1000)
+        count += 1
+        time.sleep(0.0005)
+    in_time = [at for at in looks if at <= end]
+    assert len(in_time) <= 0.4 / POLL_S[0] + 10  # these ten while the pool grows
+    assert len(parts_of(running, "often")) == count
 
 
 @pytest.mark.parametrize("card", BY_BINDINGS, indirect=True)

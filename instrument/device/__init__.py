@@ -19,6 +19,12 @@ when the span ended, or the stretch is too short for events: launching is what t
 right, its place is not known well); `captured` and `dropped` have no time and are counted. A device that fails is given
 up and named; the service is not affected. All intervals together take an eighth of `limits.ring` once more.
 
+Seen on an H200 (driver 580, CUDA 13, in a virtual machine): a pair takes 3.4 us of the stream. On a stream that is idle
+an interval begins some 10 us before its first kernel, for launching takes so long, and it ends within 3 us of where
+CUPTI says that its last one ended. Places hold within what is stated, 4 to 600 us. Clocks differed by 4 ppm. Streams
+have the numbers that CUPTI gives them but for the default one, which is 0 here and 7 there. With
+`device: {gil: hold}` a program with host functions in Python did hang, as is said there; without it never.
+
 Under Nsight Systems, or any tool that sets `NVTX_INJECTION64_PATH`, every span but those of copies is an NVTX range in
 the domain `instrument`. Without a tool nothing of that is imported.
 """

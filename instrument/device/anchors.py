@@ -42,6 +42,8 @@ JUMP = 2e-3
 
 READINGS = 3
 
+_GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
+
 
 class AnchoredMoment(NamedTuple):
     """When an event happened on the host's clock, give or take; `near` tells whether an anchor lies near enough."""
@@ -49,6 +51,25 @@ class AnchoredMoment(NamedTuple):
     at_ns: int
     uncertainty_ns: int
     near: bool
+
+
+class Ahead(NamedTuple):
+    """How events after the newest anchor are placed: by `rate` host ns a device ns from `host_ns` on.
+
+    `uncertainty_ns` is what the place of all of them is uncertain by, `wander` what each device ns adds.
+    """
+
+    host_ns: int
+    rate: float
+    uncertainty_ns: float
+    wander: float
+
+    def place(self, offset_ns: int) -> AnchoredMoment:
+        """When an event happened that came so long after the newest anchor."""
+        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + grain_ns(offset_ns)
+        return AnchoredMoment(
+            self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
+        )
 
 
 class Lead(NamedTuple):
@@ -200,8 +221,19 @@ class Anchors:
         """The event of the newest, None without any."""
         return self._anchors[-1].event if self._anchors else None
 
+    def ahead(self) -> Ahead:
+        """How events after the newest anchor are placed that have happened by now; raises IndexError without any."""
+        newest = self._anchors[-1]
+        rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
+        uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
+        if rate_error != DRIFT:
+            uncertainty_ns, wander = uncertainty_ns + self._bent_ns(), rate_error + self._change
+        return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
+
     def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """The driver's error, and when an event happened; `offset_ns` is how long after the newest anchor it did."""
+        if offset_ns > 0:
+            return 0, self.ahead().place(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest
@@ -222,8 +254,6 @@ class Anchors:
             uncertainty_ns += distance_ns * self._change + (anchor if offset_ns > 0 else other).bend_ns
         elif rate_error == DRIFT:
             uncertainty_ns += distance_ns * DRIFT
-        elif offset_ns > 0:
-            uncertainty_ns += distance_ns * (rate_error + self._change) + self._bent_ns(index)
         else:
             uncertainty_ns += distance_ns * (rate_error + SLEW)
         place = AnchoredMoment(
@@ -231,12 +261,12 @@ class Anchors:
         )
         return 0, place
 
-    def _bent_ns(self, index: int) -> float:
-        """How far the host's clock has strayed since an anchor from the way that it went before."""
+    def _bent_ns(self) -> float:
+        """How far the host's clock has strayed since the newest anchor from the way that it went before."""
         if self._raw is None:
             return 0.0  # told by the distance
-        then, now = self._anchors[index].lead, self._lead()
-        usual = self._anchors[index - 1].lead_rate if index else None
+        then, now = self._anchors[-1].lead, self._lead()
+        usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - then.at_ns
         bent_ns = abs(now.lead_ns - then.lead_ns - (usual or 0.0) * passed_ns)
         return bent_ns + then.uncertainty_ns + now.uncertainty_ns
@@ -291,5 +321,5 @@ class Anchors:
 
 def grain_ns(elapsed_ns: int) -> float:
     """The distance to the next 32-bit float of an elapsed time in ms, in ns."""
-    ms = abs(elapsed_ns) // 10**6
-    return 0.0 if not ms else 2.0 ** (ms.bit_length() - 24) * 1e6
+    bits = (abs(elapsed_ns) // 10**6).bit_length()
+    return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

@@ -190,6 +190,9 @@ class Context:
         """By stream: up to when the oldest end that is waited for had not happened."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """When the device is asked for an anchor again, and how long after the last time, while it gives none."""
+        self.next_watch_ns = 0
+        self.watched: int | None = None
+        """While it gives none: when an end is watched again, and the stream of which one was just seen to happen."""
 
     def learn(self, stream: int, number: int) -> None:
         """The number of the stream that a handle stands for now."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
-from instrument.device.anchors import RESOLUTION_NS, AnchoredMoment
+from instrument.device.anchors import RESOLUTION_NS, Ahead, AnchoredMoment
 from instrument.device.pairs import Context, Driver, Pair
 
 STALE_NS = 10**6
@@ -56,6 +56,8 @@ class Placing:
             if id(pair) in found or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
         ]
         begun.sort(key=_by_begin)
+        anchors, now_ns = context.anchors, self._now()  # later than all that has happened
+        ahead = anchors.ahead() if anchors.newest_event is not None else None
         ended = deque(pair for pair, (error, _, _) in answered if not error)
         floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
         for pair in begun:
@@ -68,36 +70,45 @@ class Placing:
             if pair.place is not None:
                 continue
             _, offset_ns = found.get(id(pair), (0, None))
-            place = self._place(context, pair, offset_ns)
+            place = self._place(context, pair, offset_ns, ahead, now_ns)
             if place is not None:
-                floor_ns = max(floor_ns, place.at_ns)
-                pair.place = place if place.at_ns == floor_ns else place._replace(at_ns=floor_ns)
+                if place.at_ns < floor_ns:
+                    place = AnchoredMoment(floor_ns, place.uncertainty_ns, place.near)
+                floor_ns = place.at_ns
+                pair.place = place
         last = next((pair for pair, (error, _, _) in reversed(answered) if not error), None)
         if last is not None and last.place is not None:
             last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + found[id(last)][0]
         context.floors[stream] = floor_ns, last_end_ns, last_at_ns
 
     def labelled(
-        self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int
+        self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """When a stretch that is over began and ended on the host's clock, and its label."""
+        """When a stretch that is over began and ended on the host's clock, and its label.
+
+        `is_alone`: nothing is known of another stream, so that nobody has to look.
+        """
         start_ns = place.at_ns
-        end_ns = start_ns + max(device_ns, 0)
+        end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)
         if recent and start_ns < recent[-1][1] and end_ns < recent[-1][1] <= end_ns + place.uncertainty_ns:
             end_ns = recent[-1][1]  # what it encloses cannot end after it
-        if not place.near or place.uncertainty_ns > max(STALE_NS, device_ns // 10):
+        uncertainty_ns = place.uncertainty_ns
+        if not place.near or (uncertainty_ns > STALE_NS and uncertainty_ns > device_ns // 10):
             label = "stale"
-        elif self._is_overlapped(context, stream, start_ns, end_ns):
+        elif not is_alone and self._is_overlapped(context, stream, start_ns, end_ns):
             label = "overlapped"
-        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
+        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < uncertainty_ns + LAUNCH_NS:
             label = "launch-bound"
         else:
             label = "exclusive"
         return start_ns, end_ns, label
 
     def remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
-        stretches = context.recent.setdefault(stream, deque(maxlen=RECENT))
+        """A stretch of a stream is over: later ones of other streams are held against it."""
+        stretches = context.recent.get(stream)
+        if stretches is None:
+            stretches = context.recent[stream] = deque(maxlen=RECENT)
         while stretches and stretches[-1][1] >= start_ns:
             before = stretches.pop()
             start_ns, end_ns = min(start_ns, before[0]), max(end_ns, before[1])
@@ -138,7 +149,7 @@ class Placing:
         if place is None:
             if self._driver.query(pair.begin):
                 return None
-            place = self._place(context, pair, None)
+            place = self._place(context, pair, None, None, self._now())
         return None if place is None else place.at_ns
 
     def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
@@ -149,24 +160,30 @@ class Placing:
         error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
         return not error and begun_ns + device_ns > start_ns
 
-    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> AnchoredMoment | None:
+    def _place(
+        self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
+    ) -> AnchoredMoment | None:
         """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
 
-        None where the driver does not tell.
+        `ahead` is what all of a stream have in common, if it is known; `now_ns` is later than what has happened. None
+        where the driver does not tell.
         """
-        anchor = context.anchors.newest_event
+        anchors = context.anchors
+        anchor = anchors.newest_event
         if anchor is None:  # the device has been too busy to be read
-            return AnchoredMoment(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+            return AnchoredMoment(pair.begin_ns, now_ns - pair.begin_ns, near=False)
         error = 0
         if offset_ns is None:
             error, offset_ns = self._driver.elapsed_ns(anchor, pair.begin)
         place: AnchoredMoment | None = None
         if not error:
-            error, place = context.anchors.place(pair.begin, offset_ns)
+            if ahead is not None and offset_ns > 0:
+                place = ahead.place(offset_ns)
+            else:
+                error, place = anchors.place(pair.begin, offset_ns)
         if error or place is None:
             return None
         if place.at_ns < pair.begin_ns:
-            return place._replace(at_ns=pair.begin_ns)
-        now_ns = self._now()
+            return AnchoredMoment(pair.begin_ns, place.uncertainty_ns, place.near)
         # It has happened. Who says otherwise is a device whose clock went on while the host's stood still.
-        return place if place.at_ns <= now_ns else place._replace(at_ns=now_ns, near=False)
+        return place if place.at_ns <= now_ns else AnchoredMoment(now_ns, place.uncertainty_ns, near=False)

@@ -31,12 +31,18 @@ POOL_LIMIT = 8_192
 """Pairs of a context: as many spans may wait for the device at a time. An event takes some hundred bytes of it."""
 
 IDLE_S = 0.5
-POLL_S = (0.001, 0.01)
-"""The shortest and the longest time between two looks at events that have not happened."""
+POLL_S = (0.005, 0.02)
+"""The shortest and the longest time between two looks at events that have not happened. Each look takes the lock from
+the service for some 20 us beside 4 us a pair, so few looks at many pairs are better than many at few."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
 """The time between two anchors, and the first between two tries on a device that is too busy; then twice as long."""
+
+WATCH_S = 5e-5
+WATCHES = 300
+"""How long a watch of the next end sleeps between two questions, and how often it asks: some 30 ms at most, in a second
+in which the device has given no anchor."""
 
 MEASURED_AT_ONCE = 1000
 """Pairs of a stream in one question to the driver: a millisecond of its time at most."""
@@ -99,6 +105,8 @@ class Resolver:
         self.thread_ns = 0
         """Processor time of the resolver's thread."""
         self._placing = Placing(driver, now)
+        self._told: list[tuple[int, int, int, int, int, str, int]] = []
+        """Intervals that others are about to be told of, all at once."""
         self._told_ns = 0
         self._waking = Event()
         self._stopping = Event()
@@ -196,20 +204,24 @@ class Resolver:
     def _look_until_stopped(self) -> None:
         stopping, waking = self._stopping, self._waking
         pause_s = POLL_S[0]
-        while not stopping.is_set():
+        while True:
             waking.clear()
+            if stopping.is_set():  # asked after the other, for `stop` sets it before
+                break
             try:
                 moved, waits = self.look()
             except Exception as fault:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
+            if waits and self.watch():
+                continue
             self.thread_ns = time.thread_time_ns()
             self._tell_settled()
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
                 if not is_quiet or self._has_ended_pairs():
-                    stopping.wait(pause_s)
+                    waking.wait(pause_s)
                     continue
             # All that is under way is open spans, if any: who ends one wakes us.
             self.asleep = True
@@ -221,9 +233,11 @@ class Resolver:
                 or (waits and self._has_ended_pairs())
             ):
                 self.asleep = False
-                stopping.wait(POLL_S[0])
+                waking.wait(POLL_S[0])
                 continue
-            waking.wait(IDLE_S)
+            if waking.wait(IDLE_S) and not self._is_short_of_pairs():
+                waking.clear()  # where one span has ended others do so soon, and one look takes in all of them
+                waking.wait(POLL_S[0])
         end_ns = time.monotonic_ns() + STOP_NS
         try:
             while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
@@ -238,6 +252,7 @@ class Resolver:
         moved = self._note_untimed()
         while self.finished:
             self._count_if_done(self.finished.popleft())
+        self._tell_intervals()
         waits = False
         for context in list(self.contexts.values()):
             if not context.alive:
@@ -264,6 +279,12 @@ class Resolver:
             self._forget_streams(context)
         return moved, waits
 
+    def _is_short_of_pairs(self) -> bool:
+        return any(
+            len(context.free) < CHUNK and context.made < POOL_LIMIT and context.alive
+            for context in list(self.contexts.values())
+        )
+
     def _forget_streams(self, context: Context) -> None:
         """Streams come and go with requests: what has become of those that are idle is not kept for ever.
 
@@ -287,14 +308,16 @@ class Resolver:
                     floors.pop(stream, None)
 
     def _note_untimed(self) -> bool:
-        noted = False
-        while self.untimed:
-            span_id, (device, stream), at_ns, label = self.untimed.popleft()
+        noted = list(self.untimed)
+        for span_id, (device, stream), at_ns, label in noted:
             context = self.contexts.get(device)
             number = stream if context is None else context.numbers.get(stream, stream)
             self._keep(span_id, device, number, at_ns, at_ns, label, 0)
-            noted = True
-        return noted
+        self._tell_intervals()
+        for one in noted:  # last, for `settled_ns` must find them here or told
+            if self.untimed[0] is one:  # not pushed out meanwhile
+                self.untimed.popleft()
+        return bool(noted)
 
     def _anchor_if_due(self, context: Context) -> None:
         anchors, now_ns = context.anchors, self._now()
@@ -311,6 +334,39 @@ class Resolver:
             return
         if error:
             self.fail(context, error)
+
+    def watch(self) -> bool:
+        """Stay close to the next ends on devices that are too busy to be read: an end that is seen to happen tells as
+        much as an anchor. Whether one was, which is to be looked at now."""
+        watched = [self._watch(context) for context in list(self.contexts.values()) if context.alive]
+        return any(watched)
+
+    def _watch(self, context: Context) -> bool:
+        newest_ns, now_ns = context.anchors.newest_ns, self._now()
+        is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS
+        if is_fresh or not context.anchor_pause_ns or now_ns < context.next_watch_ns:
+            return False
+        context.next_watch_ns = now_ns + ANCHOR_NS
+        query, not_ready = self._driver.query, self._driver.NOT_READY
+        next_ends = [
+            (stream, min(waiting, key=_by_end).end_event)
+            for stream, pairs in context.under_way.items()
+            if (waiting := [pair for pair in pairs if pair.end_ns and pair.whole is not None and not pair.error])
+        ]
+        if self._driver.bind(context.handle):
+            return False
+        next_ends = [(stream, event) for stream, event in next_ends if query(event) == not_ready]
+        for _ in range(WATCHES if next_ends else 0):
+            for stream, event in next_ends:
+                asked_ns = self._now()
+                if query(event) != not_ready:
+                    context.watched = stream
+                    return True
+                context.pending[stream] = asked_ns
+            if self._stopping.is_set():
+                break
+            sleep(WATCH_S)
+        return False
 
     def _measure_costs(self, context: Context, error: int) -> None:
         """What events take of this device and of the thread that records them, once."""
@@ -344,7 +400,9 @@ class Resolver:
     def _resolve(self, context: Context) -> bool:
         """Take in what has happened on each stream, in the order of its ends."""
         moved = False
-        for stream, pairs in context.under_way.items():
+        watched, context.watched = context.watched, None
+        # The one that was watched comes first: what is known of its end holds for this moment.
+        for stream, pairs in sorted(context.under_way.items(), key=lambda item: item[0] != watched):
             ended = [pair for pair in pairs if pair.end_ns]
             if not ended:
                 continue
@@ -358,16 +416,18 @@ class Resolver:
                 asked_ns = self._now()
                 events = [(pair.begin, pair.end_event) for pair in waiting]
                 answers: list[Answer] = [*self._driver.measure(context.anchors.newest_event, events)]
-                if answers and self._lacks_anchor(context):
+                if answers and (stream == watched or self._lacks_anchor(context)):
                     answers = self._anchor_by_end(context, stream, waiting, answers)
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
                 self._placing.put_in_order(context, stream, pairs, answered)
+                is_alone = all(other == stream for other in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
                     done.append(pair)
-                    self._take(context, stream, pair, error, device_ns)
+                    self._take(context, stream, pair, error, device_ns, is_alone)
             finally:  # after a fault, too: a pair that lies in the pool again must not be taken twice
+                self._tell_intervals()
                 if done:
                     moved = True
                     gone = set(map(id, done))
@@ -400,18 +460,18 @@ class Resolver:
             return answers
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
-    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int) -> None:
+    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
         """One stretch is over: its label, its span."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._lose(context, stream, pair, error)
             return
-        start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns)
+        start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
-        told = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
         if whole.held is None:
-            self._tell(whole, told, label)
+            self._tell(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
         else:
+            told = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
             whole.held.append(told)
             if len(whole.held) >= HELD_LIMIT:
                 self._tell_held(whole)
@@ -421,8 +481,9 @@ class Resolver:
             self._give_back(pair)
         self._count_if_done(whole)
 
-    def _tell(self, whole: Pair, told: HeldTimes, label: str) -> None:
-        context, stream, start_ns, end_ns, _, uncertainty_ns, _ = told
+    def _tell(
+        self, whole: Pair, context: Context, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
+    ) -> None:
         whole.add(start_ns, end_ns)
         self._placing.remember(context, stream, start_ns, end_ns)
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
@@ -442,7 +503,9 @@ class Resolver:
                 if other.context is told.context and other.stream != told.stream
                 if other.start_ns < told.end_ns - RESOLUTION_NS and told.start_ns < other.end_ns - RESOLUTION_NS
             )
-            self._tell(whole, told, "overlapped" if told.label != "stale" and any(others) else told.label)
+            context, stream, start_ns, end_ns, label, uncertainty_ns, _ = told
+            label = "overlapped" if label != "stale" and any(others) else label
+            self._tell(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         """A stretch that was not timed, or belongs to no span after all."""
@@ -480,8 +543,13 @@ class Resolver:
     def _keep(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
-        self._intervals.add(span_id, device, stream, start_ns, end_ns, label, uncertainty_ns)
+        self._told.append((span_id, device, stream, start_ns, end_ns, label, uncertainty_ns))
         self.counts[label] += 1
+
+    def _tell_intervals(self) -> None:
+        told, self._told = self._told, []
+        if told:
+            self._intervals.add_all(told)
 
     def _give_up(self, context: Context) -> None:
         """Nothing will come from this device any more."""
@@ -506,6 +574,7 @@ class Resolver:
                 for pair in [pair for pair in pairs if pair.end_ns]:
                     self._lose(context, stream, pair, INTERRUPTED)
                     pairs.remove(pair)
+        self._tell_intervals()
 
     def _close(self) -> None:
         """Give everything back to the driver."""

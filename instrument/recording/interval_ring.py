@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from struct import Struct
 
 from instrument.recording.slot_ring import FindRoom, SlotRing
@@ -52,6 +52,10 @@ class IntervalRing:
     ) -> None:
         """Keep one, in place of the oldest if need be."""
         self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
+
+    def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:
+        """Keep some at once, each as `add` takes it."""
+        self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
 
     def tell_settled(self, until_ns: int) -> None:
         """Say to others that of every span that had ended by then all intervals are here that will ever be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -19,15 +19,14 @@ class SlotRoom(NamedTuple):
     name: str
     part: memoryview
 
-    def put_used(self, used: int) -> None:
-        """Say how many slots were ever written."""
-        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
-        _U64.pack_into(self.head, at + layout.PART.fields["used"][0], used)
-
     def used(self) -> int:
         """How many slots were ever written, whoever did so."""
-        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
-        return int(_U64.unpack_from(self.head, at + layout.PART.fields["used"][0])[0])
+        return int(_U64.unpack_from(self.head, self.used_at())[0])
+
+    def used_at(self) -> int:
+        """Where the header says so."""
+        part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
+        return int(part_at + layout.PART.fields["used"][0])
 
     def put(self, field: str, value: int) -> None:
         """Set a number of the header."""
@@ -51,20 +50,28 @@ class SlotRing:
         self._find_room = find_room
         self._told_by = told_by
         self._room: SlotRoom | None = None
+        self._used_at = 0
         self._memory: memoryview | bytearray | None = None
         self._lock = Lock()
         self.count = 0
 
     def add(self, *values: Any) -> None:
         """Keep one, in place of the oldest if need be."""
+        self.add_all((values,))
+
+    def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
+        """Keep some at once, which takes less than one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
                 memory = self._found()
-            self._cells.pack_into(memory, self.count % self.capacity * self._cells.size, *values)
-            self.count += 1
-            if self._room is not None:
-                self._room.put_used(self.count)
+            pack_into, size, capacity = self._cells.pack_into, self._cells.size, self.capacity
+            head, used_at = (None, 0) if self._room is None else (self._room.head, self._used_at)
+            for values in slots:
+                pack_into(memory, self.count % capacity * size, *values)
+                self.count += 1
+                if head is not None:  # after each, for a reader takes no more than one for half written
+                    _U64.pack_into(head, used_at, self.count)
 
     def put(self, field: str, value: int) -> None:
         """Set a number of the recording's header, where the slots lie in one."""
@@ -79,6 +86,7 @@ class SlotRing:
         if self._room is None:
             self._memory = memory = bytearray(self.capacity * self._cells.size)
             return memory
+        self._used_at = self._room.used_at()
         self.capacity = min(self.capacity, len(self._room.part) // self._cells.size)
         if self._told_by:
             self._room.put(self._told_by, self.capacity)
