@@ -878,8 +878,16 @@ def test_an_error_that_passes_costs_one_time_at_most(bench: Bench, symbol: str) 
     assert told is not None
     assert told[0] in ("dropped", "exclusive")
     assert bench.told(after) == ("exclusive", 0, MS)
-    is_called = not bench.torch or symbol != "cuCtxSetCurrent"  # a thread that has its device is not given it again
-    assert bench.errors(1) == is_called
+    assert bench.errors(1) == (symbol != "cuCtxSetCurrent")  # a thread that has its device is not given it again
+
+
+def test_a_thread_that_was_not_given_its_device_is_given_it_at_the_next_look(bench: Bench) -> None:
+    span = bench.span(MS)
+    bench.fake.fail("cuCtxSetCurrent", 1)
+    bench.settle(5 * MS)
+    bench.settle(5 * MS)
+    (found,) = bench.of(span)
+    assert (found.label in ("exclusive", "stale"), found.end_ns - found.start_ns) == (True, MS)
 
 
 def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Bench) -> None:

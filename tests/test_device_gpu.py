@@ -490,6 +490,8 @@ import torch
 torch.zeros(1, device="cuda").add_(1).item()
 torch.cuda._sleep(10**8)
 torch.cuda.synchronize()
+with instrument.scope("first", device=True):
+    pass  # events are made for it, which takes milliseconds
 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 with torch.cuda.stream(torch.cuda.Stream()):
     begin.record()
@@ -575,7 +577,8 @@ def test_copies_are_as_long_as_plain_events_say(real: Any, direction: str, pinne
     for part, (begin, end) in zip(found, plain, strict=True):
         plain_ns = begin.elapsed_time(end) * MS
         assert length_ns(part) <= plain_ns + SLACK_NS
-        assert length_ns(part) >= 0.75 * plain_ns - 10 * SLACK_NS
+        if part.label == "exclusive":  # else the device may have waited for the host before ours began
+            assert length_ns(part) >= 0.75 * plain_ns - 10 * SLACK_NS
 
 
 @marked
@@ -631,6 +634,7 @@ def test_a_capture_on_another_thread_survives(real: Any) -> None:
 
 
 @marked
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_torch_profiler_runs_beside_it(real: Any) -> None:
     import torch
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from instrument.recorder.recorder import Recorder, native_driver_calls
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site
 
@@ -196,3 +198,60 @@ def test_a_signal_handler_that_raises_in_the_timer_interrupts_the_service_and_no
     log.lines.clear()
     log.recorder.wrap(lambda: None, SITE)()
     assert log.lines == ["begin timed", "end timed"]
+
+
+RECORD, QUERY = (ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * count) for count in (2, 1))
+NOT_READY = 600
+
+
+@pytest.mark.skipif(not native_driver_calls(), reason="the recorder in Python is asked by nobody")
+@pytest.mark.parametrize("by_ticks", [False, True])
+@pytest.mark.parametrize(
+    ("answers", "error", "asked"),
+    [([NOT_READY, NOT_READY, 0], 0, 3), ([700], 700, 1), ([NOT_READY], NOT_READY, None)],
+    ids=["happens", "fails", "does not happen"],
+)
+def test_an_event_is_recorded_and_awaited_by_the_recorders_clock(
+    by_ticks: bool, answers: list[int], error: int, asked: int | None
+) -> None:
+    """The two functions stand for the driver's. They want the interpreter's lock, so whoever kept it would hang."""
+    recorder, seen = Recorder(1 << 16), []
+    if by_ticks and not recorder.start_ticks():
+        pytest.skip("the processor has no counter to be trusted")
+
+    def told(what: tuple[Any, ...]) -> None:
+        seen.append((what, recorder.now_ns()))
+
+    @RECORD
+    def record(event: int, stream: int) -> int:
+        told(("record", event, stream))
+        return 0
+
+    @QUERY
+    def query(event: int) -> int:
+        told(("query", event))
+        return answers[min(sum(what[0] == "query" for what, _ in seen), len(answers)) - 1]
+
+    addresses = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in (record, query))
+    before_ns = recorder.now_ns()
+    found, begin_ns, end_ns = recorder.read_event(*addresses, 7, 8, 10**6)
+    after_ns = recorder.now_ns()
+    recorder.stop_ticks()
+    assert found == error
+    assert seen[0][0] == ("record", 7, 8)
+    assert {what for what, _ in seen[1:]} == {("query", 7)}
+    assert asked is None or len(seen) == 1 + asked
+    assert asked is not None or end_ns - begin_ns >= 10**6
+    slack_ns = 1000 if by_ticks else 0  # between two clocks
+    assert before_ns - slack_ns <= begin_ns <= seen[0][1] + slack_ns
+    assert seen[-1][1] - slack_ns <= end_ns <= after_ns + slack_ns
+
+
+@pytest.mark.skipif(not native_driver_calls(), reason="the recorder in Python is asked by nobody")
+def test_an_event_that_cannot_be_recorded_is_not_awaited() -> None:
+    @RECORD
+    def record(event: int, stream: int) -> int:
+        return 400
+
+    address = ctypes.cast(record, ctypes.c_void_p).value or 0
+    assert Recorder(1 << 16).read_event(address, 0, 7, 8, 10**6)[0] == 400

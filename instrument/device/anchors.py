@@ -16,9 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from instrument.device.cuda import Reading
+
 BURST = 5
 POLLS = 200
-"""How often an anchor of a burst is asked for before it is given up: the device is too busy to be read right now."""
+READ_NS = 200_000
+"""How often, or for how long, an anchor of a burst is asked for before it is given up: the device is too busy to be
+read right now."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -41,6 +45,9 @@ JUMP = 2e-3
 """A rate so far from one is no drift: one of the clocks was set, or stood still."""
 
 READINGS = 3
+
+LOOSE_NS = 5 * 10**5
+"""An anchor that is uncertain by more leaves nearly all places stale."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
@@ -101,11 +108,19 @@ class Anchor:
 class Anchors:
     """The anchors of one context. Used by one thread, to which the context is bound.
 
-    `now` is the host's clock, `raw` one that nothing slews, None where there is none.
+    `now` is the host's clock, `raw` one that nothing slews, None where there is none. `reading` takes an anchor by the
+    same clock without the interpreter's lock, None where nobody can.
     """
 
-    def __init__(self, driver: Any, now: Callable[[], int], raw: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        driver: Any,
+        now: Callable[[], int],
+        raw: Callable[[], int] | None = None,
+        reading: Reading | None = None,
+    ) -> None:
         self._driver = driver
+        self._reading = reading
         self._now = now
         self._raw = raw
         self._change = SLEW if raw is None else WANDER
@@ -117,6 +132,11 @@ class Anchors:
     def newest_ns(self) -> int | None:
         """When the newest was taken; None without any."""
         return self._anchors[-1].host_ns if self._anchors else None
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether the newest is known so badly that another one soon would be worth it."""
+        return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def renew(self) -> int:
         """Take another anchor. Returns the driver's error, 0 for none; a device that is too busy gives none.
@@ -133,16 +153,7 @@ class Anchors:
             error, event = (0, self._spare.pop()) if self._spare else driver.new_event()
             if error:
                 return int(error)
-            before_ns = self._now()
-            error = self._mark(event)
-            for _ in range(POLLS):
-                error = error or driver.query(event)
-                if error != driver.NOT_READY:
-                    break
-                error = 0
-            else:
-                error = driver.NOT_READY
-            after_ns = self._now()
+            error, before_ns, after_ns = self._read(event)
             if error:
                 self._spare.append(event)
                 if error == driver.NOT_READY:
@@ -156,6 +167,22 @@ class Anchors:
             else:
                 self._spare.append(event)
         return self._keep(best) if best is not None else 0
+
+    def _read(self, event: Any) -> tuple[int, int, int]:
+        """Record an event and await it: the driver's error, the time before and the time after."""
+        driver = self._driver
+        if self._reading is not None:
+            return self._reading(driver.handle(event), self._stream, READ_NS)
+        before_ns = self._now()
+        error = self._mark(event)
+        for _ in range(POLLS):
+            error = error or driver.query(event)
+            if error != driver.NOT_READY:
+                break
+            error = 0
+        else:
+            error = driver.NOT_READY
+        return error, before_ns, self._now()
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Take an event of the service's own for an anchor, which happened between two host times; it is ours then."""

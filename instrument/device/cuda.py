@@ -24,6 +24,10 @@ from instrument.recorder.recorder import native_driver_calls
 
 T = TypeVar("T")
 
+Reading = Callable[[int, int, int], tuple[int, int, int]]
+"""Records an event on a stream and asks for it for so many ns at most: the driver's error, and the times before it was
+recorded and after it was seen."""
+
 CAPTURING = 1_000_000
 """In place of an error: the stream is being captured into a graph, and nothing was recorded."""
 
@@ -146,6 +150,7 @@ class CudaDriver:
         elapsed = _address(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
         float_address = ctypes.POINTER(ctypes.c_float)
         self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
+        self._record, self._query = _address(library.cuEventRecord), _address(library.cuEventQuery)
         native = native_driver_calls()
         if native is not None:
             self._native_measure = functools.partial(native.measure, _address(library.cuEventQuery), elapsed)
@@ -306,6 +311,11 @@ class CudaDriver:
     def query(self, event: Any) -> int:
         """0 where the event has happened, `NOT_READY` where it has not."""
         return self._ask(self._driver.cuEventQuery, event)[0]
+
+    def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
+        """Reads the device's clock against `now`; None where that is not the clock of a recorder in C."""
+        read = getattr(recorder, "read_event", None)
+        return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         """For each pair of events, up to the first whose end has not happened: error, its length and its begin in ns.

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from operator import attrgetter
+from threading import get_ident
 
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
@@ -25,15 +26,22 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""Pairs that a pool begins with, and that it grows by on the resolver's thread whenever less than that are free."""
+"""Pairs that a pool begins with, and that are to be free: with fewer of them the resolver makes as many as there are
+already, at least so many."""
+
+LOW = 64
+"""With so many that are left free the resolver is woken."""
 
 POOL_LIMIT = 8_192
 """Pairs of a context: as many spans may wait for the device at a time. An event takes some hundred bytes of it."""
 
 IDLE_S = 0.5
-POLL_S = (0.005, 0.02)
-"""The shortest and the longest time between two looks at events that have not happened. Each look takes the lock from
-the service for some 20 us beside 4 us a pair, so few looks at many pairs are better than many at few."""
+POLL_S = (0.05, 0.1)
+"""The shortest and the longest time between two looks at events that have not happened.
+
+Each look takes the lock of the interpreter from a busy service, for 20 us and 4 us a pair on an idle machine and for
+half a millisecond and more on one whose cores have to be woken, so few looks at many pairs are better than many at few.
+"""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
@@ -64,7 +72,8 @@ TELL_NS = 2 * 10**7
 """How often others are told up to when everything is resolved."""
 
 STOP_NS = 10**9
-"""The longest that `stop` waits for the device."""
+STOP_POLL_S = 0.001
+"""The longest that `stop` waits for the device, and how long between two looks."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -108,6 +117,7 @@ class Resolver:
         self._told: list[tuple[int, int, int, int, int, str, int]] = []
         """Intervals that others are about to be told of, all at once."""
         self._told_ns = 0
+        self._bound: tuple[int, int] | None = None
         self._waking = Event()
         self._stopping = Event()
         self._thread: Thread | None = None
@@ -236,12 +246,13 @@ class Resolver:
                 waking.wait(POLL_S[0])
                 continue
             if waking.wait(IDLE_S) and not self._is_short_of_pairs():
-                waking.clear()  # where one span has ended others do so soon, and one look takes in all of them
-                waking.wait(POLL_S[0])
+                waking.clear()
+                if not stopping.is_set():  # where one span has ended others do soon, and one look takes in all of them
+                    waking.wait(POLL_S[0])
         end_ns = time.monotonic_ns() + STOP_NS
         try:
             while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
-                sleep(POLL_S[0])
+                sleep(STOP_POLL_S)
             self._drop_ended_pairs()
             self._close()
         except Exception as fault:
@@ -258,8 +269,7 @@ class Resolver:
             if not context.alive:
                 self._give_up(context)
                 continue
-            driver = self._driver
-            error = driver.bind(context.handle)
+            error = self._bind(context)
             if error:
                 self.fail(context, error)
                 waits = True  # or the next look would come at once, again and again
@@ -271,13 +281,22 @@ class Resolver:
             if any(context.under_way.values()):
                 self._anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
-                error = self.grow(context, CHUNK)
+                error = self.grow(context, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
                 if error:
                     self.fail(context, error)
+            if not self.pair_ns and context.shortest_ns:
+                self.pair_ns = self._measured_cost(context)
             moved = self._resolve(context) or moved
             waits = waits or any(context.under_way.values())
             self._forget_streams(context)
         return moved, waits
+
+    def _bind(self, context: Context) -> int:
+        """Make a context current on this thread, which it stays: each call of the driver is a hand-over of the lock."""
+        bound = get_ident(), context.handle
+        error = 0 if bound == self._bound else self._driver.bind(context.handle)
+        self._bound = None if error else bound
+        return error
 
     def _is_short_of_pairs(self) -> bool:
         return any(
@@ -330,8 +349,8 @@ class Resolver:
             context.next_anchor_ns = self._now() + context.anchor_pause_ns
         else:
             context.anchor_pause_ns = 0
-            self._measure_costs(context, error)
-            return
+            if not error and not context.shortest_ns:
+                error, context.shortest_ns = context.anchors.least_ns()
         if error:
             self.fail(context, error)
 
@@ -343,7 +362,7 @@ class Resolver:
 
     def _watch(self, context: Context) -> bool:
         newest_ns, now_ns = context.anchors.newest_ns, self._now()
-        is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS
+        is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS and not context.anchors.is_loose
         if is_fresh or not context.anchor_pause_ns or now_ns < context.next_watch_ns:
             return False
         context.next_watch_ns = now_ns + ANCHOR_NS
@@ -353,7 +372,7 @@ class Resolver:
             for stream, pairs in context.under_way.items()
             if (waiting := [pair for pair in pairs if pair.end_ns and pair.whole is not None and not pair.error])
         ]
-        if self._driver.bind(context.handle):
+        if self._bind(context):
             return False
         next_ends = [(stream, event) for stream, event in next_ends if query(event) == not_ready]
         for _ in range(WATCHES if next_ends else 0):
@@ -368,28 +387,22 @@ class Resolver:
             sleep(WATCH_S)
         return False
 
-    def _measure_costs(self, context: Context, error: int) -> None:
-        """What events take of this device and of the thread that records them, once."""
-        if not error and not context.shortest_ns:
-            error, context.shortest_ns = context.anchors.least_ns()
-        if not error and not self.pair_ns:
-            self.pair_ns = self._measured_cost(context)
-        if error:
-            self.fail(context, error)
-
     def _measured_cost(self, context: Context) -> float:
-        """What `begin` and `end` of a pair take on a stream of ours, the best of some rounds; 0 where none succeeds."""
+        """What `begin` and `end` of a pair take on a stream of ours, the best of some rounds; 0 where none succeeds.
+
+        Processor time: to have waited for the interpreter's lock says nothing of the thread of the service.
+        """
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
             pairs: list[Pair] = []
-            begin_ns = time.perf_counter_ns()
+            begin_ns = time.thread_time_ns()
             for _ in range(COST_PAIRS):
                 pair = self._timer.begin(None, stream, 0)
                 if not isinstance(pair, Pair):
                     break
                 self._timer.end_pair(pair)
                 pairs.append(pair)
-            spent_ns = (time.perf_counter_ns() - begin_ns) / max(len(pairs), 1)
+            spent_ns = (time.thread_time_ns() - begin_ns) / max(len(pairs), 1)
             for pair in pairs:
                 context.begun.remove(pair)
                 self._give_back(pair)

@@ -25,7 +25,7 @@ from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
 from instrument.device.nvtx import Ranges
 from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
-from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
+from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -70,6 +70,7 @@ class Timer:
         self.frameworks: dict[str, Current] = {}
         self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
+        self._reading = driver.reading(recorder, now)
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
@@ -148,6 +149,8 @@ class Timer:
             pair.whole = pair.running = pair
             pair.begun = 1
             context.begun.append(pair)
+            if len(context.free) == LOW:  # or spans would go without until the next look
+                self.resolver.wake()
             return pair
         except BaseException:  # of a signal handler, most likely: nobody will end this pair
             pair.cancel()
@@ -277,7 +280,7 @@ class Timer:
                 handle = driver.current()
             if not handle:
                 return None
-            context = Context(handle, device, Anchors(driver, self._now, self._raw))
+            context = Context(handle, device, Anchors(driver, self._now, self._raw, self._reading))
             error = driver.push(handle)
             if not error:
                 try:

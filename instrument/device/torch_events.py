@@ -241,6 +241,9 @@ class TorchDriver:
         """As `CudaDriver.measure`."""
         return cuda.measured_singly(self, anchor, pairs)
 
+    def reading(self, recorder: Any, now: Callable[[], int]) -> None:
+        """Nobody can record torch's events without the interpreter's lock."""
+
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
         """Device time between two events that have happened."""
         try:

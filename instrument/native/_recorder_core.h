@@ -277,6 +277,9 @@ static PyMethodDef Core_methods[] = {
     {"now_ns", (PyCFunction)Core_now_ns, METH_NOARGS, "The clock that spans are timed with."},
     {"count_device", (PyCFunction)Core_count_device, METH_VARARGS,
      "Add a call's device time: ring, node index, host, device and elapsed ns. False where no such call was counted."},
+    {"read_event", (PyCFunction)Core_read_event, METH_VARARGS,
+     "Record an event and await it: read_event(cuEventRecord, cuEventQuery, event, stream, limit_ns), the first four as "
+     "addresses. The driver's error, and the times before and after."},
     {"count", (PyCFunction)Core_count, METH_O, "Count an irregular event."},
     {NULL},
 };

@@ -183,13 +183,53 @@ mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     return error != 0 ? PyLong_FromLong(-error) : PyLong_FromUnsignedLongLong(mark.number);
 }
 
+#define NOT_READY 600
+#define CLOCK_READINGS 5
+
+/* How far the recorder's clock is ahead of the monotonic one: the tightest of several readings. */
+static int64_t
+lead_of_clock(const Core *core)
+{
+    int64_t best = INT64_MAX, lead = 0;
+    for (int i = 0; i < CLOCK_READINGS && core->reads_ticks; i++) {
+        int64_t before = read_monotonic(), now = read_clock(core), after = read_monotonic();
+        if (after - before < best) {
+            best = after - before;
+            lead = now - (before + best / 2);
+        }
+    }
+    return lead;
+}
+
+/* Record an event on a stream that nothing else uses, and ask for it until it has happened or a time has passed: when
+ * it was asked for and when it was seen, which is what the device's clock is held against. Without the interpreter's
+ * lock, or whoever computes in Python meanwhile would have milliseconds pass between the two. */
+static PyObject *
+Core_read_event(Core *self, PyObject *args)
+{
+    Py_ssize_t record_address, query_address, event, stream;
+    long long limit_ns;
+    if (!PyArg_ParseTuple(args, "nnnnL:read_event", &record_address, &query_address, &event, &stream, &limit_ns))
+        return NULL;
+    int64_t before_ns, after_ns;
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    before_ns = read_monotonic();
+    error = ((record_call)record_address)((void *)event, (void *)stream);
+    do {
+        error = error != 0 && error != NOT_READY ? error : ((int (*)(void *))query_address)((void *)event);
+        after_ns = read_monotonic();
+    } while (error == NOT_READY && after_ns - before_ns < limit_ns);
+    Py_END_ALLOW_THREADS
+    int64_t lead_ns = lead_of_clock(self);
+    return Py_BuildValue("(iLL)", error, (long long)(before_ns + lead_ns), (long long)(after_ns + lead_ns));
+}
+
 typedef struct {
     void *begin, *end;
     float device_ms, offset_ms;
     int error;
 } measured_t;
-
-#define NOT_READY 600
 
 /* Ask for pairs of events in the order of their ends, up to the first that has not happened: how long each took, and
  * how long after the anchor it began. The interpreter's lock is let go of once for all of them, for a thread that has
