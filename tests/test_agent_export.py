@@ -953,10 +953,14 @@ def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collec
     spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}
     assert Counter(span.name for span in spans) == {
-        "serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4, "queue": 2,
+        "serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4, "queue": 2, "step": 2,
     }  # fmt: skip
-    assert len({span.trace_id for span in spans}) == 2
-    assert all(span.parent_span_id in own for span in spans if span.name != "serve")
+    requests = {(span.trace_id, span.span_id) for span in spans if span.name == "serve"}
+    steps = [span for span in spans if span.name == "step"]
+    assert {(link.trace_id, link.span_id) for step in steps for link in step.links} == requests
+    assert {step.parent_span_id for step in steps} == {b""}
+    assert len({span.trace_id for span in spans}) == 4
+    assert all(span.parent_span_id in own for span in spans if span.name not in ("serve", "step"))
 
 
 def test_a_second_session_of_a_process_is_exported_though_the_first_had_taken_the_export(collector: Collector) -> None:

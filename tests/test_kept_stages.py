@@ -545,6 +545,8 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_
     expected = {
         number for number, root in roots.items() if (root in kept if root & REQUEST_BIT else is_sampled(root, 0.5))
     }
+    _, links, _ = by_convert(run)
+    expected |= {batch for batch, theirs in links.items() if not roots[batch] & REQUEST_BIT and kept & set(theirs)}
     ends_ns = {span.span_id: span.end_ns for span in run.front}
     starts_ns = {span.span_id: span.start_ns for span in run.engine}
     # A request that is not kept is forgotten: what bears its key long after it stays where it lies, by its own sample.

@@ -10,7 +10,7 @@ import pytest
 from test_ledger import ACCEPT, CHAT, ENGINE, STEP, TOKENISE, made
 
 from instrument.otlp.packing import Ids, identify, links_of
-from instrument.otlp.processor import handed_over, keyed_requests, keyed_trees
+from instrument.otlp.processor import handed_over, keyed_requests, keyed_trees, waiting_spans
 from instrument.otlp.processor.handed_over import SpansWithKeys
 from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyedSpan, KeyFacts, KeyFactsReader
 from instrument.otlp.processor.keyed_requests import KeyedRequests
@@ -266,6 +266,49 @@ def test_a_batch_is_linked_at_once_to_requests_that_go_on_and_are_kept_whatever_
     assert engine.take() == [[12]]
     [link] = links_of(engine.sent[0][0], engine.ids)
     assert link.span_id == front.ids.span_id(2001)
+
+
+def test_a_batch_outside_of_the_sample_is_sent_once_all_of_its_requests_have_ended_and_one_is_kept(
+    both: tuple[Serving, Serving],
+) -> None:
+    front, engine = both
+    front.open("a", sample=0.0)
+    front.open("b", 2001 | REQUEST_BIT, sample=0.0)
+    loop = made(8, STEP, 1, 40, thread=ENGINE)
+    batches = [made(10, STEP, 20, 30, 8, thread=ENGINE, batch=["a", "b", "nobody"])]
+    batches.append(made(12, STEP, 30, 35, 8, thread=ENGINE, batch=["b"]))
+    for batch in batches:
+        batch.root_id = loop.span_id
+    assert engine.take([*batches, loop], sample=0.0) == []
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    assert engine.take(sample=0.0) == []
+    assert engine.trees.waiting == 2
+    assert engine.trees.is_sent_elsewhere(batches[1])
+    front.close()
+    assert engine.take(sample=0.0) == [[10]]
+    assert parents(engine.sent, engine.ids) == {10: (engine.ids.trace_id(10), 0)}
+    [link] = links_of(engine.sent[0][0], engine.ids)
+    assert (link.trace_id, link.span_id) == (front.ids.trace_id(REQUEST), front.ids.span_id(REQUEST))
+    assert engine.trees.waiting == 0
+    assert not engine.trees.is_sent_elsewhere(batches[1])
+
+
+def test_batches_outside_of_the_sample_that_are_too_many_to_wait_are_sent_where_a_request_is_kept_or_counted(
+    both: tuple[Serving, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_spans, "MOST_KEYS", waiting_spans.OF_A_BATCH + 1)
+    front, engine = both
+    front.open("a", sample=0.0)
+    front.open("b", 2001 | REQUEST_BIT, sample=0.0)
+    assert front.take(request("a")) == [[REQUEST, 2]]
+    first = [made(number, STEP, 20, 30, thread=ENGINE, batch=["a", "b"]) for number in (10, 12)]
+    assert engine.take(*([one] for one in first), sample=0.0) == [[10], [12]]
+    others = [made(number, STEP, 20, 30, thread=ENGINE, batch=["b"]) for number in (14, 16, 18)]
+    assert engine.take(*([one] for one in others), sample=0.0) == []
+    assert engine.trees.waiting == 1
+    assert engine.requests.left_out() == 2
+    assert engine.take(sample=0.0, is_last=True) == []
+    assert (engine.trees.waiting, engine.requests.left_out()) == (0, 0)
 
 
 def test_a_batch_is_linked_by_the_key_that_an_engine_has_of_its_own_for_a_request(

@@ -2,7 +2,8 @@
 
 A request is kept when it is sampled, slow, failed, or bears the attributes that are asked for. Trees without a request
 (an engine's steps, background work) are kept by the sample alone, and at once, because such a root may stay open for
-the life of the process.
+the life of the process. Of those that the sample leaves out `instrument.otlp.processor.keyed_trees` sends what bears
+the key of a kept request, and the batches that served it.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ UNTOLD, DERIVED_LOST, UNQUEUED = "untold", "derived lost", "unqueued"
 OPEN_FATES = {"to tell": UNTOLD, "deriving": DERIVED_LOST, "queueing": UNQUEUED}
 """What becomes of these where who exports them is killed."""
 
-UNLINKED, MISPLACED = "unlinked", "misplaced"
-"""Beside the fates: keys that were forgotten while their requests were open, and spans that were not sent in the trace
-of their request, for this was not known, or not decided about, as the tree of the request around them was sent."""
+UNLINKED, MISPLACED, BATCHES_LEFT_OUT = "unlinked", "misplaced", "batches left out"
+"""Beside the fates: keys that were forgotten while their requests were open, spans that were not sent in the trace of
+their request, for this was not known, or not decided about, as the tree of the request around them was sent, and
+batches outside of the sample that were too many to wait for the ends of their requests."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -212,6 +213,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
         "keys of open requests beyond those that the OTLP export knows": UNLINKED,
         "spans in the tree of another request that the OTLP export did not send with their own": MISPLACED,
+        "batches outside of the sample that may have served kept requests": BATCHES_LEFT_OUT,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
         "requests that batches served without their time in the queue among the metrics": UNQUEUED,
     }

@@ -19,7 +19,7 @@ from instrument.otlp.span_queue import Source
 from instrument.profile.model import Profile
 from instrument.recording.claim import FIRST_FD
 from instrument.recording.distributions import Metric
-from instrument.recording.export_place import UNLINKED
+from instrument.recording.export_place import BATCHES_LEFT_OUT, MISPLACED, UNLINKED
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import BATCH_KEYS, KEY, Span
 
@@ -45,6 +45,10 @@ _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 def has_keys(profile: Profile) -> bool:
     """Whether a profile tells of keys of requests, or of batches."""
     return any(rule.key is not None or rule.batch is not None for rule in profile.functions)
+
+
+_TOLD_AT_THE_END = ("unread", UNLINKED, MISPLACED, BATCHES_LEFT_OUT)
+"""What is known beside the fates once all was read."""
 
 
 class KeysMet:
@@ -204,7 +208,7 @@ class KeyedExport:
             return
         try:
             untold = exported.finish()
-            self._fates = Counter({**exported.fates, **{name: untold.get(name, 0) for name in ("unread", UNLINKED)}})
+            self._fates = Counter({**exported.fates, **{name: untold.get(name, 0) for name in _TOLD_AT_THE_END}})
         finally:
             self.release()
 

@@ -17,9 +17,9 @@ from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE
 from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, unpacked_rows, with_more
-from instrument.recording.spans import KEY
+from instrument.recording.spans import BATCH_KEYS, KEY
 
-_KEY = KEY.encode()
+_KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -64,18 +64,24 @@ class ColumnShelf:
             may_be_kept[below] |= np.isin(roots[below], np.array(passed, np.uint64))
         if may_be_kept.any():
             is_found |= self._below_keys(rows, may_be_kept & ~is_found)
+            is_found |= may_be_kept & ~is_request & np.isin(rows["span_id"], self._bearing(_BATCH_KEYS))
         return rows_of(rows[is_found], self.details), ring.head, ring.first - since
 
     def _below_keys(self, rows: Records, is_asked: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of these rows bear a key, or lie below what does: their requests decide about them."""
-        bears = {span_id for span_id, (_, text) in self.details.items() if _KEY in text}
-        found = is_asked & np.isin(rows["span_id"], np.fromiter(bears, np.uint64, len(bears)))
-        above = np.fromiter(bears | self.open_below_keys, np.uint64)
+        bears = self._bearing(_KEY)
+        found = is_asked & np.isin(rows["span_id"], bears)
+        above = np.append(bears, np.fromiter(self.open_below_keys, np.uint64, len(self.open_below_keys)))
         while len(above):
             is_new = is_asked & ~found & np.isin(rows["parent_id"], above)
             found |= is_new
             above = rows["span_id"][is_new]
         return found
+
+    def _bearing(self, name: bytes) -> NDArray[np.uint64]:
+        """What bears an attribute of that name."""
+        found = [span_id for span_id, (_, text) in self.details.items() if name in text]
+        return np.array(found, np.uint64)
 
     def _have_details(self, rows: Records) -> NDArray[np.bool_]:
         if not self.details:

@@ -32,6 +32,7 @@ from instrument.recorder.tail_sampler import Trees
 from instrument.recording import export_place
 from instrument.recording.distributions import Metric
 from instrument.recording.export_place import (
+    BATCHES_LEFT_OUT,
     DERIVED_LOST,
     MISPLACED,
     SENT,
@@ -398,6 +399,7 @@ class Exported:
             if reading is not None:
                 found[UNLINKED] += self._requests.forgotten()
                 found[MISPLACED] += self._requests.misplaced()
+                found[BATCHES_LEFT_OUT] += self._requests.left_out()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 found["unread"] += export_place.unread(self._place)  # nobody counts it once this is told
             progress.is_told, progress.before = True, Progress().before

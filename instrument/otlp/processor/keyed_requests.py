@@ -73,7 +73,7 @@ class KeyedRequests:
         self._spans = SpansWithKeys()
         self._read_ns: dict[str, int] = {}
         """To which time each process has been read."""
-        self._forgotten = self._misplaced = 0
+        self._forgotten = self._misplaced = self._left_out = 0
         self.known_since_ns = 0
         """What was done for requests before was read by another one."""
 
@@ -204,6 +204,15 @@ class KeyedRequests:
     def misplaced(self) -> int:
         """How many spans were not sent in the traces of their requests since the last time."""
         found, self._misplaced = self._misplaced, 0
+        return found
+
+    def note_left_out(self, count: int) -> None:
+        """So many batches are not sent, though requests in them may yet be kept."""
+        self._left_out += count
+
+    def left_out(self) -> int:
+        """How many batches that may have served kept requests were not sent since the last time."""
+        found, self._left_out = self._left_out, 0
         return found
 
     def _bind(self, key: str, request: KeyedRequest, above: str = "") -> None:

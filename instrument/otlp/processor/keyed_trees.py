@@ -15,7 +15,8 @@ that it goes below for some seconds, and goes below the next best one then.
 
 A batch does not wait for requests to end: it is linked to one that is open once that is known to be kept, and to one of
 which that is not known after some seconds. Their stages follow as they end, see
-`instrument.otlp.processor.kept_stages`.
+`instrument.otlp.processor.kept_stages`. One that the sample leaves out waits for that, and is sent, without what is
+above and below it, where any of its requests is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, 
 from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import OwnPhases
 from instrument.otlp.processor.stray_spans import count_sent, find_strays, keys_of, nearest_keys, sub_requests
-from instrument.otlp.processor.waiting_spans import Top, WaitingSpans
+from instrument.otlp.processor.waiting_spans import Top, WaitingBatches, WaitingSpans
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.mapped_facts import OpenSpan
@@ -66,6 +67,7 @@ class KeyedTrees:
         self._taken: OrderedDict[int, set[int]] = OrderedDict()
         """The strays that were taken from requests that were let go: these may yet be kept, as what came before."""
         self._waiting: list[WaitingSpans] = []
+        self._batches = WaitingBatches(requests)
         self._unnoted: list[WaitingSpans] = []
         """Those of them whose work is not noted yet."""
         self.nested: list[tuple[KeyedRequest, Span]] = []
@@ -117,11 +119,13 @@ class KeyedTrees:
             self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
         ready.extend(self._due(opened, is_last=is_last, at_once=at_once))
         self.note_work(at_once=False)
-        self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced)
+        self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced) + len(self._batches)
         return ready
 
     def is_sent_elsewhere(self, span: Span) -> bool:
-        """Whether a span has left the tree that it lies in for that of a request, which is kept or may yet be."""
+        """Whether a span has left the tree that it lies in for a request, which is kept or may yet be."""
+        if span in self._batches:
+            return True
         top = self._moved.get(span.span_id)
         request = None if top is None else self._requests.of(top[1], top[2])
         return request is not None and (request.is_kept or request.is_open)
@@ -151,9 +155,12 @@ class KeyedTrees:
                 below.append(span)
             elif span.span_id in lost and span.span_id not in again:
                 self._unplaced.append(span)  # what lies above it ended as this was read, and comes next
-            elif is_kept:
+            elif is_kept or batch_of(span.attributes):
                 stay.append(span)
         self._waiting += self._pieces(below, tops, is_kept=is_kept)
+        if not is_kept:
+            self._batches.add(stay)
+            return
         if keys := {key for span in stay for key in batch_of(span.attributes)}:
             self._waiting.append(WaitingSpans(stay, keys))
         elif stay:
@@ -343,6 +350,12 @@ class KeyedTrees:
                 if not one.spans:
                     continue
             yield from self._sent(one, is_over=is_over)
+        is_decided = not self._requests.undecided
+        for batch in self._batches.due(
+            PATIENCE_NS, LOOKED_NS, is_over=is_last and is_decided, at_once=at_once and is_decided
+        ):
+            self._link([batch])
+            yield [batch]
 
     def _is_awaited(self, one: WaitingSpans, age_ns: int, *, is_over: bool) -> bool:
         """Whether the request of this may yet come."""
