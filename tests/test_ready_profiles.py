@@ -252,4 +252,4 @@ def test_sglang_shows_each_request_in_its_api_server_its_scheduler_and_its_detok
     assert 4 < batches["run_batch"]["max_size"] <= AT_ONCE
     # Its own first requests, by which it warms up and says that it is ready, are there, too.
     assert sum(tokens) < batches["run_batch"]["items"] < sum(tokens) + 50
-    assert "run_batch x" in served.report("--request", "case-8")
+    assert "run_batch x" in served.report("--request", f"case-{tokens.index(max(tokens))}")

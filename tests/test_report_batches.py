@@ -125,6 +125,21 @@ def test_a_thousand_batches_are_one_line() -> None:
     assert "engine.step x 1000, 50.0% its own of 2" in text_of(life)
 
 
+def test_batches_of_several_kinds_by_turns_are_one_line() -> None:
+    spans = [made(1, Site("POST /chat", "request"), 0, 1000, key="a")]
+    for number in range(20):
+        at = 20 + 45 * number
+        spans.append(made(3 * number + 2, STEP, at, at + 33, thread=ENGINE, batch=["a"]))
+        for which, sampled in enumerate((at + 35, at + 40)):
+            site = Site("sample", "step")
+            spans.append(made(3 * number + 3 + which, site, sampled, sampled + 4, thread=ENGINE, batch=["a"]))
+    assert [(one.part, one.times, one.length_ns) for one in life_of("a", spans).turns] == [
+        ("queue", 1, 20),
+        ("share of batches", 60, 899),
+        ("unknown", 1, 81),
+    ]
+
+
 @pytest.mark.parametrize("stalled", [True, False])
 def test_a_long_stall_or_batch_among_a_thousand_has_a_line_of_its_own(stalled: bool) -> None:
     spans = [made(1, Site("POST /chat", "request"), 0, 26_100, key="a")]

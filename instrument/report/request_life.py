@@ -44,8 +44,8 @@ SMALL = 200
 """Where there are many turns, one that is a smaller part of the wall has no line of its own."""
 
 OUTSTANDING = 4
-"""Where there are many turns, a batch or a stall of so many times a usual batch has a line of its own, if its bar has
-more than a column."""
+"""Where there are many turns, a batch of so many times a usual one of its name, or a stall of so many times the longest
+of these, has a line of its own, if its bar has more than a column."""
 
 MOST_DIGITS = 19
 """A number of fewer digits is one of 64 bits."""
@@ -200,13 +200,18 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
 
     wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
 
-    lengths = sorted(one.end_ns - one.start_ns for one in moments if one.part == SHARE)
-    usual_ns = lengths[len(lengths) // 2] if lengths else 0
+    lengths: dict[str, list[int]] = {}
+    for moment in moments:
+        if moment.part == SHARE:
+            lengths.setdefault(name_of(moment), []).append(moment.end_ns - moment.start_ns)
+    usual_ns = {name: sorted(its)[len(its) // 2] for name, its in lengths.items()}
+    longest_ns = max(usual_ns.values(), default=0)
 
     def is_routine(one: Moment) -> bool:
         length_ns = one.end_ns - one.start_ns
         if one.part in (SHARE, STALL):
-            return length_ns * BAR < wall_ns or length_ns < OUTSTANDING * usual_ns
+            usual = usual_ns[name_of(one)] if one.part == SHARE else longest_ns
+            return length_ns * BAR < wall_ns or length_ns < OUTSTANDING * usual
         return length_ns * SMALL < wall_ns
 
     groups: list[list[Moment]] = []
