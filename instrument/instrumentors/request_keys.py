@@ -181,7 +181,7 @@ def _batch_of(wanted: RequestKeys, place: str) -> ReadResult:
         elif _is_mapping(found):
             weights = found.values()
         if len(keys) > BATCH_LIMIT:
-            FAULTS.note_of_rule(wanted.argument, f"found more than {BATCH_LIMIT} keys; those beyond are left out")
+            FAULTS.note_of_rule(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
             del keys[BATCH_LIMIT:]
         told: dict[str, AttributeValue] = {BATCH_KEYS: (found := texts(keys))}
         if refused := refused_keys(keys, found):
@@ -192,7 +192,7 @@ def _batch_of(wanted: RequestKeys, place: str) -> ReadResult:
             if numbers is not None:
                 told[BATCH_WEIGHTS] = numbers
             elif of_weights is not None or are_amounts(its):
-                where = f"{wanted.argument}: {wanted.weights}" if wanted.weights else f"{place}: weights"
+                where = f"{place}: {wanted.weights or 'weights'}"
                 FAULTS.note_of_rule(where, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
         return told
 
