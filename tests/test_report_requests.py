@@ -290,8 +290,9 @@ def test_without_requests_it_says_how_to_get_some() -> None:
         Spans: all 1 that were kept, from 0 s to 0.1 s
         Time unit: ms
         Requests: 0
-        No request was recorded. A request is what a rule with `kind: request` names in the profile, or a
-          scope around the handling of one: with scope(name, kind="request").
+        No request was recorded. A request is what a server takes, with `requests: auto` in the profile,
+          what a rule with `kind: request` names there, or a scope around the handling of one: with
+          scope(name, kind="request").
         """
     )
     text = text_of(view_of(trace_of([made(1, CHAT, 50, 150)])))

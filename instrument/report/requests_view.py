@@ -187,8 +187,9 @@ class RequestTimes:
         if not self.requests:
             why = "No request ended within the window." if self.requests_cut else "No request was recorded."
             complete = self.coverage.complete or self.requests_cut > 0
-            how = "A request is what a rule with `kind: request` names in the profile, or a scope around the handling"
-            otherwise = f'{why} {how} of one: with scope(name, kind="request").'
+            how = "A request is what a server takes, with `requests: auto` in the profile, what a rule with"
+            by = "`kind: request` names there, or a scope around the handling of one"
+            otherwise = f'{why} {how} {by}: with scope(name, kind="request").'
             return [*lines, *none_held("request", otherwise, complete=complete), ""]
         endpoints, _, streams, *others = self.sections()
         lines += section_lines([endpoints], unit)
