@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_a_click_on_a_heading_sorts_by_it_and_says_so(opened: Any) -> None:
     assert walls == sorted(walls)
     page.tab.get_by_role("button", name="Show 20 more").click()
     assert len(page.texts(WALLS)) == 120
+
+
+def test_what_a_figure_is_of_is_told_whole(opened: Any) -> None:
+    trace, gone = engine_trace(120), {"instrument.outcome": "client gone"}
+    spans = [replace(span, attributes={**span.attributes, **gone}) for span in trace.spans]
+    page = opened("cancelled", replace(trace, spans=spans), viewport={"width": 1024, "height": 800})
+    [note] = [text for text in page.texts(".figures .note") if "cancelled" in text]
+    assert note.endswith(" cancelled")
+    cut = "notes => notes.filter(note => note.scrollWidth > note.clientWidth).map(note => note.textContent)"
+    assert page.tab.locator(".figures .note").evaluate_all(cut) == []
 
 
 def test_a_key_sorts_a_table_of_a_view_and_arrows_go_from_view_to_view(opened: Any) -> None:
