@@ -265,14 +265,23 @@ print(handle(1), asyncio.run(wait(1)), list(items(1)), asyncio.run(collect(strea
 
 
 @pytest.mark.skipif(not RECORDER.native, reason="wrappers of the recorder in Python hold what no pickler takes")
-def test_functions_that_are_pickled_by_value_go_to_another_process_as_they_would() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        ", attributes: {argument: x, record: value}",
+        ", key: {argument: x, cut: '-[0-9]$'}",
+        ", batch: {argument: 'x[]', cut: '-[0-9]$'}",
+    ],
+)
+def test_functions_that_are_pickled_by_value_go_to_another_process_as_they_would(more: str) -> None:
     pytest.importorskip("cloudpickle")
     write("value.py", BY_VALUE)
     write("other.py", LOADED)
-    rule = "{match: ['__main__:*', '__main__:Model.*'], attributes: {argument: x, record: value}}"
-    for profile in (f"functions: [{rule}]", "functions: [{match: ['__main__:*', '__main__:Model.*']}]"):
-        write("p.yaml", f"{profile}\nexport: {{summary: {{to: ./s.txt}}}}")
-        done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", "value.py")
-        assert (done.returncode, done.stderr) == (0, "")
-        done = run("other.py")
-        assert (done.stdout, done.stderr) == ("2 2 [2] [2] 2\n", "")
+    match = [f"__main__:{name}" for name in ("handle", "wait", "items", "stream", "Model.run")]
+    rules = f"functions: [{{match: {match}{more}}}]"
+    write("p.yaml", f"{rules}\nexport: {{summary: {{to: ./s.txt}}}}")
+    done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", "value.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run("other.py")
+    assert (done.stdout, done.stderr) == ("2 2 [2] [2] 2\n", "")

@@ -243,6 +243,16 @@ def test_what_can_be_gone_through_only_once_is_left_to_the_service(
     assert list(FAULTS.counts_of_rules().values()) == [1]
 
 
+def test_keys_are_cut_the_same_however_many_there_are(
+    recorded: Callable[..., list[Span]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_keys, "TEXTS_KNOWN", 3)
+    keys = [f"r{number}-{part}" for part in (0, 1) for number in range(8)]
+    rule = "{match: 'keyed_engine:add', key: {argument: request, cut: '-[0-9]$'}}"
+    found = recorded(rule, *(("add", (key,)) for key in keys))
+    assert [span.attributes[KEY] for span in found] == [key[:-2] for key in keys]
+
+
 def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
     assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -36,6 +36,9 @@ from instrument.runtime.faults import FAULTS
 
 RETURN = "return"
 EACH = "[]"
+
+TEXTS_KNOWN = 4096
+"""Of so many texts at most it is remembered what is left of them without what an expression finds."""
 
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
@@ -119,7 +122,7 @@ def _in_one_step(parameter: Parameter | None, name: str, wanted: RequestKeys, ot
     made: _Read = _native.Keys(
         sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
         steps[0], of_each[0], steps[1] if wanted.weights else None, of_each[1],
-        _without(wanted.cut) if wanted.cut else None, otherwise,
+        _Without(wanted.cut) if wanted.cut else None, otherwise,
     )  # fmt: skip
     return made
 
@@ -233,20 +236,19 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
     return each
 
 
-def _is_kind_of_mapping(kind: type) -> bool:
+@lru_cache(maxsize=256)
+def _is_mapping_type(kind: type) -> bool:
     return issubclass(kind, Mapping)
 
 
-_is_mapping_type: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_mapping)
-
-
 def _is_mapping(value: Any) -> bool:
-    return _is_mapping_type(type(value))
+    kind: Any = type(value)
+    return _is_mapping_type(kind)
 
 
 def _part(value: Any, name: str) -> Any:
     """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
-    return value[name] if _is_mapping_type(type(value)) and name in value else getattr(value, name)
+    return value[name] if _is_mapping(value) and name in value else getattr(value, name)
 
 
 def _text_of(cut: str) -> Callable[[Any], str]:
@@ -257,12 +259,12 @@ def _text_of(cut: str) -> Callable[[Any], str]:
 
     if not cut:
         return plain
-    without, expression = _without(cut), re.compile(cut)
+    without, expression = _Without(cut), re.compile(cut)
 
     def shorter(value: Any) -> str:
         if type(value) is str and KEY_LIMIT < len(value) <= LOOKED_AT:
             return key_text(expression.sub("", value))  # what is kept of a long one depends on its end
-        return without(plain(value))
+        return without[plain(value)]
 
     return shorter
 
@@ -279,7 +281,17 @@ def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
     return texts
 
 
-def _without(cut: str) -> Callable[[str], str]:
-    """What takes from a text what an expression finds; the same few are asked for again and again."""
-    expression = re.compile(cut)
-    return lru_cache(maxsize=4096)(partial(expression.sub, ""))
+class _Without(dict[str, str]):
+    """Texts without what an expression finds in them; the same few are asked for again and again."""
+
+    def __init__(self, cut: str) -> None:
+        self._expression = re.compile(cut)
+
+    def __missing__(self, text: str) -> str:
+        if len(self) >= TEXTS_KNOWN:
+            self.clear()
+        self[text] = found = self._expression.sub("", text)
+        return found
+
+    def __reduce__(self) -> tuple[type[_Without], tuple[str]]:
+        return type(self), (self._expression.pattern,)

@@ -19,7 +19,7 @@ typedef struct {
     PyObject *parameter;           /* the argument's name, None of what reads results */
     Py_ssize_t position;           /* of the argument, -1 without one */
     key_path_t keys, weights;      /* of weights without steps: those of a dict of keys */
-    PyObject *cut;                 /* takes from a text what is none of the key, or None */
+    PyObject *cut;                 /* a dict of texts without what is none of the key, which makes them, or None */
     PyObject *otherwise;
     int is_batch;
 } Keys;
@@ -52,7 +52,10 @@ text_of_key(PyObject *key, PyObject *cut)
     else if (PyLong_CheckExact(key) && (PyLong_AsLongLongAndOverflow(key, &overflow), !overflow))
         text = PyObject_Str(key);
     if (text != NULL && cut != Py_None) {
-        Py_SETREF(text, PyObject_CallOneArg(cut, text));
+        PyObject *rest = Py_XNewRef(PyDict_GetItemWithError(cut, text));
+        if (rest == NULL && !PyErr_Occurred())
+            rest = PyObject_GetItem(cut, text);
+        Py_SETREF(text, rest);
         if (text != NULL && !PyUnicode_CheckExact(text))
             Py_CLEAR(text);
     }

@@ -7,19 +7,20 @@ one process, in blocks shorter than the time that the system lets a process run 
 so name some with `--only`.
 
 Each call is of another request of 64, whose ids are texts of 36 characters. The bounds are 0.3 us for a key, and 0.1 us
-for each key of a batch. On two shared x86-64 cores under Python 3.11, with a load of five to ten, in ns:
+for each key of a batch. On two shared x86-64 cores under Python 3.11, with a load of one to three, in ns; five to ten
+make each a quarter more:
 
-    a key, by a rule: an argument, or in an attribute or mapping, or of the result     135 to 165
-    a key that is cut; a whole number                                                  180; 175
-    a key of a coroutine, of a generator, of an async generator                        255, 250, 260
-    scope(key=), bind; scope(kind="request", key=)                                     145, 210; 300
+    a key, by a rule: an argument, or in an attribute or mapping, or of the result     100 to 145
+    a key that is cut; a whole number                                                  110; 155
+    a key of a coroutine, of a generator, of an async generator                        210, 190, 180
+    scope(key=), bind; scope(kind="request", key=)                                     120, 165; 250
     each key of a batch                                            of 8       of 64      of 256
-        a list, also by scope(batch=)                              51 to 58   25         25
-        an attribute of each item                                  68         42         42
-        a mapping that has the weights                             83         49         52
-        attributes of each item as keys and as weights             116        77         75
-        a mapping, keys cut                                        122        86         86
-    where 2 MiB of other work were in the caches before each call
+        a list, also by scope(batch=)                              39 to 45   21         20
+        an attribute of each item                                  54         31         30
+        a mapping that has the weights                             67         40         42
+        attributes of each item as keys and as weights             92         59         58
+        a mapping, keys cut                                        81         50         50
+    where 2 MiB of other work were in the caches before each call, with a load of five to ten
         a key                                                      2700 to 10000
         a batch of 8                                               5000 to 12000, in all
 
