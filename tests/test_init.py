@@ -482,6 +482,8 @@ def test_keys_and_batches_are_paths_whose_values_come_again_elsewhere() -> None:
         "engine:accept": ("item.id", ""),
         "engine:step": ("", "output.num_tokens"),
     }
+    # A phase there is what transport leads to: see `instrument.trace.ledger`.
+    assert [rule.kind for rule in choice.rules if rule.label == "engine:accept"] == ["phase"]
 
 
 def test_what_is_named_for_its_key_is_not_told_as_left_out() -> None:

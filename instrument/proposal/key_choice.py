@@ -103,6 +103,8 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
             rule = _rule(choice, label, nodes)
             rule.key = one.path
             rule.reasons.append(f"{one.path} names the request here")
+            if rule.kind == "op":
+                rule.kind = "phase"  # between it and the request's own phases is transport
     if batches or added or not binder.seen.of_class:
         rule = _rule(choice, binder.label, within[binder.label])
         rule.key = binder.path
