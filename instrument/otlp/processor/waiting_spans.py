@@ -15,8 +15,8 @@ from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, 
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.recording.spans import BATCH_KEYS, Span
 
-MOST_KEYS = 100_000
-"""Keys of batches of a process that wait; of more the oldest are decided about by what is known."""
+MOST_KEYS = 300_000
+"""Keys of batches of a process that wait, which are 9 MB; of more the oldest are decided about by what is known."""
 
 OF_A_BATCH = 16
 """As so many keys counts a batch beside those that it has, for it takes as much memory."""
