@@ -58,6 +58,9 @@ async def submit(prompt):
 
 def step(output):
     return output
+
+def serve(ids, tokens=None, held=None):
+    return ids
 """
 
 
@@ -219,7 +222,47 @@ def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
     assert list(FAULTS.counts_of_rules().values()) == ([] if is_nothing else [1])
 
 
-@pytest.mark.parametrize("tokens", [[1], ["one", "two"], [1, None], np.array([True, False])])
+@pytest.mark.parametrize("keys", [["a", "b"], [7, 9], ("b", "a")])
+@pytest.mark.parametrize("weights", ["tokens", "held.tokens", "held.of[].n"])
+def test_weights_lie_in_another_parameter_than_the_keys(
+    keys: Sequence[object], weights: str, recorded: Callable[..., list[Span]]
+) -> None:
+    rule = f"batch: {{argument: ids, weights: '{weights}'}}"
+    held = {"tokens": {keys[1]: 3, keys[0]: 2, "nobody": 9}, "of": [of(n=2), of(n=3)]}
+    (span,) = recorded(f"{{match: 'keyed_engine:serve', {rule}}}", ("serve", (keys, [2, 3], held)))
+    assert dict(span.attributes) == {BATCH_KEYS: tuple(map(str, keys)), BATCH_WEIGHTS: (2, 3)}
+    assert FAULTS.counts_of_rules() == {}
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], [7, 9]])
+def test_weights_by_key_are_those_of_the_keys(keys: list[object], recorded: Callable[..., list[Span]]) -> None:
+    given = of(ids=keys, tokens={keys[1]: 3, keys[0]: 2})
+    rule = "batch: {argument: output.ids, weights: output.tokens}"
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
+    assert dict(span.attributes) == {BATCH_KEYS: tuple(map(str, keys)), BATCH_WEIGHTS: (2, 3)}
+
+
+@pytest.mark.parametrize("tokens", [None, "left out"])
+def test_where_there_are_no_weights_in_another_parameter_all_count_alike(
+    tokens: object, recorded: Callable[..., list[Span]]
+) -> None:
+    given = ([7, 9],) if tokens == "left out" else ([7, 9], tokens)
+    rule = "batch: {argument: ids, weights: tokens}"
+    (span,) = recorded(f"{{match: 'keyed_engine:serve', {rule}}}", ("serve", given))
+    assert dict(span.attributes) == {BATCH_KEYS: ("7", "9")}
+
+
+@pytest.mark.parametrize("rule", ["argument: ids, weights: absent.n", "argument: 'return[]', weights: ids"])
+def test_weights_that_a_call_has_not_are_missing(rule: str) -> None:
+    def serve(ids: list[str]) -> list[str]:
+        return ids
+
+    (parsed,) = loads(f'functions: [{{match: "m:f", batch: {{{rule}}}}}]').functions
+    [missing] = KeyReader(serve, parsed).missing
+    assert missing.startswith("weights: ")
+
+
+@pytest.mark.parametrize("tokens", [[1], ["one", "two"], [1, None], {"a": 1}, np.array([True, False])])
 def test_weights_that_are_none_for_each_key_are_named_and_all_count_alike(
     tokens: object, recorded: Callable[..., list[Span]]
 ) -> None:

@@ -2,7 +2,8 @@
 
 A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
 an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
-ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text, whole
+ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Weights that lie
+elsewhere, perhaps in another parameter, are in the order of the keys, or in a mapping by key. Keys are text, whole
 numbers, UUIDs or bytes, or objects of the service's own, which are keys within their process. Reading never raises:
 what cannot be read is left out, counted and named.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -66,23 +68,38 @@ class KeyReader:
         return _all_of([one for one in (attributes, self.of_call) if one is not None])
 
     def _read_of_call(self, function: Callable[..., Any], name: str, wanted: RequestKeys) -> Attributes | None:
-        first = re.split(r"[.\[]", wanted.argument, maxsplit=1)[0]
-        parameter = parameter_of(function, first)
+        parameter = parameter_of(function, _first(wanted.argument))
         if isinstance(parameter, str):
             self.missing.append(parameter)
             return None
+        weighed: Parameter | None = None
+        if wanted.weights and _first(wanted.weights) != _first(wanted.argument):
+            found = parameter_of(function, _first(wanted.weights))
+            if isinstance(found, str):
+                wanted = self._without_weights(wanted, found)
+            else:
+                weighed = found
 
         def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
             value = parameter.of(args, kwargs)
             try:
-                return {} if value is LEFT_OUT else read(value)
+                if value is LEFT_OUT:
+                    return {}
+                return read(value) if weighed is None else read(value, weighed.of(args, kwargs))
             except Exception as error:
                 return complain(value, error)
 
         read, complain = self._reader(name, wanted), self._complainer(wanted)
-        return _in_one_step(parameter, name, wanted, read_call)
+        return read_call if weighed is not None else _in_one_step(parameter, name, wanted, read_call)
+
+    def _without_weights(self, wanted: RequestKeys, missing: str) -> RequestKeys:
+        """All of a batch count alike where there is nothing to weigh them by, which is told."""
+        self.missing.append(f"weights: {missing}")
+        return replace(wanted, weights="")
 
     def _read_of_result(self, name: str, wanted: RequestKeys) -> ReadResult:
+        if wanted.weights and _first(wanted.weights) != RETURN:
+            wanted = self._without_weights(wanted, f"{_first(wanted.weights)} is not of what the call gives")
         read, complain = self._reader(name, wanted), self._complainer(wanted)
 
         def read_result(value: Any) -> Told:
@@ -93,7 +110,7 @@ class KeyReader:
 
         return _in_one_step(None, name, wanted, read_result)
 
-    def _reader(self, name: str, wanted: RequestKeys) -> ReadResult:
+    def _reader(self, name: str, wanted: RequestKeys) -> Callable[..., Told]:
         """What reads one thing that is wanted below a value."""
         return _key_of(wanted) if name == KEY else _batch_of(wanted, f"{self._place}: {wanted.argument}")
 
@@ -134,8 +151,13 @@ def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
+def _first(path: str) -> str:
+    """What a path begins with: a parameter, or `return`."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
 def _is_of_result(wanted: RequestKeys) -> bool:
-    return re.match(rf"{RETURN}(?:[.\[]|$)", wanted.argument) is not None
+    return _first(wanted.argument) == RETURN
 
 
 def _all_of(reads: Sequence[Callable[..., Told | None]]) -> Callable[..., Any] | None:
@@ -167,11 +189,11 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
     return read
 
 
-def _batch_of(wanted: RequestKeys, place: str) -> ReadResult:
+def _batch_of(wanted: RequestKeys, place: str) -> Callable[..., Told]:
     of_keys, texts = _values_of(_steps(wanted.argument)), _texts_of(wanted.cut)
     of_weights = _values_of(_steps(wanted.weights)) if wanted.weights else None
 
-    def read(value: Any) -> Told:
+    def read(value: Any, *weighed: Any) -> Told:
         found = of_keys(value)
         if found is None:
             return {}
@@ -180,7 +202,10 @@ def _batch_of(wanted: RequestKeys, place: str) -> ReadResult:
         keys = _items(found, BATCH_LIMIT + 1)
         weights: Any = None
         if of_weights is not None:
-            weights = of_weights(value)
+            around = weighed[0] if weighed else value
+            weights = None if around is None or around is LEFT_OUT else of_weights(around)
+            if _is_mapping(weights):
+                weights = [weights.get(key) for key in keys]
         elif _is_mapping(found):
             weights = found.values()
         if len(keys) > BATCH_LIMIT:

@@ -70,8 +70,8 @@ items_below(PyObject *value, key_path_t path, PyObject **values)
     if (found == NULL)
         return NULL;
     if (PyDict_CheckExact(found) && path.of_each == Py_None) {
-        items = PyDict_Keys(found);
-        if (values != NULL && (*values = PyDict_Values(found)) == NULL)
+        items = values == NULL ? NULL : PyDict_Keys(found); /* weights by key are looked up in Python */
+        if (items != NULL && (*values = PyDict_Values(found)) == NULL)
             Py_CLEAR(items);
     } else if (PyDict_CheckExact(found)) {
         items = PyDict_Values(found);

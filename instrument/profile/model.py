@@ -82,8 +82,8 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
     """Where a call says which request its span serves, or which ones: `argument` is a path, see
-    `instrument.instrumentors.request_keys`. `weights` is where it says how much of it each takes. What the regular
-    expression `cut` finds in a key is taken out of it.
+    `instrument.instrumentors.request_keys`. `weights` is where it says how much of it each takes, perhaps in another
+    parameter, or by key. What the regular expression `cut` finds in a key is taken out of it.
     """
 
     argument: str
