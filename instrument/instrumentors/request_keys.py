@@ -90,7 +90,7 @@ class KeyReader:
                 return complain(value, error)
 
         read, complain = self._reader(name, wanted), self._complainer(wanted)
-        return read_call if weighed is not None else _in_one_step(parameter, name, wanted, read_call)
+        return _in_one_step(parameter, name, wanted, read_call, weighed)
 
     def _without_weights(self, wanted: RequestKeys, missing: str) -> RequestKeys:
         """All of a batch count alike where there is nothing to weigh them by, which is told."""
@@ -126,7 +126,9 @@ class KeyReader:
         return complain
 
 
-def _in_one_step(parameter: Parameter | None, name: str, wanted: RequestKeys, otherwise: _Read) -> _Read:
+def _in_one_step(
+    parameter: Parameter | None, name: str, wanted: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
+) -> _Read:
     """The same natively for what most paths lead to: texts and numbers, in attributes and in Python's own containers.
 
     All else is left to `otherwise`. Amid a service's own work each function that runs here takes microseconds, for the
@@ -139,6 +141,7 @@ def _in_one_step(parameter: Parameter | None, name: str, wanted: RequestKeys, ot
     made: _Read = _native.Keys(
         sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
         steps[0], of_each[0], steps[1] if wanted.weights else None, of_each[1],
+        sys.intern(weighed.name) if weighed else None, weighed.position if weighed else -1,
         _Without(wanted.cut) if wanted.cut else None, otherwise,
     )  # fmt: skip
     return made

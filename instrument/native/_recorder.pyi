@@ -161,7 +161,9 @@ class Keys:
         of_each: tuple[str, ...] | None,
         weights: tuple[str, ...] | None,
         weights_of_each: tuple[str, ...] | None,
-        cut: Callable[[str], str] | None,
+        weighed: str | None,
+        weighed_position: int,
+        cut: dict[str, str] | None,
         otherwise: Callable[..., dict[Any, Any]],
         /,
     ) -> None: ...

@@ -219,18 +219,29 @@ tell_by(PyObject *teller, const char *place, PyObject *const *args, size_t nargs
     return PyErr_Occurred() ? note_unless_hosts(place) : 0;
 }
 
+/* What a call gives for an argument: borrowed, NULL for nothing. */
+static inline PyObject *
+argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    if (0 <= position && position < count)
+        return args[position];
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++)
+        if (PyTuple_GET_ITEM(names, i) == name)
+            return args[count + i];
+    return NULL;
+}
+
 /* What a call's span bears by its arguments, as `tell_by`. */
 static int
 tell_attributes_of_call(PyObject *teller, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
 {
     if (Py_TYPE(teller) == &KeysType) {
         Keys *keys = (Keys *)teller;
-        Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-        PyObject *value = 0 <= keys->position && keys->position < count ? args[keys->position] : NULL;
-        for (Py_ssize_t i = 0; value == NULL && i < named_count; i++)
-            if (PyTuple_GET_ITEM(names, i) == keys->parameter)
-                value = args[count + i];
-        *told = value == NULL ? NULL : told_below(keys, value);
+        Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+        PyObject *value = argument_of_call(keys->parameter, keys->position, args, count, names), *weighed = value;
+        if (value != NULL && keys->weighed != Py_None)
+            weighed = argument_of_call(keys->weighed, keys->weighed_position, args, count, names);
+        *told = weighed == NULL ? NULL : told_below(keys, value, weighed);
         if (*told != NULL || PyErr_Occurred())
             return *told != NULL ? 0 : -1;
         teller = keys->otherwise;

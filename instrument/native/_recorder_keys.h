@@ -19,6 +19,8 @@ typedef struct {
     PyObject *parameter;           /* the argument's name, None of what reads results */
     Py_ssize_t position;           /* of the argument, -1 without one */
     key_path_t keys, weights;      /* of weights without steps: those of a dict of keys */
+    PyObject *weighed;             /* the argument that weights are in, None for that of the keys */
+    Py_ssize_t weighed_position;
     PyObject *cut;                 /* a dict of texts without what is none of the key, which makes them, or None */
     PyObject *otherwise;
     int is_batch;
@@ -128,7 +130,7 @@ told_weights(PyObject *weights, Py_ssize_t count, int *asked)
 
 /* The attributes of a span that serves what is named below a value: a new dict. NULL for what is not plain. */
 static PyObject *
-told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
+told_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
 {
     PyObject *told = PyDict_New(), *its = NULL, *items, *found;
     int failed = told == NULL, asked = weights.steps != NULL; /* what a rule names as weights is named if it is none */
@@ -152,7 +154,7 @@ told_of_keys(PyObject *value, int is_batch, key_path_t keys, key_path_t weights,
             Py_CLEAR(items);
     }
     if (items != NULL && weights.steps != NULL) {
-        Py_XSETREF(its, items_below(value, weights, NULL));
+        Py_XSETREF(its, items_below(weighed, weights, NULL));
         failed = its == NULL;
     }
     failed |= items == NULL || put_told(told, str_batch_keys, PyList_AsTuple(items));
@@ -174,18 +176,27 @@ told_of_given(PyObject *value, int is_batch)
 {
     if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
         return NULL;
-    return told_of_keys(value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
+    return told_of_keys(value, value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
 }
 
 /* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the
  * host's: a signal handler's. */
 static PyObject *
-told_below(Keys *self, PyObject *value)
+told_below(Keys *self, PyObject *value, PyObject *weighed)
 {
-    PyObject *told = told_of_keys(value, self->is_batch, self->keys, self->weights, self->cut);
+    PyObject *told = told_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
     if (told == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear();
     return told;
+}
+
+/* What (args, kwargs) have for an argument: borrowed, NULL for nothing. */
+static inline PyObject *
+argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
+{
+    if (PyTuple_CheckExact(args[0]) && 0 <= position && position < PyTuple_GET_SIZE(args[0]))
+        return PyTuple_GET_ITEM(args[0], position);
+    return PyDict_CheckExact(args[1]) ? PyDict_GetItemWithError(args[1], name) : NULL;
 }
 
 /* As a function of Python's: of (args, kwargs), or of a result. */
@@ -193,28 +204,29 @@ static PyObject *
 Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *told = NULL, *value = NULL;
+    PyObject *told = NULL, *value = NULL, *weighed;
     if (self->parameter == Py_None && count == 1)
         value = args[0];
-    else if (count == 2 && PyTuple_CheckExact(args[0]) && 0 <= self->position &&
-             self->position < PyTuple_GET_SIZE(args[0]))
-        value = PyTuple_GET_ITEM(args[0], self->position);
-    else if (count == 2 && PyDict_CheckExact(args[1]))
-        value = PyDict_GetItemWithError(args[1], self->parameter);
-    if (value != NULL)
-        told = told_below(self, value);
+    else if (count == 2)
+        value = argument_in(args, self->parameter, self->position);
+    weighed = value;
+    if (value != NULL && self->weighed != Py_None)
+        weighed = count == 2 ? argument_in(args, self->weighed, self->weighed_position) : NULL;
+    if (weighed != NULL)
+        told = told_below(self, value, weighed);
     return told != NULL || PyErr_Occurred() ? told : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
 }
 
 static PyObject *
 Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *parameter, *cut, *otherwise, *weights, *of_weights;
+    PyObject *parameter, *cut, *otherwise, *weights, *of_weights, *weighed;
     key_path_t keys;
-    Py_ssize_t position;
+    Py_ssize_t position, weighed_position;
     int is_batch;
-    if (kwargs != NULL || !PyArg_ParseTuple(args, "OnpO!OOOOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type,
-                                            &keys.steps, &keys.of_each, &weights, &of_weights, &cut, &otherwise))
+    if (kwargs != NULL ||
+        !PyArg_ParseTuple(args, "OnpO!OOOOnOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type, &keys.steps,
+                          &keys.of_each, &weights, &of_weights, &weighed, &weighed_position, &cut, &otherwise))
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Keys takes no words");
     Keys *self = (Keys *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -226,6 +238,8 @@ Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->is_batch = is_batch;
     self->keys = keys;
     self->weights = (key_path_t){weights == Py_None ? NULL : weights, of_weights};
+    self->weighed = weighed;
+    self->weighed_position = weighed_position;
     self->cut = cut;
     self->otherwise = otherwise;
     return (PyObject *)self;
@@ -256,7 +270,7 @@ static PyTypeObject KeysType = {
     .tp_basicsize = sizeof(Keys),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_doc = "Reads the keys of calls or results: Keys(parameter, position, is_batch, steps, steps of each, steps to "
-              "weights, steps of each, cut, otherwise).",
+              "weights, steps of each, parameter of weights, its position, cut, otherwise).",
     .tp_new = Keys_new,
     .tp_dealloc = (destructor)Keys_dealloc,
     .tp_call = PyVectorcall_Call,
