@@ -357,6 +357,8 @@ class TestFunctionRules:
             ("attributes: {record: size}", "functions[0].attributes.argument: found nothing; allowed: a parameter"),
             ("attributes: [{argument: 'x()'}]", "attributes[0].argument: found 'x()'; allowed: a parameter's"),
             ("attributes: [{argument: x, record: repr}]", "record: found 'repr'; allowed: size, type, value"),
+            ("key: 'x[].id'", "functions[0].key: found 'x[].id'; allowed: a parameter's name or return"),
+            ("key: {argument: 'return[]'}", "functions[0].key.argument: found 'return[]'; allowed: a parameter's name"),
         ],
     )  # fmt: skip
     def test_mistakes_say_what_is_allowed(self, rule: str, problem: str) -> None:

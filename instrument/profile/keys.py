@@ -86,6 +86,7 @@ from instrument.profile.values import (
     function_pattern,
     headers,
     interval,
+    key_path,
     keys_path,
     layer_pattern,
     path_pattern,
@@ -277,14 +278,14 @@ def _argument(node: YamlNode) -> Argument:
     return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
 
 
-def _request_keys(section: str) -> Read:
+def _request_keys(section: str, path: Read) -> Read:
     """A path, or a mapping that has one."""
 
-    @shaped({"anyOf": [SHAPES[keys_path], section_shape(section)]})
+    @shaped({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> RequestKeys:
         if node.kind == "mapping":
             return RequestKeys(**_fields(node, section))
-        return RequestKeys(keys_path(node))
+        return RequestKeys(path(node))
 
     return read
 
@@ -443,11 +444,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "gen_ai": Key("gen_ai", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
-        "key": Key("key", _request_keys("functions.key")),
-        "batch": Key("batch", _request_keys("functions.batch")),
+        "key": Key("key", _request_keys("functions.key", key_path)),
+        "batch": Key("batch", _request_keys("functions.batch", keys_path)),
     },
     "functions.key": {
-        "argument": Key("argument", keys_path, required="where the key is, such as request.request_id"),
+        "argument": Key("argument", key_path, required="where the key is, such as request.request_id"),
         "cut": Key("cut", expression),
     },
     "functions.batch": {

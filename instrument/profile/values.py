@@ -179,6 +179,10 @@ layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp
 class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
 )
+key_path = spelled(
+    ARGUMENT_SYNTAX,
+    "a parameter's name or return, or a path below it such as request.request_id; several keys at once are a `batch`",
+)
 keys_path = spelled(
     KEYS_SYNTAX,
     "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id",
