@@ -23,7 +23,7 @@ import pytest
 from instrument import chrome, clock
 from instrument.agent import departure, journal
 from instrument.agent.processes import Process, Run, exit_fd_of
-from instrument.agent.runs import GRACE_S
+from instrument.agent.runs import ENDED, GRACE_S
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -230,6 +230,28 @@ def test_what_many_spans_come_to_is_read_from_the_memory_of_processes_that_have_
     (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert row.split()[3] == "160000"
     assert "Cost: not known" not in done.stderr
+
+
+RECYCLED_WITH_MANY_SPANS = """
+import engine, os, sys
+for _ in range(20):
+    if not os.fork():
+        for x in range(11_000): engine.step(x)
+        sys.exit(0)
+    os.wait()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_of_many_workers_that_had_many_spans_and_ended_few_files_are_kept_while_the_run_goes_on() -> None:
+    service = begin(RECYCLED_WITH_MANY_SPANS)
+    left = until(lambda: [path for path in run_folder.found() if any(path.glob("before-*-left.npz"))])
+    until(lambda: len([*left[0].glob("*-left.npz")]) <= ENDED)
+    _, errors = service.communicate("\n", timeout=240)
+    (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "220000"
+    assert "that ended before the others: " in errors
 
 
 @pytest.mark.slow

@@ -255,6 +255,7 @@ class Runs:
         if process.how == VANISHED:
             journal.forget(self._folder, process)
         process.release()
+        self._trim(process.run)
         self._report_if_due(process.run)
         self._end_of(process.run)
 
@@ -407,6 +408,7 @@ class Runs:
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
                 departure.remove_saved(self._folder, first)
+            self._trim(run)
             self._report_if_due(run)
             self._end_of(run)
 
