@@ -272,6 +272,19 @@ def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) 
     assert (empty.returncode, "found no file" in empty.stderr) == (2, True)
 
 
+def test_recover_saves_what_a_killed_process_has_left_whose_parent_has_not_taken_notice_yet() -> None:
+    Path("profile.yaml").write_text(f"{PROFILE}limits: {{ring: 64KiB, ring_dir: ./rings}}\nagent: off\n")
+    killed = begin("""
+        import engine, os, signal
+        engine.step(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it stays what its parent has not waited for
+    done = subprocess.run([*INSTRUMENT, "recover", "rings"], capture_output=True, text=True, check=True)
+    killed.communicate(timeout=240)
+    assert f": process {killed.pid} ended without a goodbye; no span was open; saved as " in done.stdout
+
+
 def test_recover_leaves_what_processes_of_other_containers_record_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

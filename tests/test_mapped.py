@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from fuzz_recordings import copied, look_at_all, used_of
 
-from instrument import native
+from instrument import clock, native
 from instrument.agent.client import Member
 from instrument.agent.run_report import fold
 from instrument.agent.screen import Looker
@@ -561,7 +561,7 @@ def test_what_is_private_for_want_of_room_is_counted(recorder: Any) -> None:
 def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(recorder: Any) -> None:
     recorder.begin(1 << 22, {"origin": {"service": "chat", "digest": "abc"}})
     header = read(recorder).header
-    assert (header.pid, header.started, header.state) == (os.getpid(), memory.start_ticks(), "running")
+    assert (header.pid, header.started, header.state) == (os.getpid(), clock.start_ticks(clock.STAT), "running")
     assert (header.service, header.origin["digest"]) == ("chat", "abc")
     recorder.say_goodbye()
     assert read(recorder).header.state == "goodbye"

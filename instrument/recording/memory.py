@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from instrument import clock
 from instrument.recording import memory_layout as layout
 from instrument.runtime import disk_room
 
@@ -56,7 +57,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
     if directory:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_room(Path(directory), disk_bytes - size_bytes)
-        path = str(Path(directory) / f"{os.getpid()}-{start_ticks()}{SUFFIX}")
+        path = str(Path(directory) / f"{os.getpid()}-{clock.start_ticks(clock.STAT)}{SUFFIX}")
         with contextlib.suppress(OSError):
             Path(path).unlink()  # an earlier session's, whose file may still be mapped
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -107,7 +108,7 @@ def is_alive(path: Path) -> bool:
     finally:
         os.close(fd)
     known = _NAME.fullmatch(path.name)
-    return known is not None and known[2] != "0" and start_ticks(known[1]) == int(known[2])
+    return known is not None and known[2] != "0" and clock.start_ticks(Path(f"/proc/{known[1]}/stat")) == int(known[2])
 
 
 def _make_room(directory: Path, room_bytes: int) -> None:
@@ -156,7 +157,7 @@ def _seal(fd: int) -> None:
 def _head(size_bytes: int, state: int) -> bytes:
     boot_id = _read("/proc/sys/kernel/random/boot_id").encode()
     return _HEAD.pack(
-        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), state, start_ticks(), boot_id,
+        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), state, clock.start_ticks(clock.STAT), boot_id,
         time.monotonic_ns(), time.time_ns(), 0, 0, 0,
     )  # fmt: skip
 
@@ -168,7 +169,7 @@ def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = No
     """
     at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
     struct.pack_into("<I", view, at["pid"], os.getpid())
-    struct.pack_into("<Q", view, at["start_ticks"], start_ticks())
+    struct.pack_into("<Q", view, at["start_ticks"], clock.start_ticks(clock.STAT))
     struct.pack_into("<qq", view, at["monotonic_ns"], time.monotonic_ns(), time.time_ns())
     if facts is not None:
         text = json.dumps(facts, default=str).encode()
@@ -191,13 +192,6 @@ def say_switched(view: memoryview, *, on: bool) -> None:
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         say_state(view, layout.RUNNING if on else layout.OFF)
-
-
-def start_ticks(pid: str = "self") -> int:
-    """When a process began, in clock ticks since the boot; 0 unknown. Numbers of processes are given again."""
-    _, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")
-    fields = rest.split()
-    return int(fields[19]) if len(fields) > 19 else 0
 
 
 def _read(path: str) -> str:
