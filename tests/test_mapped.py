@@ -270,6 +270,19 @@ def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -
     assert process.cost_ratio == pytest.approx(1000 / process.up_ns)
 
 
+def test_a_look_at_a_run_tells_the_age_also_of_a_request_that_began_as_others_were_looked_at(recorder: Any) -> None:
+    recorder.begin(1 << 22, {})
+    facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
+
+    class Members(list[Member]):
+        def __iter__(self) -> Iterator[Member]:
+            with recorder.scope("GET /", kind="request"), recorder.scope("decode"):
+                yield from super().__iter__()
+
+    (request,) = Looker("run").look(Members([Member(facts, recorder.memory_fd)])).in_flight
+    assert request.age_ns > request.now_ns > 0
+
+
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
     readings, mapped = Readings(partial(recorder.room_for, "samples")), read(recorder)
     told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.SAMPLES + 10)]

@@ -199,7 +199,6 @@ class Looker:
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
         """What there is to see now. `folded` are processes that ended before those of `members` that did."""
-        now_ns = time.monotonic_ns()
         windows_ns, grown = list[int](), list[Counted]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
@@ -209,19 +208,19 @@ class Looker:
             except TraceError as problem:
                 problems.append(f"process {member.pid}: {problem}")
                 processes.append(
-                    replace(_process(member, None, now_ns), state="unread", calls=None, cost_ratio=None, lost=None)
+                    replace(_process(member, None), state="unread", calls=None, cost_ratio=None, lost=None)
                 )
                 continue
-            processes.append(_process(member, seen, now_ns))
+            processes.append(_process(member, seen))
             if seen is None:
                 continue
             key = member.pid, seen.generation
             since_ns, before = self._before.get(key, (seen.begun_ns, {}))
-            self._before[key] = now_ns, seen.counted
-            windows_ns.append(now_ns - since_ns)
+            self._before[key] = seen.at_ns, seen.counted
+            windows_ns.append(seen.at_ns - since_ns)
             grown.append({place: (site, _grown(now, before.get(place))) for place, (site, now) in seen.counted.items()})
             losses.update(seen.losses)
-            in_flight += _in_flight(member.pid, seen.open_spans, now_ns)
+            in_flight += _in_flight(member.pid, seen.open_spans, seen.at_ns)
         window_ns = max(windows_ns, default=0)
         return Screen(
             run=self._run,
@@ -238,7 +237,7 @@ class Looker:
 
 
 class _Seen:
-    """What one recording says now. Raises `TraceError`."""
+    """What one recording says now, at `at_ns`: all that was open then has begun. Raises `TraceError`."""
 
     def __init__(self, memory: int) -> None:
         mapped = Mapped(memory)
@@ -247,6 +246,7 @@ class _Seen:
             self.state, self.generation, self.begun_ns = header.state, header.generation, header.begun_ns
             self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
+            self.at_ns = time.monotonic_ns()
             self.counted: Counted = {}
             self.calls = self.requests = 0
             for row in mapped.tally().rows():
@@ -262,8 +262,8 @@ class _Seen:
             mapped.close()
 
 
-def _process(member: Member, seen: _Seen | None, now_ns: int) -> ProcessNow:
-    facts = member.facts
+def _process(member: Member, seen: _Seen | None) -> ProcessNow:
+    facts, now_ns = member.facts, time.monotonic_ns() if seen is None else seen.at_ns
     origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
     state = facts["how"] or ("idle" if seen is None else seen.state)
     up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
