@@ -274,6 +274,21 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert errors.partition("Processes:")[2].count("in order") == 2
 
 
+def test_a_report_says_of_who_had_told_of_itself_before_others_came_that_it_did() -> None:
+    done = run("""
+        import engine, instrument
+        engine.step(1)
+        instrument.stop()
+        instrument.start("profile.yaml")
+        engine.step(2)
+    """)
+    first, _, second = done.stderr.rpartition("Summary of shop")
+    assert first.count("Summary of shop") == 1
+    assert "left no recording" not in done.stderr
+    told, last = second.partition("Processes: 2\n")[2].splitlines()
+    assert told == f"{last}, which printed a report of its own"
+
+
 @pytest.mark.slow
 def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
     Path("profile.yaml").write_text(PROFILE.replace("stderr", "'summaries/{pid}.txt'"))

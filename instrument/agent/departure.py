@@ -48,7 +48,10 @@ def report_of(run: Run) -> Callable[[], Answer]:
     """What makes the report of a run, of what its processes have saved."""
     of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
     asked = of or {"views": ["brief"], "options": {}}
-    parts = [ReportedProcess(_line_in_report(one), one.saved, _is_notable(one)) for one in run.recorded()]
+    parts = [
+        ReportedProcess(_line_in_report(one), one.saved, _is_notable(one), has_told=one.told_of_itself)
+        for one in run.recorded()
+    ]
     if run.folded_ends:
         ends = ", ".join(f"{count} {end}" for end, count in run.folded_ends.most_common())
         unread = f"; of {run.unfolded} the recording could not be read" if run.unfolded else ""

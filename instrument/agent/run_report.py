@@ -20,13 +20,14 @@ PROCESSES_TOLD = 12
 class ReportedProcess(NamedTuple):
     """A process of the run, or so many: what is said of it, and the recording that it has left ("": none).
 
-    One that `is_notable` ended as none should.
+    One that `is_notable` ended as none should; one that `has_told` of itself had ended before the others came.
     """
 
     name: str
     path: str
     is_notable: bool = False
     processes: int = 1
+    has_told: bool = False
 
 
 def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
@@ -44,7 +45,7 @@ def made(parts: Sequence[ReportedProcess], views: Sequence[str], options: Mappin
             if part.path:
                 read.append(file.load(part.path))
             else:
-                what += ", which left no recording"
+                what += ", which printed a report of its own" if part.has_told else ", which left no recording"
         except TraceError as problem:
             what += f", whose recording cannot be read: {problem!s:.200}"
         lines.append(what)

@@ -212,7 +212,8 @@ class Runs:
         is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            is_part = process.has_recorded and not (is_last and run.recorded() == [process])
+            process.told_of_itself = is_last and run.recorded() == [process]
+            is_part = process.has_recorded and not process.told_of_itself
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
             by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_held(process.memory) > MOST_ROWS
