@@ -290,6 +290,38 @@ def test_a_report_says_of_who_had_told_of_itself_before_others_came_that_it_did(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("goes_on", ["", "os.fork() and os.wait() or engine.step(1)"], ids=["alone", "with others"])
+def test_a_report_tells_also_of_those_who_ended_under_an_agent_that_was_killed(goes_on: str) -> None:
+    service = begin(f"""
+        import engine, os, sys
+        for x in range(20):
+            if not os.fork(): engine.step(x); sys.exit(0)
+            os.wait()
+        engine.step(1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        {goes_on}
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (run,) = run_folder.found()
+    until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - ENDED // 2 + 1)
+    (agent,) = until(agents)
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
+    with subprocess.Popen([*INSTRUMENT, "agent", "--run", run.name]):
+        until(lambda: agents() and any(one["pid"] == service.pid for one in processes()))
+        _, errors = service.communicate("\n", timeout=240)
+    assert errors.count("Summary of shop") == 1
+    (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == str(21 + bool(goes_on))
+    head, *told = errors.partition("Processes: ")[2].splitlines()
+    assert head == row.split()[3]
+    assert "  8 that ended under an agent before this one" in told
+    assert sum(line.endswith(" (ended under an agent before this one)") for line in told) > 1
+
+
+@pytest.mark.slow
 def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
     Path("profile.yaml").write_text(PROFILE.replace("stderr", "'summaries/{pid}.txt'"))
     done = run(MULTIPROCESSING, "fork")

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ CAPTURE = "-died.npz"
 
 FOR_REPORT = "-left.npz"
 """How the name of a file ends that the report of a run is made of, and that goes with the run."""
+
+ENDED_BEFORE = "ended under an agent before this one"
+
+_LEFT = re.compile(rf"(before-(?P<count>\d+)|(?P<pid>\d+))-\d+{re.escape(FOR_REPORT)}")
 
 _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
@@ -44,8 +48,8 @@ def facts_of(process: Process) -> dict[str, Any]:
     }
 
 
-def report_of(run: Run) -> Callable[[], Answer]:
-    """What makes the report of a run, of what its processes have saved."""
+def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
+    """What makes the report of a run, of what its processes have saved, and others under an agent before this one."""
     of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
     asked = of or {"views": ["brief"], "options": {}}
     parts = [
@@ -57,7 +61,21 @@ def report_of(run: Run) -> Callable[[], Answer]:
         unread = f"; of {run.unfolded} the recording could not be read" if run.unfolded else ""
         name = f"that ended before the others: {ends}{unread}"
         parts.insert(0, ReportedProcess(name, run.folded, True, run.folded_ends.total()))
-    return lambda: run_report.made(parts, asked["views"], asked["options"])
+    return lambda: run_report.made([*left_before, *parts], asked["views"], asked["options"])
+
+
+def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
+    """What lies in the folder of a run of processes that this agent knows nothing of: they ended under one before it.
+
+    How each of them ended went with that one.
+    """
+    known, found = {run.folded, *(one.saved for one in run.processes)}, []
+    for path in sorted(folder.glob(f"*{FOR_REPORT}")):
+        of = _LEFT.fullmatch(path.name)
+        if of is not None and str(path) not in known:
+            name = f"that {ENDED_BEFORE}" if of["count"] else f"{of['pid']} ({ENDED_BEFORE})"
+            found.append(ReportedProcess(name, str(path), bool(of["count"]), int(of["count"] or 1)))
+    return found
 
 
 def _is_notable(process: Process) -> bool:
@@ -79,27 +97,27 @@ def capture_of(process: Process, path: str) -> Callable[[], Answer]:
     return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
 
 
-def place_for_report(folder: Path, of: object) -> str:
-    """The file for what one or several processes have left for the report of their run."""
-    return str(folder / f"{of}-{time.monotonic_ns()}{FOR_REPORT}")
+def place_for_report(folder: Path, pid: int) -> str:
+    """The file for what a process has left for the report of its run."""
+    return str(folder / f"{pid}-{time.monotonic_ns()}{FOR_REPORT}")
+
+
+def place_for_folded(folder: Path, processes: int) -> str:
+    """The file for what so many processes have left for the report of their run."""
+    return str(folder / f"before-{processes}-{time.monotonic_ns()}{FOR_REPORT}")
 
 
 def remove_for_report(folder: Path, run: Run) -> None:
     """Remove what was saved in a folder for the report of a run. Raises nothing."""
-    _remove(folder, run.folded)
-    remove_saved(folder, run.processes)
+    remove_saved(folder, [run.folded, *(one.saved for one in run.processes)])
 
 
-def remove_saved(folder: Path, processes: Iterable[Process]) -> None:
-    """Remove what processes have saved there for the report of their run. Raises nothing."""
-    for process in processes:
-        _remove(folder, process.saved)
-
-
-def _remove(folder: Path, path: str) -> None:
-    if path.endswith(FOR_REPORT) and Path(path).parent == folder:
-        with suppress(OSError):
-            Path(path).unlink(missing_ok=True)
+def remove_saved(folder: Path, paths: Iterable[str]) -> None:
+    """Remove those of some files that lie in a folder for the report of a run. Raises nothing."""
+    for path in paths:
+        if path.endswith(FOR_REPORT) and Path(path).parent == folder:
+            with suppress(OSError):
+                Path(path).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -32,6 +32,7 @@ from instrument.agent.processes import (
     exit_fd_of_another,
     image_of,
 )
+from instrument.agent.run_report import ReportedProcess
 from instrument.recording import export_place
 from instrument.runtime import run_folder
 
@@ -212,7 +213,8 @@ class Runs:
         is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            process.told_of_itself = is_last and run.recorded() == [process]
+            has_others = run.recorded() not in ([], [process]) or bool(self._left_before(run))
+            process.told_of_itself = is_last and not has_others
             is_part = process.has_recorded and not process.told_of_itself
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
@@ -224,7 +226,7 @@ class Runs:
                 process.saved = answer["save"] = departure.place_for_report(self._folder, process.pid)
             if not is_last:
                 answer["others"] = True
-            elif run.recorded() not in ([], [process]):
+            elif has_others:
                 answer["wait"] = True
                 run.waiting = connection
             run.is_told = run.is_told or is_last
@@ -248,7 +250,11 @@ class Runs:
                 self._say(run, str(answer["report"]))  # who waited for it has not waited so long
             self._end_of(run)
 
-        self._jobs.start(departure.report_of(run), then)
+        self._jobs.start(departure.report_of(run, self._left_before(run)), then)
+
+    def _left_before(self, run: Run) -> list[ReportedProcess]:
+        """What others left under an agent before this one; who serves whoever joins cannot tell of which run it is."""
+        return departure.left_before(self._folder, run) if run is self._own else []
 
     def saved(self, process: Process) -> None:
         """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
@@ -281,7 +287,8 @@ class Runs:
     def _lost(self, process: Process) -> None:
         """Its connection has ended. It may run on: with another program, or having closed all that it found open."""
         if not process.lives:
-            if process.is_saving and process.saves_itself:  # it has gone over it
+            if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
+                departure.remove_saved(self._folder, [process.saved])
                 self._save(process)
             return
         has_exited = process.has_exited()
@@ -401,14 +408,14 @@ class Runs:
             process.release()
         run.folded_ends.update(map(departure.end_of, first))
         paths = [path for path in [run.folded, *(one.saved for one in first)] if path]
-        into = departure.place_for_report(self._folder, "before")
+        into = departure.place_for_folded(self._folder, run.folded_ends.total())
 
         def then(answer: Any) -> None:
             run.unfolded += int(answer.get("unread", len(first)))
             if answer.get("path"):
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
-                departure.remove_saved(self._folder, first)
+                departure.remove_saved(self._folder, [into, *(one.saved for one in first)])
             self._trim(run)
             self._report_if_due(run)
             self._end_of(run)
@@ -427,7 +434,8 @@ class Runs:
             return  # what is being saved of it calls again
         if not run.is_told and any(one.facts.get("report") for one in run.recorded()):
             run.is_told = True
-            self._jobs.start(departure.report_of(run), lambda answer: self._told(run, answer))
+            report = departure.report_of(run, self._left_before(run))
+            self._jobs.start(report, lambda answer: self._told(run, answer))
             return
         if run is self._own:
             self.own_is_over = self.own_is_over or not self._awaits_another()
