@@ -148,6 +148,16 @@ def test_of_many_that_died_the_report_says_how_many_and_is_no_list_of_them(tmp_p
     assert "Process 1 was gone. Process 2 was gone. 12 more ended without a goodbye. Process 15 was gone." in text
 
 
+def test_a_note_of_many_processes_is_told_once_also_where_one_that_died_told_none(tmp_path: Path) -> None:
+    note = "1 target was never called: engine:hang"
+    workers = [worker(1, died="Process 1 was gone."), *(replace(worker(pid), notes=[note]) for pid in range(2, 7))]
+    paths = [saved(one, tmp_path / f"{one.origin.pid}.npz") for one in workers]
+    text = " ".join(report([ReportedProcess("x", path) for path in paths]).split())
+    assert text.count(note) == 1
+    assert f"Not observed: shop 2, shop 3 and 3 more: {note}" in text
+    assert f"Not observed: shop 2: {note}" in report([ReportedProcess("x", path) for path in paths[:2]])
+
+
 def test_the_cost_is_of_all_calls_also_of_those_who_ended_before_they_told_theirs(tmp_path: Path) -> None:
     told = saved(replace(worker(1), cost=Cost(8, 100.0, 1, 0, 200.0)), tmp_path / "1.npz")
     gone = saved(worker(2, died="Process 2 was gone."), tmp_path / "2.npz")

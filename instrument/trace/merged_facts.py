@@ -25,6 +25,9 @@ from instrument.trace.watched import ROW
 DEATHS_TOLD = 3
 """Of processes that ended without a goodbye, how many are told of one by one."""
 
+NOTED_BY = 2
+"""Of several processes that a note is of so many are named."""
+
 OF_ALL = ("system_cpu",)
 """Gauges of the host that are no process's own."""
 
@@ -139,14 +142,17 @@ def _threads(processes: Sequence[Sequence[ApartFile]], numbers: Numbers) -> dict
 
 
 def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
-    """All notes, each once; with the process before it where not all say so."""
-    of_each = [dict.fromkeys(note for part in its for note in part.saved.facts.notes) for its in processes]
-    found: dict[str, None] = {}
-    for its, notes in zip(processes, of_each, strict=True):
-        for note in notes:
-            is_shared = all(note in others for others in of_each)
-            found.setdefault(note if is_shared else f"{called(its[0].saved)}: {note}")
-    return list(found)
+    """All notes, each once; with those processes before it that say so where not all do, the first of them by name."""
+    said: dict[str, list[str]] = {}
+    for its in processes:
+        for note in dict.fromkeys(note for part in its for note in part.saved.facts.notes):
+            said.setdefault(note, []).append(called(its[0].saved))
+    return [note if len(who) == len(processes) else f"{_few(who)}: {note}" for note, who in said.items()]
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - NOTED_BY
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:NOTED_BY])} and {more} more"
 
 
 def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
