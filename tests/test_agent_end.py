@@ -166,3 +166,31 @@ def test_processes_whose_agent_was_killed_say_why_each_tells_of_itself_and_a_mer
     assert told.count("Summary of shop") == 1, told
     assert f"Process: {service.pid}" not in told
     assert "agent: that of the run has gone or hears nothing: each process of the run tells of" in told
+
+
+WORKERS_ONE_BY_ONE = """
+import os, sys
+from engine import serve
+from instrument.sessions import session
+
+for x in range(2):
+    if os.fork() == 0:
+        serve(x)
+        session.EXIT_LIMIT_NS = (2 if x == 0 else 600) * 10**9
+        sys.exit()
+    os.wait()
+serve(2)
+session.EXIT_LIMIT_NS = 600 * 10**9
+"""
+
+
+def test_who_ends_after_another_that_waited_for_the_collector_in_vain_waits_but_a_moment() -> None:
+    Path("main.py").write_text(WORKERS_ONE_BY_ONE)
+    Path("engine.py").write_text(ENGINE)
+    with swallowing() as port:
+        Path("profile.yaml").write_text(PROFILE % (port, ", timeout: 600s", "  summary: {to: stderr}\nagent: off"))
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    lost = [line for line in done.stderr.splitlines() if line.startswith("Not kept: ")]
+    assert len(lost) == 3
+    assert all(line.endswith("(spans failed by the OTLP export)") for line in lost), lost

@@ -22,6 +22,9 @@ _FIRST_FD = 256
 _BYTES = 1 << 20
 """More is not written: a mark is a line of 20 bytes, and each is written about once."""
 
+_IN_VAIN = "%020d\n"
+"""The first line: when a process last waited at its end for a collector in vain, on the monotonic clock."""
+
 RECORDED = "recorded"
 """The mark of a process that has recorded calls and will tell of them itself."""
 
@@ -36,6 +39,7 @@ def make() -> Callable[[], None]:
     try:
         made = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
+            os.write(made, (_IN_VAIN % 0).encode())
             held = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
         finally:
             os.close(made)
@@ -72,7 +76,29 @@ def marks() -> set[str]:
     if descriptor is None:
         return set()
     with os.fdopen(descriptor, "rb") as file:
-        return set(file.read(_BYTES).decode("ascii", "replace").splitlines())
+        return set(file.read(_BYTES).decode("ascii", "replace").splitlines()[1:])
+
+
+def waited_in_vain_ns() -> int:
+    """When a process of the run last waited at its end for a collector in vain; 0 for never, or not that is known."""
+    descriptor = _opened(os.O_RDONLY)
+    if descriptor is None:
+        return 0
+    with os.fdopen(descriptor, "rb") as file:
+        line = file.readline(_BYTES).strip()
+    return int(line) if line.isdigit() else 0
+
+
+def note_wait_in_vain(at_ns: int) -> None:
+    """Tell the others that this process has waited at its end for a collector in vain."""
+    descriptor = _opened(os.O_WRONLY)
+    if descriptor is not None:
+        try:
+            os.pwrite(descriptor, (_IN_VAIN % at_ns).encode(), 0)
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
 
 
 def put(wanted: Iterable[str]) -> None:

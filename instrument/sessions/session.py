@@ -31,7 +31,7 @@ from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
-from instrument.sessions.deadline import Deadline
+from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import Generations, Reload
@@ -367,9 +367,23 @@ class Session(Exporting):
             elif not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
-            self._exporter.stop(round(deadline.left_s() * 1e9))
+            self._wait_for_collector(self._exporter, deadline)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
+
+    def _wait_for_collector(self, exporter: otlp.Exporter, deadline: Deadline) -> None:
+        """Wait for the collector; but a moment where another process of the run has just done so in vain.
+
+        A parent that ends its workers one after the other would add up what each of them waits. Who has waited but a
+        moment tells nobody of it: a collector that hears again has its chance once that time is over.
+        """
+        others_ns = board.waited_in_vain_ns()
+        has_just_been = bool(others_ns) and time.monotonic_ns() - others_ns < EXIT_LIMIT_NS
+        before = exporter.counts()
+        after = exporter.stop(round(deadline.left_s(LEAST_S if has_just_been else math.inf) * 1e9))
+        has_lost = after.failed + after.dropped > before["failed"] + before["dropped"]
+        if not has_just_been and (has_lost or not after.settled):
+            board.note_wait_in_vain(time.monotonic_ns())
 
     def _leave_run(self, deadline: Deadline, *, tells: bool) -> None:
         """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
