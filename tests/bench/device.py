@@ -21,7 +21,7 @@ On an H200 (torch 2.11, driver 580, 16 cores of a virtual machine) a pair costs 
 thread computes in Python, 7 us by who keeps it, and in the mean 4.8 ms (half of them below 74 us) by who lets go of it;
 an operator of torch, which lets go of it too, then takes 6 to 14 ms. Who kept it did hang where host functions were in
 Python. Looks that came each millisecond cost such a service 18 us a pair. Looks 5 ms apart cost a model that decodes
-4.6 of 20 ms a token, whether 16 or 113 layers were timed: to hand the lock over between cores that sleep takes the time.
+4.6 of 20 ms a token, whether 16 or 113 layers were timed: it takes time to hand the lock over between cores that sleep.
 """
 
 from __future__ import annotations
