@@ -397,6 +397,26 @@ def test_a_signal_at_the_end_of_a_span_leaves_no_pair_under_way(torch: Any, sess
     assert counted(lambda: len(context.free) == context.made and not any(context.under_way.values()))
 
 
+def test_a_child_is_timed_that_uses_the_device_first(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    """As workers do that are forked by a parent which has imported torch and leaves the device to them."""
+    running = session()
+    with instrument.scope("parent", device=True):
+        pass
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.cuda.init()
+            for _ in range(2):
+                with instrument.scope("child", device=True):
+                    torch.work(MS)
+            labels = [part.label for span in settled(running).spans for part in span.device]
+            status = 0 if len(labels) == 2 and "captured" not in labels else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_that_was_forked_inside_a_span_ends_it_without_the_driver(
     torch: Any, session: Any, fake_driver: FakeDriver
