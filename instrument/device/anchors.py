@@ -174,15 +174,17 @@ class Anchors:
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
         before_ns = self._now()
-        error = self._mark(event)
-        for _ in range(POLLS):
-            error = error or driver.query(event)
-            if error != driver.NOT_READY:
-                break
-            error = 0
-        else:
-            error = driver.NOT_READY
+        error = self._mark(event) or self._await(event)
         return error, before_ns, self._now()
+
+    def _await(self, event: Any) -> int:
+        """Ask for an event until it has happened, or often enough: the driver's error, its `NOT_READY` then."""
+        driver = self._driver
+        for _ in range(POLLS):
+            error = int(driver.query(event))
+            if error != driver.NOT_READY:
+                return error
+        return int(driver.NOT_READY)
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Take an event of the service's own for an anchor, which happened between two host times; it is ours then."""
@@ -320,13 +322,8 @@ class Anchors:
             self._spare.append(event)
         first, second = self._spare[-2:]
         for _ in range(BURST):
-            error = self._mark(first) or self._mark(second)
-            for _ in range(POLLS):
-                error = error or driver.query(second)
-                if error != driver.NOT_READY:
-                    break
-                error = 0
-            else:
+            error = self._mark(first) or self._mark(second) or self._await(second)
+            if error == driver.NOT_READY:
                 continue
             if not error:
                 error, elapsed_ns = driver.elapsed_ns(first, second)
