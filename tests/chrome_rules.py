@@ -151,9 +151,10 @@ def _bad_name(event: dict[str, Any]) -> Iterator[str]:
 
 
 def _track(event: dict[str, Any]) -> tuple[object, ...]:
-    """What the async events of one track share. `id` by itself is shared by all processes."""
-    local = (event.get("id2") or {}).get("local")
-    return (event.get("cat"), event.get("id"), None) if local is None else (event.get("cat"), local, event.get("pid"))
+    """What the async events of one track share. `id` by itself is shared by all processes, as is a global one."""
+    ids = event.get("id2") or {}
+    everywhere = event.get("id", ids.get("global"))
+    return event.get("cat"), everywhere or ids.get("local"), None if everywhere else event.get("pid")
 
 
 def _crossings(slices: list[tuple[int, int, int]]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from instrument.errors import TraceError
 from instrument.profile.kinds import KINDS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
+    BATCH_KEYS,
     GAUGES,
     HOST,
     Cost,
@@ -493,6 +494,35 @@ def test_the_work_of_a_request_in_its_task_lies_on_the_requests_row(tmp_path: Pa
         ("X", "op", None, None),
     ]
     assert chrome_rules.arrows(found) == 2
+
+
+def test_requests_stand_first_then_threads_of_batches_and_devices_last(tmp_path: Path) -> None:
+    request, step = Site("POST /chat", "request"), Site("engine.step", "step")
+    found = dumped(
+        tmp_path,
+        span(1, 0, 100, site=request, task_id=3, root_id=1),
+        span(2, 10, 90, parent=1, task_id=4, root_id=1),
+        span(3, 0, 100, site=request, task_id=5, root_id=3),
+        span(4, 20, 80, thread_id=11),
+        span(5, 30, 70, thread_id=12, site=step, device=(on_device(40, 60),)),
+        span(6, 30, 70, thread_id=13, site=Site("Engine.decode"), attributes={BATCH_KEYS: ("r1",)}),
+        threads={11: "MainThread", 12: "engine", 13: "decoder"},
+    )
+    # Viewers show what has an id of all processes before the processes.
+    ids = {event["args"]["id"]: event["id2"] for event in slices_in(found) if event["ph"] == "b"}
+    assert ids == {
+        1: {"local": "0x1", "global": f"0x{4711:x}00000001"},
+        3: {"local": "0x2", "global": f"0x{4711:x}00000002"},
+        2: {"local": "0x3"},
+    }
+    ends = [event["id2"] for event in found["traceEvents"] if event["ph"] == "e"]
+    assert sorted(ends, key=str) == sorted(ids.values(), key=str)
+    metadata = [event for event in found["traceEvents"] if event["ph"] == "M"]
+    named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in metadata if "name" in e["args"]}
+    place = {named[e["pid"], e.get("tid")]: e["args"]["sort_index"] for e in metadata if "sort_index" in e["args"]}
+    threads = sorted(("MainThread", "engine", "decoder"), key=place.__getitem__)
+    assert threads == ["engine", "decoder", "MainThread"]
+    assert place["chat-7b"] < place["GPU 0"]
 
 
 def test_an_event_names_its_parent_and_tree_only_where_it_does_not_lie_in_the_parent(tmp_path: Path) -> None:

@@ -4,8 +4,12 @@
 * Requests, and all that tasks ran, are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
   their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
   `args.kind` says what a slice is, because Perfetto nests async slices of one category only.
+* The lane of a request has an id among those of all processes, too. What has one stands before the processes in
+  Perfetto, which shows the threads of a process, its main one first, before what else it has, whatever a file says.
 * Where a batch begins that serves a request there is a mark (`n`) on the request's lane.
-* A device interval is a complete event of the process `GPU n`, on the lane of its stream.
+* A device interval is a complete event of the process `GPU n`, on the lane of its stream. The places that a file names
+  put devices last, and threads of steps and batches before others. Perfetto 52 goes by the numbers of slices instead,
+  later ones obey for processes alone; chrome://tracing obeys.
 * A sample of a gauge is a counter (`C`) of the process that it is of, one track for each gauge. What a device does not
   tell is no event, because counters have numbers only; it stands in the metadata.
 * Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
@@ -50,14 +54,14 @@ class Board:
     """The lanes of threads and streams of a file, made as slices need them. `pid` is the process of the threads."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self._lanes: dict[tuple[int, int], list[Lane]] = {}
         self._tids: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._spare_tids = count(SPARE_TIDS)
 
     def of_thread(self, thread_id: int, number: int = 1) -> Lane:
         """A lane of a thread, by its number from 1."""
-        return self._lane(self._pid, thread_id, number)
+        return self._lane(self.pid, thread_id, number)
 
     def of_stream(self, device: int, stream: int, number: int) -> Lane:
         return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, number)
@@ -68,7 +72,7 @@ class Board:
             # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
             is_own = not lanes and 0 < own_id < SPARE_TIDS
             tid = own_id if is_own else next(self._spare_tids)
-            mark = "" if is_own or pid != self._pid else f'"thread":{own_id},'
+            mark = "" if is_own or pid != self.pid else f'"thread":{own_id},'
             lanes.append(Lane(f',"pid":{pid},"tid":{tid}', mark + lane_mark(len(lanes) + 1)))
             tids.append((len(lanes), tid))
         return lanes[number - 1]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.chrome.lanes import DEEPEST, lanes_of
-from instrument.recording.spans import Site
+from instrument.recording.spans import BATCH_KEYS, Site
 from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
 from instrument.trace.gathering import rank_of
@@ -84,6 +84,13 @@ class Spans(NamedTuple):
         """The group of each span, the number of its lane there, and the span that is innermost around it."""
         groups, deep = self.groups(), self.trace.level[self.row] >= DEEPEST
         return groups, *lanes_of(groups, self.parent, self.start_ns, self.end_ns, deep)
+
+    def threads_of_batches(self) -> set[int]:
+        """The threads on which steps and batches are slices, which viewers are to show before other threads."""
+        kinds = np.array([one.kind in ("step", "batch") for one in self.sites], dtype=np.bool_)
+        is_batch = kinds[self.site]
+        is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
+        return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def called_away(self) -> tuple[Int64s, Int32s]:
         """The spans that ran on another thread or task than what called them, and these."""

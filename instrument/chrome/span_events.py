@@ -49,7 +49,8 @@ class SpanEvents:
         self._rare = self._rarities(around, slices[firsts])
         self._name_kinds(number, of_request, board, of_sites)
         self._board, self._of_request = board, of_request
-        self._locals = [f'"id2":{{"local":"{lane:#x}"}},"ts":' for lane in range(1, len(firsts) + 1)]
+        are_requests = spans.is_request[slices[firsts]].tolist()
+        self._locals = [f'"id2":{{{_ids(lane, board.pid, its)}}},"ts":' for lane, its in enumerate(are_requests, 1)]
         thread = ranked(spans.thread_id[slices])[1]
         self._end_kind, some = by_first_sight(thread, of_request[slices], lanes)
         some = slices[some]
@@ -204,6 +205,11 @@ def _filled(rarities: Sequence[Rare], first: int, end: int) -> list[str]:
 
 def _taken(texts: Sequence[str], places: Int64s) -> list[str]:
     return [*map(texts.__getitem__, places.tolist())]
+
+
+def _ids(lane: int, pid: int, of_request: bool) -> str:
+    """The ids of an async lane: one in its process, and that of a request one among all that a viewer has open."""
+    return f'"local":"{lane:#x}"' + (f',"global":"{pid << 32 | lane:#x}"' if of_request else "")
 
 
 def _category(of_request: bool) -> str:

@@ -104,7 +104,7 @@ def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iter
     yield from arrows.texts(of_spans, of_intervals)
     yield from marks.texts(of_spans, of_sites, arrows.marked)
     counted: set[int] = set()
-    names = _lane_names(pid, board.rows, counted, trace)
+    names = _lane_names(pid, board.rows, counted, trace, spans.threads_of_batches())
     events = chain(_counter_events(trace.samples, base_ns, pid, counted), names)
     while batch := list(islice(events, BATCH)):
         yield "".join([f",\n{event}" for event in batch])
@@ -132,9 +132,13 @@ def _counter_events(samples: Iterable[Sample], base_ns: int, pid: int, counted: 
 # Names
 
 
-def _lane_names(pid: int, rows: Callable[[], list[Row]], counted: set[int], trace: Trace) -> Iterator[str]:
-    """The names of all lanes, threads in the order in which they are known, and of the devices."""
-    known = {thread_id: position for position, thread_id in enumerate(trace.threads)}
+def _lane_names(
+    pid: int, rows: Callable[[], list[Row]], counted: set[int], trace: Trace, of_batches: set[int]
+) -> Iterator[str]:
+    """The names of all lanes, threads in the order in which they are known but that those of batches come first, and of
+    the devices."""
+    order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
+    known = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
     seen = {pid}
