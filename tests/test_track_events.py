@@ -22,6 +22,7 @@ from instrument.trace.of_spans import columns_of_spans, trace_of
 CHAT, STEP = Site("POST /chat", "request"), Site("engine.step", "step", "chat.engine", "Engine.step", "engine.py", 30)
 LAYER = Site("Linear", "layer", instance="model.layers.0", device=True, attributes=(("region", "mlp"),))
 BEGIN, END, COUNTER = 1, 2, 4
+EXPLICIT = 3
 
 
 def service() -> Trace:
@@ -104,11 +105,34 @@ def written(trace: Trace, folder: Path) -> Read:
 
 def test_slices_are_on_tracks_of_tasks_threads_and_streams(tmp_path: Path) -> None:
     assert sorted(written(service(), tmp_path).slices) == [
-        ("POST /chat", 100, 800, "", "shop/POST /chat"),
+        ("POST /chat", 100, 800, "", "requests/POST /chat"),
         ("engine.step", 200, 500, "", "shop/engine"),
         ("model.layers.0", 200, 400, "engine.step", "shop/engine"),
-        ("model.layers.0", 300, 600, "", "GPU 0/stream 7"),
+        ("model.layers.0", 300, 600, "", "shop/GPU 0/stream 7"),
     ]
+
+
+def test_requests_stand_first_then_what_they_called_then_threads_and_devices_last(tmp_path: Path) -> None:
+    trace = service()
+    trace.spans += [
+        Span(Site("generate"), 4, 1, 1, 11, 8, 150, 850, 700, 700),
+        Span(Site("poll"), 5, 0, 5, 11, 9, 100, 900, 800, 800),
+        Span(Site("warm up"), 6, 0, 6, 11, 0, 100, 500, 400, 400),
+        Span(Site("crossing"), 7, 0, 7, 11, 0, 400, 600, 200, 200),
+    ]
+    trace.samples += (Sample("process_cpu", -1, 400, 1.0),)
+    read = written(trace, tmp_path)
+    tops = [one for one in read.tracks.values() if not one.parent_uuid]
+    # A viewer shows what is of no process before the processes, and threads first in these.
+    assert [(one.name, one.process.process_name, one.child_ordering) for one in tops] == [
+        ("", "shop", EXPLICIT), ("requests", "", EXPLICIT),
+    ]  # fmt: skip
+    ranked = sorted(read.tracks.values(), key=lambda one: one.sibling_order_rank)
+    names = [read.track(one.uuid) for one in ranked if one.parent_uuid and not one.HasField("thread")]
+    assert [name for name in names if name.startswith("requests/")] == ["requests/POST /chat", "requests/generate"]
+    assert [name for name in names if name.startswith("shop/") and name.count("/") == 1] == [
+        "shop/MainThread (2)", "shop/poll", "shop/process_cpu", "shop/GPU 0",
+    ]  # fmt: skip
 
 
 def test_what_is_known_of_a_span_is_told_with_its_slice(tmp_path: Path) -> None:
@@ -133,7 +157,7 @@ def test_arrows_lead_to_what_ran_elsewhere(tmp_path: Path) -> None:
 
 def test_gauges_are_counters_and_losses_are_told(tmp_path: Path) -> None:
     read = written(service(), tmp_path)
-    assert read.counters == {"GPU 0/gpu_memory": [12.5]}
+    assert read.counters == {"shop/GPU 0/gpu_memory": [12.5]}
     [process] = [one.process for one in read.tracks.values() if one.process.pid]
     assert (process.pid, list(process.process_labels)) == (4711, ["not kept: 3 (rows overwritten)"])
     [gpu] = [one for one in read.tracks.values() if one.name == "GPU 0"]

@@ -1,11 +1,12 @@
 """A trace in Perfetto's own format: track events, which its viewer and its trace processor read as they are.
 
 Slices, their names, times and lanes are those of the Chrome trace (see `lanes`), but that a slice without length lies
-beside what begins with it, into which readers of Chrome traces put it. Threads are tracks of the process, tasks and
-requests have tracks of their own below it, devices one for each stream, and gauges are counters. Arrows lead to as many
-slices as there are, for events carry them, so none is left out for want of room. Kinds are categories; attributes and
-what else is known of a span are debug annotations. Times are those of the monotonic clock, with a snapshot of the time
-of day. Names are written once and referred to by number.
+beside what begins with it, into which readers of Chrome traces put it. Tracks stand in this order: requests, then the
+tasks in their trees; the threads of the process, of which viewers show the main one first; other tasks; gauges, which
+are counters; devices, with a track for each stream. Arrows lead to as many slices as there are, for events carry them,
+so none is left out for want of room. Kinds are categories; attributes and what else is known of a span are debug
+annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once and
+referred to by number.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ SEQUENCE = 1
 
 PROCESS = 1
 """The track of the process; others are numbered from there."""
+
+REQUESTS = 2
+"""The track around those of requests. What lies in no process, and around others, is shown before all processes."""
+
+FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
+"""The order of what lies below the threads of a process."""
 
 LIMIT_PID = 1 << 31
 """No process or thread has a number from here on."""
@@ -80,9 +87,10 @@ class _Packets:
         self._spans = Spans.of(trace, self._base_ns)
         self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
         self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))
-        self._uuids = count(PROCESS + 1)
+        self._uuids = count(REQUESTS + 1)
         self._threads: dict[int, int] = {}
         self._devices: dict[int, int] = {}
+        self._has_requests = False
         self._numbers: dict[str, dict[Any, int]] = {}
         self._errors = [clean(error) for error in trace.errors]
         self._part = pb.Trace()
@@ -125,7 +133,7 @@ class _Packets:
         if origin.realtime_ns > 0:
             snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_REALTIME, timestamp=origin.realtime_ns)
         its = self._packet().track_descriptor
-        its.uuid, its.process.pid = PROCESS, self._pid
+        its.uuid, its.process.pid, its.child_ordering = PROCESS, self._pid, pb.TrackDescriptor.EXPLICIT
         its.process.process_name = clean(origin.service or f"process {origin.pid}")
         lost = [f"not kept: {number} ({reason})" for reason, number in self._facts.losses.items() if number]
         notes = [f"not observed: {note}" for note in self._facts.notes]
@@ -180,6 +188,13 @@ class _Packets:
             self._threads[thread_id] = uuid
         return self._threads[thread_id]
 
+    def _requests(self) -> int:
+        if not self._has_requests:
+            self._has_requests = True
+            its = self._packet().track_descriptor
+            its.uuid, its.name, its.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
+        return REQUESTS
+
     def _name_of(self, thread_id: int) -> str:
         return clean(self._facts.threads.get(thread_id) or f"thread {thread_id}")
 
@@ -189,7 +204,12 @@ class _Packets:
         if device not in self._devices:
             gpu = next((one for one in self._facts.gpus if one.device == device), None)
             about = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu else ""
-            self._devices[device] = self._track(name=f"GPU {device}", description=clean(about))
+            self._devices[device] = self._track(
+                parent_uuid=PROCESS,
+                name=f"GPU {device}",
+                description=clean(about),
+                sibling_order_rank=DEVICES + device % (LIMIT_PID >> 1),
+            )
         return self._devices[device]
 
     def _counter(self, sample: Sample) -> None:
@@ -198,7 +218,12 @@ class _Packets:
         if key not in counters:
             gauge = GAUGES.get(sample.name)
             unit = self._pb.CounterDescriptor(unit_name=gauge.unit if gauge else "")
-            counters[key] = self._track(parent_uuid=self._device(sample.device), name=clean(sample.name), counter=unit)
+            counters[key] = self._track(
+                parent_uuid=self._device(sample.device),
+                name=clean(sample.name),
+                counter=unit,
+                sibling_order_rank=HOST_COUNTERS,
+            )
         event = self._packet(timestamp=sample.at_ns - self._base_ns).track_event
         event.type, event.track_uuid = self._pb.TrackEvent.TYPE_COUNTER, counters[key]
         event.double_counter_value = sample.value
@@ -256,14 +281,23 @@ class _Packets:
 
     def _tracks_of_spans(self, number: Int64s) -> Any:
         spans, sites = self._spans, [clean(site.name) for site in self._spans.sites]
+        requests = spans.span_id[spans.is_request]
+        of_requests = spans.is_request | np.isin(spans.trace.root_id[spans.row], requests)
 
         def track(place: int) -> int:
             its_number, thread_id = int(number[place]), int(spans.thread_id[place])
             further = f" ({its_number})" if its_number > 1 else ""
             if spans.is_async[place]:
-                return self._track(parent_uuid=PROCESS, name=f"{sites[spans.site[place]]}{further}")
+                name = f"{sites[spans.site[place]]}{further}"
+                if of_requests[place]:
+                    rank = int(not spans.is_request[place])
+                    return self._track(parent_uuid=self._requests(), name=name, sibling_order_rank=rank)
+                return self._track(parent_uuid=PROCESS, name=name, sibling_order_rank=OTHER_TASKS)
             thread = self._thread(thread_id)
-            return self._track(parent_uuid=PROCESS, name=f"{self._name_of(thread_id)}{further}") if further else thread
+            if not further:
+                return thread
+            name = f"{self._name_of(thread_id)}{further}"
+            return self._track(parent_uuid=PROCESS, name=name, sibling_order_rank=FURTHER_THREADS)
 
         return track
 
