@@ -272,7 +272,7 @@ def test_the_slowest_requests_say_when_they_were_and_where_the_collector_has_the
     )  # fmt: skip
     assert (first.trace_id, first.span_id) == ("", 1)
     assert (third.trace_id, third.error) == ("4bf92f3577b34da6a3ce929d0e0e4736", "TimeoutError")
-    recording.collector_ids = lambda span: (span.root_id, span.span_id + 255)
+    recording.collector_ids = lambda span, _: (span.root_id, span.span_id + 255)
     first, *_ = requests(recording, Options()).slowest
     assert (first.trace_id, first.collector_span_id) == ("0" * 31 + "1", "0000000000000100")
 

@@ -64,6 +64,7 @@ def told(
     return {
         "seeds": list(ids.seeds),
         "instance": ids.instance,
+        "run": ids.run,
         "resource": {str(name): plain(value) for name, value in resource.items()},
         "capture": asdict(capture),
         "spans_per_request": spans_per_request,
@@ -77,7 +78,7 @@ def facts_from(found: Any) -> ExportFacts | None:
 
     try:
         first, second, third = (int(seed) % (1 << 64) for seed in found["seeds"])
-        ids = Ids((first, second, third), str(found["instance"]))
+        ids = Ids((first, second, third), str(found["instance"]), str(found.get("run", "")))
         resource = {str(name): value for name, value in dict(found["resource"]).items()}
         capture = msgspec.convert(found["capture"], Capture, strict=False)
         metered = msgspec.convert(found["metered"], MeteredFacts, strict=False)

@@ -53,12 +53,13 @@ class Ids:
 
     splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
     stands in for the one number that would give zero. Numbers from 2**63 up are device intervals. `instance` is the
-    process's service.instance.id. Made anew after a fork.
+    process's service.instance.id. Made anew after a fork. By the `run` processes that no agent joins know the traces of
+    requests with keys, see `instrument.trace.grafted.trace_id_of`; "" is for none.
     """
 
-    __slots__ = ("_device_numbers", "_seed", "_trace_seeds", "instance")
+    __slots__ = ("_device_numbers", "_seed", "_trace_seeds", "instance", "run")
 
-    def __init__(self, seeds: Sequence[int] = (), instance: str = "") -> None:
+    def __init__(self, seeds: Sequence[int] = (), instance: str = "", run: str = "") -> None:
         import uuid
 
         found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
@@ -66,6 +67,7 @@ class Ids:
         # Whoever else sends with the same seeds has other numbers.
         self._device_numbers = itertools.count((1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0))
         self.instance = instance or str(uuid.uuid4())
+        self.run = run
 
     @property
     def seeds(self) -> tuple[int, int, int]:

@@ -185,7 +185,7 @@ class Trees:
                 continue
             remote = self._remotes.get(root_id)
             for span in spans:
-                span.remote = remote
+                span.remote = remote or span.remote
             self._keep(spans)
         return [(row[START_NS], row[END_NS]) for row, _ in ended]
 

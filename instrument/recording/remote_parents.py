@@ -65,9 +65,9 @@ def remote_of(told: object) -> RemoteParent | None:
         return None
     version, trace, span, flags, more = found.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
-    if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
+    if version == b"ff" or (version == b"00" and more) or not trace_id or not (span_id or where == [OWN]):
         return None
-    is_local, in_server_span = bool(where), where == [IN_SERVER_SPAN]
+    is_local, in_server_span = where in ([LOCAL], [IN_SERVER_SPAN]), where == [IN_SERVER_SPAN]
     return RemoteParent(
         trace_id,
         span_id,
@@ -80,12 +80,17 @@ def remote_of(told: object) -> RemoteParent | None:
 
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
+OWN = "own"
+"""Beside a trace that nobody has given the request: it is its own, and was handed on."""
+
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
     """What rows hold of another tracer's span: text, which others can read in a recording; `remote_of` reads it."""
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
+    if not remote.span_id:
+        return parent, remote.state, OWN
     if not remote.is_local:
         return parent, remote.state
     return parent, remote.state, IN_SERVER_SPAN if remote.in_server_span else LOCAL

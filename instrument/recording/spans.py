@@ -190,8 +190,8 @@ class Origin:
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
-    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run of
-    `instrument run` that the process is of, "" for none.
+    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run in
+    which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none.
     """
 
     pid: int

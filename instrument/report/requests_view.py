@@ -312,12 +312,12 @@ def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tupl
             told = blame(trace, joined, found, place, typical[endpoint])
             if told is not None and told.excess_ns * NOTABLE < int(its.wall_ns[which]):
                 told = None
-        slow = _slow(its, which, recording, options)
-        slowest.append(replace(slow, keys=joined.keys.get(place, ()), blame=told))
+        slow = _slow(its, which, recording, options, joined.keys.get(place, ()))
+        slowest.append(replace(slow, blame=told))
     return tuple(slowest)
 
 
-def _slow(its: WholeRequests, which: int, recording: Recording, options: Options) -> SlowRequest:
+def _slow(its: WholeRequests, which: int, recording: Recording, options: Options, keys: tuple[str, ...]) -> SlowRequest:
     trace, facts, row = recording.columns, recording.facts, int(its.rows[which])
     start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(its.wall_ns[which])
     realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
@@ -325,7 +325,7 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
     began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
     trace_id, own_id = "", ""
     if recording.collector_ids is not None:  # of a session, which has the spans
-        trace_number, own_number = recording.collector_ids(recording.trace.spans[row])
+        trace_number, own_number = recording.collector_ids(recording.trace.spans[row], keys[0] if keys else "")
         trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
@@ -340,6 +340,7 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
         span_id=int(trace.span_id[row]),
         trace_id=trace_id,
         collector_span_id=own_id,
+        keys=keys,
         phases=phase_times(its.phases_of(which), wall_ns, options),
         unknown_ns=unknown_ns,
         unknown_ratio=share(unknown_ns, wall_ns),

@@ -145,9 +145,9 @@ class Recording:
     so, at less cost. `make_columns` makes the trace's columns where it has them, and `make_facts` what such a trace
     knows beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making
     them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`,
-    `pure` or `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went to the
-    collector. `benchmark` has counted the steps of a loop as they went by. `died` says how a process ended that said no
-    goodbye.
+    `pure` or `other`. `collector_ids` gives the trace id and the span id under which a request of the trace, by the key
+    that it is known by first, went to the collector. `benchmark` has counted the steps of a loop as they went by.
+    `died` says how a process ended that said no goodbye.
     """
 
     make_tally: Callable[[], Tally]
@@ -157,7 +157,7 @@ class Recording:
     notes: tuple[str, ...] = ()
     window_ns: int | None = None
     recorder: str = ""
-    collector_ids: Callable[[Span], tuple[int, int]] | None = None
+    collector_ids: Callable[[Span, str], tuple[int, int]] | None = None
     make_upkeep: Callable[[], Upkeep | None] = lambda: None
     benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None

@@ -82,6 +82,11 @@ class Exporting(Recorded):
             self.handover.leave_to_agent()
         elif self._reads_for_keys():
             self.handover.read_back()
+        if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
+            run = files.run_shared() or ("" if self.handover.has_agent else files.run_told())
+            if run != self._exporter.ids.run:
+                self._exporter.ids.run = run
+                RECORDER.tell(self._facts())
 
     def _is_left_to_agent(self) -> bool:
         """Whether an agent is there that the session before this one has left its export to."""

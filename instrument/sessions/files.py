@@ -27,6 +27,7 @@ from instrument.trace.text import clean
 
 _NUMBERED = re.compile(r"(\{(?:run|pid|window)\})")
 RUN_VARIABLE = "INSTRUMENT_RUN"
+SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
 _RUN = re.compile(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
 """Where a report may go that is no file."""
@@ -55,6 +56,16 @@ def run_told() -> str:
     """The run of `instrument run` that this process is of, "" for none."""
     told = os.environ.get(RUN_VARIABLE, "")
     return told if _RUN.fullmatch(told) else ""
+
+
+def run_of_keys() -> str:
+    """The run in which a key names one request: what runs of several hosts call it, or that of `instrument run`."""
+    return run_shared() or run_told()
+
+
+def run_shared() -> str:
+    """What runs of several hosts call the one that they are together, "" where nobody says so."""
+    return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:

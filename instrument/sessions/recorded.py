@@ -37,7 +37,8 @@ from instrument.recorder.ticks import Ticks
 from instrument.recording.distributions import SERIES_LIMIT, Snapshot
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.meter_place import MeterState
-from instrument.recording.remote_parents import remote_of
+from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import UNTIMED, Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace
 from instrument.recording.tally import Tally
 from instrument.report.coverage import NO_EVENTS
@@ -236,7 +237,19 @@ class Recorded:
         ids, remote = self.ids(), remote_of(told)
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
-        return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample)), ""
+        own = RemoteParent(ids.trace_id(root_id), 0, int(is_sampled(root_id, self.profile.capture.sample)))
+        if ids.run:  # whoever exports this is to leave it its trace, which others know now
+            annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
+            annotate({REMOTE: noted(own)})
+        return own.trace_id, ids.span_id(span_id), own.flags, ""
+
+    def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
+        """Trace id and span id of a request that is known by a key first, "" for none."""
+        from instrument.trace.grafted import trace_id_of
+
+        trace_id, span_id = self.ids().of(span)
+        run = self.ids().run if key and span.remote is None and not self.handover.is_own else ""
+        return trace_id_of(run, key) if run else trace_id, span_id
 
     @property
     def times_devices(self) -> bool:
@@ -258,7 +271,7 @@ class Recorded:
             digest=self.digest,
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
-            run=files.run_told(),
+            run=files.run_of_keys(),
         )
 
     def _facts(self) -> Mapping[str, Any]:
@@ -474,7 +487,7 @@ class Recorded:
             window_ns=window_ns,
             recorder="native" if RECORDER.native else "pure",
             make_upkeep=lambda: self.account.upkeep(self._ticks.clock, self.profile.limits.ring_bytes),
-            collector_ids=None if self._exporter is None else self._exporter.ids.of,
+            collector_ids=None if self._exporter is None else self._ids_at_collector,
             make_startup=self.startup,
         )
 

@@ -172,7 +172,9 @@ class KeyFactsReader:
                 continue
             if span.span_id == span.root_id:
                 known = before.get(span.span_id)
-                remote = _remote_of(span.attributes, details.get(span.span_id)) if known is None else known.remote
+                remote = None if known is None else known.remote
+                if remote is None:  # it is noted of a trace that is handed on, too
+                    remote = _remote_of(span.attributes, details.get(span.span_id))
                 within = known.within if known is not None else _root_around(span.parent_id, opened, ())
                 around = self._open.get(within) or before.get(within)
                 remote_around = None if around is None else around.remote
@@ -315,12 +317,12 @@ class KeyFactsReader:
             for root_id, parent_id, start_ns, end_ns in zip(*columns, strict=True):
                 known = before.get(root_id)
                 if known is None:
-                    remote = _remote_of({}, details.get(root_id))
                     within = root_around(parent_id)
                     around = self._open.get(within) or before.get(within)
                     remote_around = _remote_of({}, details.get(within)) if around is None else around.remote
-                    known = KeyedRoot(root_id, start_ns, None, remote, within, remote_around)
-                self._facts.roots.append(known._replace(end_ns=end_ns))
+                    known = KeyedRoot(root_id, start_ns, None, None, within, remote_around)
+                remote = _remote_of({}, details.get(root_id)) if known.remote is None else known.remote
+                self._facts.roots.append(known._replace(end_ns=end_ns, remote=remote))
                 self._keyed.discard(root_id)
                 self._over[0].append(root_id)
                 self._open.pop(root_id, None)

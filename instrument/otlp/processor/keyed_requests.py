@@ -18,6 +18,7 @@ from typing import Protocol
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.handed_over import SpansWithKeys, SpanWithKey
 from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts
+from instrument.otlp.processor.key_traces import KeyTraces
 from instrument.otlp.processor.known_request import OPEN_NS, Giver, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import NO_PHASES, OwnPhases
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
@@ -74,6 +75,7 @@ class KeyedRequests:
         self._read_ns: dict[str, int] = {}
         """To which time each process has been read."""
         self._forgotten = self._misplaced = self._left_out = 0
+        self.traces = KeyTraces()
         self.known_since_ns = 0
         """What was done for requests before was read by another one."""
 
@@ -125,11 +127,13 @@ class KeyedRequests:
             caller = _caller_of(root.root_id, remote, ids)
             is_sure = is_sampled(root.root_id, sample) if remote is None else bool(remote.flags & 1)
             request = KeyedRequest(ids.instance, root.start_ns, OPEN_NS, caller, is_sure)
-            request.has_caller = remote is not None
+            request.run = ids.run
             self._by_root[root_of] = request
             if root.within:
                 unknown = KeyedRequest(ids.instance, 0, OPEN_NS, _caller_of(root.within, root.remote_around, ids))
                 request.within = self._by_root.get((ids.seeds, root.within), unknown)
+        if root.remote is not None:  # which may be its own, as that was handed on
+            request.has_caller, request.run = True, ""
         if root.end_ns is not None:
             self._end(root_of, root.end_ns, now_ns)
 

@@ -28,6 +28,7 @@ from heapq import heapify, heappop, heappush
 
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.kept_stages import KeptStages
+from instrument.otlp.processor.key_traces import name_unknown
 from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests, batch_of
 from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import OwnPhases
@@ -36,7 +37,7 @@ from instrument.otlp.processor.waiting_spans import Top, WaitingBatches, Waiting
 from instrument.recorder.shared_decisions import LINGER_NS
 from instrument.recorder.shelf import is_sampled
 from instrument.recording.mapped_facts import OpenSpan
-from instrument.recording.remote_parents import LINK, LinkedRequest, RemoteParent, link_of
+from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, LinkedRequest, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, Span
 
@@ -61,7 +62,7 @@ class KeyedTrees:
         self._has_keys = False
         self._moved: OrderedDict[int, Top] = OrderedDict()
         self._callers: OrderedDict[int, RemoteParent] = OrderedDict()
-        """Of requests that are parts of others what they lie below: of them there may be more to come."""
+        """What requests lie below that are parts of others, or in traces of keys: of them there may be more to come."""
         self._several: OrderedDict[int, KeyedRequest] = OrderedDict()
         """Requests with several keys whose trees were sent, or let go: of them there may be more to come."""
         self._taken: OrderedDict[int, set[int]] = OrderedDict()
@@ -118,6 +119,8 @@ class KeyedTrees:
         for root_id, spans in loose.items():
             self._place(spans, opened, again, is_kept=is_sampled(root_id, sample), ready=ready)
         ready.extend(self._due(opened, is_last=is_last, at_once=at_once))
+        for spans in ready if self._ids.run else ():
+            self._name_causes(spans)
         self.note_work(at_once=False)
         self.waiting = sum(len(one.spans) for one in self._waiting) + len(self._unplaced) + len(self._batches)
         return ready
@@ -451,20 +454,37 @@ class KeyedTrees:
                     span.remote = self._callers.get(span.root_id, span.remote)
             elif one.is_request:
                 self._link_to_around(spans[0])
+                own = requests.known(self._ids, spans[0].root_id)
+                if (named := requests.traces.name_kept(spans, own, self._ids)) is not None:
+                    self._note_caller(spans[0].root_id, named)
                 self._note(spans)
             elif (one.was_known and not is_over) or not one.is_kept:
                 return []
+            elif request is None:
+                name_unknown(spans, top_id, key, self._ids)
         else:
             caller = self._below(one, request)
             for span in spans:
                 span.root_id, span.remote = top_id, caller
             if one.is_request:
-                self._callers[top_id] = caller
-                if len(self._callers) > KEYS_KNOWN:
-                    self._callers.popitem(last=False)
+                self._note_caller(top_id, caller)
             requests.add(request, spans, self._ids)
         self._link(spans)
         return [spans]
+
+    def _name_causes(self, spans: Sequence[Span]) -> None:
+        """What came from a request that has the trace of its key is linked to it there."""
+        for span in spans:
+            cause = span.attributes.get(LINK) if span.attributes else None
+            if isinstance(cause, tuple | list) and len(cause) == 2 and LINK_TRACE_ID not in span.attributes:
+                caller = self._callers.get(int(cause[1]))
+                if caller is not None:
+                    span.attributes = {**span.attributes, LINK_TRACE_ID: f"{caller.trace_id:032x}"}
+
+    def _note_caller(self, root_id: int, caller: RemoteParent) -> None:
+        self._callers[root_id] = caller
+        if len(self._callers) > KEYS_KNOWN:
+            self._callers.popitem(last=False)
 
     def _note(self, spans: Sequence[Span]) -> None:
         """A request is kept, and so are those of its tree that are requests of their own."""
@@ -512,12 +532,14 @@ class KeyedTrees:
         """Link a request that began within another one, and is no part of it, to the span in which it did."""
         around = self._requests.began_within(root, self._ids)
         if around is not None and LINK not in root.attributes:
-            root.attributes = {**root.attributes, **link_of(root.parent_id, 0, around.caller)}
+            root.attributes = {**root.attributes, **link_of(root.parent_id, 0, self._requests.traces.name(around))}
 
     def _link(self, spans: Sequence[Span]) -> None:
         for span in spans:
             keys = batch_of(span.attributes)
             found = (self._requests.linked(key, span.start_ns, is_sure=False) for key in keys)
-            links = dict.fromkeys(LinkedRequest(0, 0, one.caller) for one in found if one is not None)
+            links = dict.fromkeys(
+                LinkedRequest(0, 0, self._requests.traces.name(one)) for one in found if one is not None
+            )
             if links:
                 span.links = tuple(links)

@@ -59,6 +59,8 @@ class KeyedRequest:
     of which it was known first. `strays` are those of other requests, and `below_strays` lie those of yet others;
     `sent` says how many spans have gone with it by keys that may turn out to be such, and `below_others` are its phases
     by these.
+
+    Its trace is still to be that of its first key in a `run`, where nobody knows it by another one yet.
     """
 
     instance: str
@@ -83,6 +85,7 @@ class KeyedRequest:
     elsewhere: dict[str, Edges] = field(default_factory=dict)
     below_others: dict[str, Edges] = field(default_factory=dict)
     missing_ns: int = NEVER_NS
+    run: str = ""
 
     @property
     def is_open(self) -> bool:
