@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from instrument import clock
-from instrument.agent import journal, runs
+from instrument.agent import departure, journal, runs
+from instrument.agent.client import Member
 from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
 from instrument.agent.peer import Connection
-from instrument.agent.processes import GOODBYE, Process, Run, exit_fd_of
+from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
+from instrument.agent.screen import Looker
 from instrument.runtime import packets, run_folder
 
 
@@ -166,6 +168,27 @@ def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_t
         agent.turn()
     agent.close()
     assert said[0].startswith(f"instrument: process {other.pid} of shop ended without a goodbye")
+
+
+def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+        told = {"run": "one", "service": "shop", "generation": 1, "digest": "0"}
+        known = Process(
+            run=Run("one"),
+            pid=other.pid,
+            started=started,
+            facts=told,
+            joined_ns=0,
+            exit_fd=exit_fd_of(other.pid, started),
+        )
+        journal.note(tmp_path, known)
+        known.release()
+        other.kill()
+    (missed,) = journal.missed(tmp_path, Run)
+    missed.ended_ns, missed.how = time.monotonic_ns(), VANISHED
+    (shown,) = Looker("one").look([Member(departure.facts_of(missed))]).processes
+    assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)
 
 
 def test_who_was_hung_up_on_is_told_so_also_while_the_agent_has_a_recording_read() -> None:

@@ -42,6 +42,7 @@ def facts_of(process: Process) -> dict[str, Any]:
         "has_recorded": process.has_recorded,
         "joined_ns": process.joined_ns,
         "ended_ns": process.ended_ns,
+        "is_missed": process.is_missed,
         "how": process.how,
         "status": process.status,
         "hears": process.hears,

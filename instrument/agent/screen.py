@@ -74,7 +74,7 @@ class ProcessNow:
     """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses.
 
     Calls, cost and losses of one that has ended are in its report, and nobody knows them of one whose recording cannot
-    be read: None here.
+    be read: None here. So is the time that one was up whose begin and end its agent has not seen.
     """
 
     pid: int
@@ -82,7 +82,7 @@ class ProcessNow:
     state: str
     generation: int
     digest: str
-    up_ns: int
+    up_ns: int | None
     calls: int | None
     cost_ratio: float | None
     lost: int | None
@@ -266,7 +266,9 @@ def _process(member: Member, seen: _Seen | None) -> ProcessNow:
     facts, now_ns = member.facts, time.monotonic_ns() if seen is None else seen.at_ns
     origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
     state = facts["how"] or ("idle" if seen is None else seen.state)
-    up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
+    up_ns = None
+    if not facts.get("is_missed"):
+        up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
     calls, lost, spent_ns = None, None, 0.0
     if not facts["how"]:
         calls, lost = (0, 0) if seen is None else (seen.calls, sum(seen.losses.values()))
@@ -281,7 +283,7 @@ def _process(member: Member, seen: _Seen | None) -> ProcessNow:
         digest=str(origin["digest"])[:64],
         up_ns=up_ns,
         calls=calls,
-        cost_ratio=None if calls is None else share(spent_ns, up_ns),
+        cost_ratio=None if calls is None or up_ns is None else share(spent_ns, up_ns),
         lost=lost,
     )
 

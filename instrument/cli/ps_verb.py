@@ -40,7 +40,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
             [one.service, str(one.pid), "ended" if one.state == GOODBYE else one.state,
-             compact(one.up_ns / 1e9), f"{one.generation} ({one.digest})",
+             compact(None if one.up_ns is None else one.up_ns / 1e9), f"{one.generation} ({one.digest})",
              _told(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", _told(one.lost)]
             for one in screen.processes
         ]  # fmt: skip
