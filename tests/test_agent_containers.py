@@ -192,6 +192,27 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
 
 
 @pytest.mark.slow
+def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it_does_not_answer() -> None:
+    service = begin("import engine; engine.step(1); print('ready', flush=True); input()")
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (agent,) = agents()
+    (run,) = run_folder.found()
+    refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
+    assert f"an agent (process {agent}) listens there already\n" in refused.stderr
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        shown = done_by("ps", run.name).stdout
+        refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    way_out = f", and does not answer; `kill -9 {agent}` ends it, so that another one can take over\n"
+    assert shown.endswith(f", an agent (process {agent}) listens{way_out}")
+    assert refused.stderr.endswith(f": an agent (process {agent}) listens there already{way_out}")
+    service.communicate("\n", timeout=240)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "limits: {ring: 1MiB, ring_dir: ./rings}\n"], ids=["memory", "files"])
 def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: str) -> None:
     Path("profile.yaml").write_text(PROFILE + where)

@@ -15,9 +15,6 @@ from instrument.agent import journal
 from instrument.errors import InstrumentError
 from instrument.runtime import packets, run_folder
 
-ANSWER_S = 5.0
-"""The longest that an agent is waited for; one that is stopped answers nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -110,7 +107,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
     """The runs that an agent serves."""
     members: list[Member] = []
     try:
-        with run_folder.called(socket, ANSWER_S) as caller:
+        with run_folder.called(socket, run_folder.ANSWER_S) as caller:
             packets.send(caller, {"ask": "processes", "memory": memory})
             while True:
                 message, descriptors = packets.receive(caller)
@@ -140,6 +137,9 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
 def _why_silent(socket: Path, error: Exception) -> str:
     """Why nobody answers, and what to do."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        holder = run_folder.holder_of(socket)
+        if isinstance(error, TimeoutError) and holder is not None:
+            return f"{run_folder.named(holder)} listens{run_folder.in_the_way(holder)}"
         return f"its agent does not answer: {error}"
     folder = socket.parent
     if folder not in run_folder.found():

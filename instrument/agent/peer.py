@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,8 +18,6 @@ WAITING_PACKETS = 1024
 _JOIN = b'{"join":'
 """How such a packet begins."""
 
-_CREDENTIALS = struct.Struct("3i")
-
 
 class Connection:
     """The agent's end."""
@@ -28,7 +25,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.setblocking(False)
-        self.pid, self.uid = _peer_of(sock)
+        self.pid, self.uid = packets.peer_of(sock)
         self._waiting: deque[tuple[packets.Message, list[int]]] = deque()
         self._is_deaf = self.is_broken = False
 
@@ -106,12 +103,3 @@ class Connection:
         while self._waiting:
             self._drop_first()
         self.sock.close()
-
-
-def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Number and user of who connected; -1 for a user that is not told. A number of 0: it is in another namespace."""
-    try:
-        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    except OSError:
-        return 0, -1
-    return pid, uid

@@ -155,6 +155,7 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
     """Be the agent of a run, on the socket that the descriptor is; with what it has to say on standard error if so."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
+    listener.listen(run_folder.WAITING)  # again: who connects is told who listens, not who made the socket
     os.set_inheritable(descriptor, False)
     folder = Path(os.fsdecode(listener.getsockname())).parent
     try:

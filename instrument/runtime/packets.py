@@ -10,6 +10,7 @@ import _socket
 import array
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ DESCRIPTORS = 2
 FAMILY, KIND = _socket.AF_UNIX, _socket.SOCK_SEQPACKET
 
 Message = Mapping[str, Any]
+
+_CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
@@ -66,3 +69,16 @@ def _parsed(data: bytes, flags: int) -> Message:
     if not isinstance(message, dict):
         raise PacketError("found a packet that is no JSON object")
     return message
+
+
+def peer_of(connection: _socket.socket) -> tuple[int, int]:
+    """Number and user of the other end: who connected, or who said last that it listens; -1 for a user not told.
+
+    A number of 0 is one of another namespace.
+    """
+    try:
+        found = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(found)
+    except OSError:
+        return 0, -1
+    return pid, uid

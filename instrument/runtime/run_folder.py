@@ -31,6 +31,9 @@ ADDRESS_BYTES = 107
 WAITING = 512
 """How many processes may be about to join while the agent is busy."""
 
+ANSWER_S = 5.0
+"""The longest that an agent is waited for; one that is stopped answers nothing."""
+
 _RUN = re.compile(r"[\w.-]{1,64}")
 
 
@@ -69,8 +72,11 @@ def refuse_shared(folder: Path) -> None:
 
 def listen(path: Path) -> socket.socket:
     """An agent's socket at a path, in place of one that nobody listens on. Raises `OSError`."""
-    if is_heard(path):
-        raise FileExistsError(f"{path}: an agent listens there already")
+    holder = holder_of(path)
+    if holder is not None:
+        raise FileExistsError(
+            f"{path}: {named(holder)} listens there already{'' if _answers(path) else in_the_way(holder)}"
+        )
     path.unlink(missing_ok=True)
     listener = socket.socket(packets.FAMILY, packets.KIND)
     try:
@@ -86,15 +92,41 @@ def listen(path: Path) -> socket.socket:
 
 def is_heard(path: Path) -> bool:
     """Whether anybody listens on a socket."""
+    return holder_of(path) is not None
+
+
+def holder_of(path: Path) -> int | None:
+    """The number of the process that listens on a socket, even one that is stopped: 0 where it is not told, None for
+    nobody.
+    """
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
         try:
             caller.connect(os.fspath(path))
         except BlockingIOError:
-            return True  # its queue is full
+            return 0  # its queue is full
         except OSError:
-            return False
-        return True
+            return None
+        return packets.peer_of(caller)[0]
+
+
+def named(holder: int) -> str:
+    """An agent in words, by the number of its process where that is told."""
+    return f"an agent (process {holder})" if holder else "an agent"
+
+
+def in_the_way(holder: int) -> str:
+    """What there is to say of an agent that listens and says nothing."""
+    advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
+    return f", and does not answer{advice}"
+
+
+def _answers(path: Path) -> bool:
+    """Whether the agent that listens on a socket says anything."""
+    with suppress(OSError, packets.PacketError), called(path, ANSWER_S) as caller:
+        packets.send(caller, {"ask": "processes"})
+        return packets.receive(caller)[0] is not None
+    return False
 
 
 def found() -> list[Path]:
