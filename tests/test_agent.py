@@ -538,6 +538,91 @@ def test_a_process_is_named_whose_agent_was_killed_before_it_had_saved_what_that
     assert list(path.parent.iterdir()) == []
 
 
+SAVES_WHEN_TOLD = """
+import sys, time
+from pathlib import Path
+from instrument.agent import crash_capture
+from instrument.cli import main
+
+def wait_and_capture(*args, capture=crash_capture.capture, **more):
+    while not Path("go").exists():
+        time.sleep(0.01)
+    return capture(*args, **more)
+
+crash_capture.capture = wait_and_capture
+sys.exit(main(["agent", "--socket", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_agent_was_about_to_save_of_a_process_is_awaited_and_told_by_the_next_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "beside" / "agent.sock"
+    first = subprocess.Popen([sys.executable, "-c", SAVES_WHEN_TOLD, path], stderr=subprocess.PIPE, text=True)
+    until(lambda: run_folder.is_heard(path))
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    service = begin("""
+        import engine
+        from instrument import scope
+        engine.step(1)
+        with scope("POST /generate", kind="request"):
+            engine.say_and_hang()
+    """)
+    assert service.stdout is not None
+    service.stdout.readline()
+    service.kill()
+    service.communicate()
+    (saves,) = until(lambda: children_of(first.pid))
+    until(lambda: str(saves) in Path("/proc/locks").read_text().split())
+    first.kill()
+    first.wait(240)
+    with subprocess.Popen([*INSTRUMENT, "agent", "--socket", path], stderr=subprocess.PIPE, text=True) as other:
+        assert other.stderr is not None
+        other.stderr.readline()
+        until(lambda: children_of(other.pid))
+        Path("go").touch()
+        line = other.stderr.readline()
+        assert line.startswith(f"instrument: process {service.pid} of shop ended without a goodbye")
+        assert ": it died in request `POST /generate`, " in line
+        saved = line.rpartition("; saved as ")[2].strip()
+        assert {span.site.name for span in file.load(saved).trace().spans} == {"step", "POST /generate"}
+        until(lambda: saved in other.stderr.readline())  # in the report of the run
+        other.terminate()
+    first.communicate()
+
+
+@pytest.mark.slow
+def test_a_report_has_what_was_saved_of_a_process_that_vanished_under_an_agent_before() -> None:
+    service = begin("""
+        import engine, os, signal, sys
+        engine.step(1)
+        worker = os.fork()
+        if not worker:
+            engine.step(2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.wait()
+        sys.stdin.readline()
+    """)
+    assert service.stderr is not None
+    saved = service.stderr.readline().rpartition("; saved as ")[2].strip()
+    (run,) = run_folder.found()
+    until(lambda: len(list(run.glob("*.process"))) == 1)
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
+    with subprocess.Popen([*INSTRUMENT, "agent", "--run", run.name]):
+        until(lambda: agents() and any(one["pid"] == service.pid for one in processes()))
+        _, errors = service.communicate("\n", timeout=240)
+    (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "2"
+    head, *told = errors.partition("Processes: ")[2].splitlines()
+    assert head == "2"
+    (line,) = [line for line in told if saved in line]
+    assert "(without a goodbye; ended under an agent before this one)" in line
+    assert Path(saved).exists()
+
+
 def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_stays() -> None:
     folder = Path("traces")
     folder.mkdir()

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from test_agent import ASK, INSTRUMENT, PROFILE, agents, begin, done_by, folder, processes, until
+from test_agent import ASK, INSTRUMENT, PROFILE, agents, asked, begin, done_by, folder, processes, until
 
 from instrument.cli import main
 from instrument.recording import memory, memory_layout
@@ -133,6 +134,41 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
     agent.communicate(timeout=240)
     assert not path.exists()
     path.parent.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_an_agent_beside_services_that_begins_again_tells_of_those_that_ended_before(
+    how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
+    first = beside("--socket", str(path))
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    service = begin("""
+        import engine, subprocess, sys
+        engine.step(1)
+        subprocess.run([sys.executable, "-c", "import engine; engine.step(1)"])
+        print("worker has ended", flush=True)
+        sys.stdin.readline()
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "worker has ended\n"
+    until(lambda: list(path.parent.glob("*-left.npz")) and len(list(path.parent.glob("*.process"))) == 1)
+    first.send_signal(how)
+    first.communicate(timeout=240)
+    second = beside("--socket", str(path))
+
+    def known() -> list[dict[str, Any]]:
+        return [one["process"] for one in asked(path.parent, {"ask": "processes"})[:-1]]
+
+    until(lambda: any(one["pid"] == service.pid for one in known()))
+    _, errors = service.communicate("\n", timeout=240)
+    second.terminate()
+    second.communicate(timeout=240)
+    (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "2"
+    assert "(ended under an agent before this one)" in errors.partition("Processes: 2\n")[2]
+    path.parent.rmdir()  # nothing is left
 
 
 @pytest.mark.slow

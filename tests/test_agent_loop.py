@@ -152,7 +152,8 @@ def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_t
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL) as other:
         started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
         known = Process(
-            run=Run("one"), pid=other.pid, started=started, facts={"run": "one", "service": "shop"}, joined_ns=0,
+            run=Run("one"), pid=other.pid, started=started, facts={"run": "one", "service": "shop", "captures": "shop"},
+            joined_ns=0,
             exit_fd=exit_fd_of(other.pid, started),
         )  # fmt: skip
         journal.note(Path(), known)
@@ -168,6 +169,27 @@ def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_t
         agent.turn()
     agent.close()
     assert said[0].startswith(f"instrument: process {other.pid} of shop ended without a goodbye")
+
+
+def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_removed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "ABANDONED_S", 0.01)
+    left = [Path(f"{name}-left.npz") for name in ("7-1-gone", "before-8-2-gone", "9-3-one")]
+    for path in left:
+        path.touch()
+    said: list[str] = []
+    agent = Agent(Path(), said.append)
+    with agent.caller() as caller:
+        packets.send(caller, {"join": facts("one")})
+        agent.turn()
+        end = time.monotonic() + 240
+        while not said and time.monotonic() < end:
+            agent.turn()
+        assert [path.exists() for path in left] == [False, False, True]
+    agent.close()
+    assert said[0].startswith("instrument: no report tells of 9 of the processes of the run gone, which ended under")
 
 
 def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:

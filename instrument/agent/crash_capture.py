@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from instrument.recording.spans import Sample, Trace
     from instrument.trace.columns import Trace as Columns
 
+LAST_GAUGES = " Its last gauges, "
+
 REQUESTS_TOLD = 5
 """The most requests that were open which the sentence names; the file has all of them."""
 ATTRIBUTES_TOLD, VALUE_TOLD = 4, 60
@@ -62,6 +64,21 @@ def capture(
     return {"path": path, "died": died, "spans": len(saved.columns)}
 
 
+def found(path: str, run: str) -> Mapping[str, Any] | None:
+    """What `capture` has told nobody of a process of a run, by the file that it has saved; None where there is none."""
+    from instrument.errors import TraceError
+    from instrument.trace import file
+
+    try:
+        saved = file.load(path)
+    except TraceError:
+        return None
+    if not saved.facts.died or saved.facts.origin.run not in ("", run):
+        return None
+    died = saved.facts.died.removeprefix(f"Process {saved.facts.origin.pid} ").rpartition(LAST_GAUGES)
+    return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.columns)}
+
+
 def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
     """What a trace knows, with what its process said of it. Raises `TraceError` for what is not as it should be."""
     from dataclasses import replace
@@ -101,7 +118,7 @@ def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     age_ns = end_ns - max(sample.at_ns for sample in newest.values())
     whose = {device: "" if device == HOST else f"device {device}: " for device in told}
     each = "; ".join(f"{whose[device]}{', '.join(sorted(told[device]))}" for device in sorted(told))
-    return f" Its last gauges, {_length(age_ns)} before: {each}."
+    return f"{LAST_GAUGES}{_length(age_ns)} before: {each}."
 
 
 def death_of(

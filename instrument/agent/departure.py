@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import crash_capture, exit_status, run_report, telling
+from instrument.agent import crash_capture, exit_status, journal, run_report, telling
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
 from instrument.runtime import disk_room
@@ -26,7 +27,7 @@ FOR_REPORT = "-left.npz"
 
 ENDED_BEFORE = "ended under an agent before this one"
 
-_LEFT = re.compile(rf"(before-(?P<count>\d+)|(?P<pid>\d+))-\d+{re.escape(FOR_REPORT)}")
+_LEFT = re.compile(rf"(before-(?P<count>\d+)|(?P<pid>\d+))-\d+-(?P<run>[\w.-]*){re.escape(FOR_REPORT)}", re.ASCII)
 
 _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
@@ -66,17 +67,33 @@ def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], 
 
 
 def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
-    """What lies in the folder of a run of processes that this agent knows nothing of: they ended under one before it.
+    """What lies in a folder of processes of a run that this agent knows nothing of: they ended under one before it.
 
-    How each of them ended went with that one.
+    How each of them ended went with that one, but for those of which a capture was saved.
     """
     known, found = {run.folded, *(one.saved for one in run.processes)}, []
-    for path in sorted(folder.glob(f"*{FOR_REPORT}")):
-        of = _LEFT.fullmatch(path.name)
-        if of is not None and str(path) not in known:
+    for path, of in _left_in(folder):
+        saved = str(path.readlink() if path.is_symlink() else path)
+        if of["run"] != _part_of_name(run) or saved in known:
+            continue
+        if path.is_symlink():
+            name = f"{of['pid']} (without a goodbye; {ENDED_BEFORE}), {saved:.200}"
+        else:
             name = f"that {ENDED_BEFORE}" if of["count"] else f"{of['pid']} ({ENDED_BEFORE})"
-            found.append(ReportedProcess(name, str(path), bool(of["count"]), int(of["count"] or 1)))
+        is_notable = bool(of["count"]) or path.is_symlink()
+        found.append(ReportedProcess(name, str(path), is_notable, int(of["count"] or 1)))
     return found
+
+
+def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+    """The files of a folder that reports of runs are made of, with what the name of each tells."""
+    paths = sorted(folder.glob(f"*{FOR_REPORT}"))
+    return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
+
+
+def _part_of_name(run: Run) -> str:
+    """The name of a run as those of files have it."""
+    return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
 def _is_notable(process: Process) -> bool:
@@ -91,26 +108,52 @@ def _line_in_report(process: Process) -> str:
     return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
-def capture_of(process: Process, path: str) -> Callable[[], Answer]:
-    """What saves what a process has left in memory; of one that vanished also what it was in the middle of."""
+def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
+    """What saves what a process has left in memory; of one that vanished also what it was in the middle of.
+
+    It goes on where the agent is killed meanwhile. The next one waits for it, and takes what is saved for its own.
+    """
     how = _way(process) if process.how == VANISHED else ""
     end_ns, said = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
-    return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
+
+    def job() -> Answer:
+        with journal.held(folder, process):
+            found = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
+            if found is None and process.memory < 0:
+                return {"error": why_unread(process)}
+            return found or crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
+
+    return job
 
 
-def place_for_report(folder: Path, pid: int) -> str:
+def place_for_report(folder: Path, process: Process) -> str:
     """The file for what a process has left for the report of its run."""
-    return str(folder / f"{pid}-{time.monotonic_ns()}{FOR_REPORT}")
+    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_part_of_name(process.run)}{FOR_REPORT}")
 
 
-def place_for_folded(folder: Path, processes: int) -> str:
-    """The file for what so many processes have left for the report of their run."""
-    return str(folder / f"before-{processes}-{time.monotonic_ns()}{FOR_REPORT}")
+def place_for_folded(folder: Path, run: Run) -> str:
+    """The file for what the processes of a run that are folded have left for its report."""
+    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_part_of_name(run)}{FOR_REPORT}")
+
+
+def link_to_capture(folder: Path, process: Process) -> str:
+    """A link to a process's capture, by which an agent after this one knows of it; "" where there can be none."""
+    link = place_for_report(folder, process)
+    try:
+        Path(link).symlink_to(process.saved)
+    except OSError:
+        return ""
+    return link
+
+
+def captures_for_reports(folder: Path) -> set[str]:
+    """The captures that reports are still to be made of."""
+    return {str(path.readlink()) for path, _ in _left_in(folder) if path.is_symlink()}
 
 
 def remove_for_report(folder: Path, run: Run) -> None:
     """Remove what was saved in a folder for the report of a run. Raises nothing."""
-    remove_saved(folder, [run.folded, *(one.saved for one in run.processes)])
+    remove_saved(folder, [str(path) for path, of in _left_in(folder) if of["run"] == _part_of_name(run)])
 
 
 def remove_saved(folder: Path, paths: Iterable[str]) -> None:
@@ -121,11 +164,20 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove what an agent before this one had saved in its folder for reports, which nobody makes any more."""
-    for path in folder.glob(f"*{FOR_REPORT}"):
-        with suppress(OSError):
-            path.unlink()
+def remove_abandoned(folder: Path, runs: Iterable[Run]) -> list[str]:
+    """Remove what an agent before this one had saved in its folder for reports of other runs than these, which nobody
+    makes any more. Returns what there is to say of it.
+    """
+    known, counts = {_part_of_name(run) for run in runs}, Counter[str]()
+    for path, of in _left_in(folder):
+        if of["run"] not in known:
+            counts[of["run"]] += int(of["count"] or 1)
+            remove_saved(folder, [str(path)])
+    return [
+        f"instrument: no report tells of {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of the "
+        "others has come back"
+        for run, count in counts.items()
+    ]
 
 
 def why_unread(process: Process) -> str:

@@ -2,16 +2,17 @@
 
 A process whose agent has gone joins the next one by itself. Who ended in between, or so shortly before that the agent
 had not saved what it left, is known by its file alone: what it recorded went with it or with that agent, but for what
-lies in a file of its own (`limits.ring_dir`).
+lies in a file of its own (`limits.ring_dir`), and what a child of that agent has still saved, which holds it meanwhile.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from instrument import clock
@@ -35,6 +36,22 @@ def forget(folder: Path, process: Process) -> None:
     """A process has ended, and is told of; one without a goodbye once what it left is saved."""
     with suppress(OSError):
         _place(folder, process).unlink()
+
+
+@contextmanager
+def held(folder: Path, process: Process) -> Iterator[None]:
+    """Hold what is noted of a process while what it left is saved, once nobody else does that any more."""
+    try:
+        descriptor = os.open(_place(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # its end cannot be seen, or it is told of already
+        yield
+        return
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:

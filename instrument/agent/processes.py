@@ -29,7 +29,8 @@ class Process:
     It `hears` what it is asked where it has a thread for that, which begins when it first records.
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
-    by the process where it `saves_itself`. One that had nobody beside it `told_of_itself`, and left no such file.
+    by the process where it `saves_itself`; `link` is one that leads there where it is a capture.
+    One that had nobody beside it `told_of_itself`, and left no such file.
     `is_missed` says that its run's agent went before it had saved what it left, `is_elsewhere` that its number is one
     of another namespace: it lives as long as it is connected.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
@@ -49,6 +50,7 @@ class Process:
     hears: bool = False
     goodbye: dict[str, Any] | None = None
     saved: str = ""
+    link: str = ""
     is_saving: bool = False
     saves_itself: bool = False
     told_of_itself: bool = False

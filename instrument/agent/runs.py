@@ -9,7 +9,7 @@ import os
 import selectors
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from instrument.agent.processes import (
     exit_fd_of_another,
     image_of,
 )
-from instrument.agent.run_report import ReportedProcess
 from instrument.recording import export_place
 from instrument.runtime import run_folder
 
@@ -59,6 +58,12 @@ ENDED = 16
 
 START_S = 10.0
 """How long after its start somebody of a run must have joined, or it is said that nobody has."""
+
+
+ABANDONED_S = 60.0
+"""How long after the begin of an agent that serves whoever joins it keeps for their reports what the one before it left
+of runs of which nobody has come back.
+"""
 
 
 class Runs:
@@ -94,7 +99,7 @@ class Runs:
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
         if own is None:
-            departure.remove_abandoned(folder)
+            loop.after(ABANDONED_S, self._remove_abandoned)
         else:
             if own.first and own.first_fd < 0:
                 own.first_fd = exit_fd_of(own.first, 0)
@@ -121,8 +126,8 @@ class Runs:
         """Whether nothing is being done about those that have ended."""
         return self._jobs.is_idle
 
-    def close(self) -> None:
-        """Leave all as it is."""
+    def close(self, kept: Collection[Run] = ()) -> None:
+        """Leave all as it is. What was saved for the reports of those `kept` stays, for an agent after this one."""
         self._jobs.stop()
         self.exports.stop()
         self.exports.forget_missed()
@@ -130,7 +135,7 @@ class Runs:
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:
-            self._forget(run)
+            self._forget(run, keeps_files=run in kept)
             if run.first_fd >= 0:
                 os.close(run.first_fd)
 
@@ -213,7 +218,7 @@ class Runs:
         is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            has_others = run.recorded() not in ([], [process]) or bool(self._left_before(run))
+            has_others = run.recorded() not in ([], [process]) or bool(departure.left_before(self._folder, run))
             process.told_of_itself = is_last and not has_others
             is_part = process.has_recorded and not process.told_of_itself
             process.is_saving = is_part
@@ -223,7 +228,7 @@ class Runs:
                 self._save(process)
             elif is_part:
                 process.saves_itself = True
-                process.saved = answer["save"] = departure.place_for_report(self._folder, process.pid)
+                process.saved = answer["save"] = departure.place_for_report(self._folder, process)
             if not is_last:
                 answer["others"] = True
             elif has_others:
@@ -250,11 +255,7 @@ class Runs:
                 self._say(run, str(answer["report"]))  # who waited for it has not waited so long
             self._end_of(run)
 
-        self._jobs.start(departure.report_of(run, self._left_before(run)), then)
-
-    def _left_before(self, run: Run) -> list[ReportedProcess]:
-        """What others left under an agent before this one; who serves whoever joins cannot tell of which run it is."""
-        return departure.left_before(self._folder, run) if run is self._own else []
+        self._jobs.start(departure.report_of(run, departure.left_before(self._folder, run)), then)
 
     def saved(self, process: Process) -> None:
         """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
@@ -317,13 +318,13 @@ class Runs:
     def _save(self, process: Process) -> None:
         """Save for the run's report what a process has left in memory."""
         process.saves_itself = False
-        process.saved = departure.place_for_report(self._folder, process.pid)
+        process.saved = departure.place_for_report(self._folder, process)
 
         def then(answer: Any) -> None:
             process.saved = str(answer.get("path", ""))
             self.saved(process)
 
-        self._jobs.start(departure.capture_of(process, process.saved), then)
+        self._jobs.start(departure.capture_of(process, process.saved, self._folder), then)
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
@@ -351,22 +352,23 @@ class Runs:
         """Save what a process that vanished has left, and say so."""
         run = process.run
         run.captures += 1
-        if process.memory < 0:
+        if process.memory < 0 and not process.is_missed:
             self._captured(process, {"error": departure.why_unread(process)})
             return
-        if run.captures > CAPTURES:
+        if run.captures > CAPTURES and process.memory >= 0:
             error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
             self._say(run, departure.line_of(process, error), process)
             self._save(process)
             return
         path = departure.place_of_capture(process, self._captures)
-        self._jobs.start(departure.capture_of(process, path), partial(self._captured, process))
+        self._jobs.start(departure.capture_of(process, path, self._folder), partial(self._captured, process))
 
     def _captured(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
             service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
-            kept = {one.saved for run in self for one in run.processes}
+            process.link = departure.link_to_capture(self._folder, process)
+            kept = {one.saved for run in self for one in run.processes} | departure.captures_for_reports(self._folder)
             departure.make_room(Path(process.saved), service, kept, disk_bytes)
         self._say(process.run, departure.line_of(process, answer), process)
         self.saved(process)
@@ -407,15 +409,16 @@ class Runs:
             run.processes.remove(process)
             process.release()
         run.folded_ends.update(map(departure.end_of, first))
-        paths = [path for path in [run.folded, *(one.saved for one in first)] if path]
-        into = departure.place_for_folded(self._folder, run.folded_ends.total())
+        own = [one.link or one.saved for one in first]
+        paths = [path for path in [run.folded, *own] if path]
+        into = departure.place_for_folded(self._folder, run)
 
         def then(answer: Any) -> None:
             run.unfolded += int(answer.get("unread", len(first)))
             if answer.get("path"):
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
-                departure.remove_saved(self._folder, [into, *(one.saved for one in first)])
+                departure.remove_saved(self._folder, [into, *own])
             self._trim(run)
             self._report_if_due(run)
             self._end_of(run)
@@ -434,7 +437,7 @@ class Runs:
             return  # what is being saved of it calls again
         if not run.is_told and any(one.facts.get("report") for one in run.recorded()):
             run.is_told = True
-            report = departure.report_of(run, self._left_before(run))
+            report = departure.report_of(run, departure.left_before(self._folder, run))
             self._jobs.start(report, lambda answer: self._told(run, answer))
             return
         if run is self._own:
@@ -463,11 +466,17 @@ class Runs:
         if self._own is not None:
             self._end_of(self._own)
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Run, *, keeps_files: bool = False) -> None:
         for process in run.processes:
             process.release()
-        departure.remove_for_report(self._folder, run)
+        if not keeps_files:
+            departure.remove_for_report(self._folder, run)
         self._runs.pop(run.name, None)
+
+    def _remove_abandoned(self) -> None:
+        for text in departure.remove_abandoned(self._folder, self):
+            if self._says is not None:
+                self._says(text)
 
     def _told(self, run: Run, answer: Any) -> None:
         if answer.get("report"):

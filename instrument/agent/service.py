@@ -69,8 +69,9 @@ class Agent:
             while not self._is_over:
                 self._loop.turn()
         finally:
+            go_on = [run for run in self._runs if run.living()]
             self._loop.drop_all()
-            self._runs.close()
+            self._runs.close(go_on)
             self._loop.close()
             os.close(self._wake)
             os.close(self._waker)

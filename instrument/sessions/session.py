@@ -63,7 +63,7 @@ without one."""
 UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
 
 
-UNTOLD = "agent: nobody has told how process %s ended, or of what it recorded: the agent of the run had gone"
+UNTOLD = "agent: nobody has told how process %s ended, or whether it left a capture: the agent of the run had gone"
 UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
 
 
