@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -246,6 +247,41 @@ def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it
     assert shown.endswith(f", an agent (process {agent}) listens{way_out}")
     assert refused.stderr.endswith(f": an agent (process {agent}) listens there already{way_out}")
     service.communicate("\n", timeout=240)
+
+
+@pytest.mark.slow
+def test_an_agent_that_goes_on_after_another_has_taken_its_place_prints_and_removes_nothing() -> None:
+    service = begin("""
+        import engine, os, sys
+        engine.step(1)
+        worker = os.fork()
+        if not worker:
+            engine.step(2)
+            sys.stdin.readline()
+            sys.exit()
+        print("ready", flush=True)
+        os.wait()
+        sys.stdin.readline()
+    """)
+    assert service.stdout is not None
+    assert service.stdin is not None
+    assert service.stdout.readline() == "ready\n"
+    (run,) = run_folder.found()
+    until(lambda: len([one for one in processes() if one["hears"]]) == 2)
+    (before,) = agents()
+    stopped = os.pidfd_open(before)
+    os.kill(before, signal.SIGSTOP)
+    (run / run_folder.SOCKET).unlink()
+    after = beside("--run", run.name)
+    os.kill(before, signal.SIGCONT)
+    assert select.select([stopped], [], [], 240)[0]  # it ends
+    os.close(stopped)
+    assert run_folder.is_heard(run / run_folder.SOCKET)
+    until(lambda: len([one for one in processes() if one["hears"]]) == 2)  # they have joined the other one
+    _, errors = service.communicate("\n\n", timeout=240)
+    _, said = after.communicate(timeout=240)
+    assert (errors + said).count("Summary of shop") == 1
+    assert not run.exists()
 
 
 @pytest.mark.slow

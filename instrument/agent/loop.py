@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from instrument.agent.peer import Connection
-from instrument.runtime import packets
+from instrument.runtime import packets, run_folder
 
 CONNECTIONS = 2048
 """The most at a time; a new one beyond them is closed."""
@@ -38,6 +39,8 @@ class EventLoop:
         says: Callable[[str], object] | None,
     ) -> None:
         self._listener = listener
+        self._path = Path(os.fsdecode(listener.getsockname()))
+        self._identity = run_folder.identity(self._path)
         self._heard = heard
         self._dropped = dropped
         self._says = says
@@ -47,6 +50,8 @@ class EventLoop:
         """Those of them that nothing has been heard on yet."""
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
+        self.is_replaced = False
+        """Whether another agent has taken the place of this one, which was stopped for long: it does no more."""
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def turn(self) -> None:
@@ -57,11 +62,20 @@ class EventLoop:
         for _, action in due:
             self.attempt(action)
         left_s = min((at for at, _ in self._timers), default=now + 3600.0) - now
-        for key, events in self.selector.select(0.0 if due else max(left_s, 0.0)):
+        found = self.selector.select(0.0 if due else max(left_s, 0.0))
+        if self._is_replaced():
+            self.is_replaced = True
+            return
+        for key, events in found:
             if isinstance(key.fileobj, Connection):
                 self.attempt(partial(self._served, key.fileobj, events))
             elif key.fd in self.selector.get_map():
                 self.attempt(partial(key.data, key.fd))
+
+    def _is_replaced(self) -> bool:
+        """Whether another socket has the name of this one, or the folder has gone with its run."""
+        now = run_folder.identity(self._path)
+        return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Go on with the others whatever becomes of one; a fault of ours is counted, and said once."""

@@ -60,21 +60,25 @@ class Agent:
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
 
-    def serve(self) -> None:
-        """Serve until the run is over, or a signal has come. On the main thread."""
+    def serve(self) -> bool:
+        """Serve until the run is over, or a signal has come; on the main thread.
+
+        Returns False where another agent has taken this one's place: all that is left then is that one's.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
         signal.siginterrupt(signal.SIGTERM, False)
         try:
-            while not self._is_over:
+            while not (self._is_over or self._loop.is_replaced):
                 self._loop.turn()
         finally:
-            go_on = [run for run in self._runs if run.living()]
+            go_on = [run for run in self._runs if run.living() or self._loop.is_replaced]
             self._loop.drop_all()
             self._runs.close(go_on)
             self._loop.close()
             os.close(self._wake)
             os.close(self._waker)
+        return not self._loop.is_replaced
 
     def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
         """Act on a packet. Returns those of its descriptors that are kept."""
@@ -159,20 +163,28 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
     listener.listen(run_folder.WAITING)  # again: who connects is told who listens, not who made the socket
     os.set_inheritable(descriptor, False)
     folder = Path(os.fsdecode(listener.getsockname())).parent
+    is_ours = True
     try:
-        serve_on(listener, folder, Run(run, first), says=says)
+        is_ours = serve_on(listener, folder, Run(run, first), says=says)
     finally:
-        run_folder.remove(folder)
+        if is_ours:
+            run_folder.remove(folder)
 
 
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
-) -> None:
-    """Be the agent on a socket until there is nothing left to do. `captures` is the folder for those of all runs."""
+) -> bool:
+    """Be the agent on a socket until there is nothing left to do. `captures` is the folder for those of all runs.
+
+    Returns whether what is left there is its own: not where another agent has taken its place.
+    """
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    Agent(listener, folder, run, captures, _say if says else None).serve()
+    is_ours = Agent(listener, folder, run, captures, _say if says else None).serve()
+    if says and not is_ours:
+        _say("instrument: another agent has taken the place of this one")
+    return is_ours
 
 
 def _say(text: str) -> None:

@@ -48,10 +48,12 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError(f"agent: cannot listen: {error}") from error
     captures = Path(options.captures).absolute() if options.captures else None
     print(f"instrument: an agent listens at {path}", file=sys.stderr)
+    is_ours = True
     try:
-        service.serve_on(listener, path.parent, run, captures=captures, says=True)
+        is_ours = service.serve_on(listener, path.parent, run, captures=captures, says=True)
     finally:
-        path.unlink(missing_ok=True)
-        if run is not None:
+        if is_ours:
+            path.unlink(missing_ok=True)
+        if is_ours and run is not None:
             run_folder.remove(path.parent)
     return 0

@@ -110,6 +110,15 @@ def holder_of(path: Path) -> int | None:
         return packets.peer_of(caller)[0]
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a socket from another one that takes its place while it is held; None where there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
 def named(holder: int) -> str:
     """An agent in words, by the number of its process where that is told."""
     return f"an agent (process {holder})" if holder else "an agent"
