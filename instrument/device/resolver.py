@@ -284,7 +284,7 @@ class Resolver:
                 error = self.grow(context, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
                 if error:
                     self.fail(context, error)
-            if not self.pair_ns and context.shortest_ns:
+            if not self.pair_ns and context.anchors.newest_event is not None:
                 self.pair_ns = self._measured_cost(context)
             moved = self._resolve(context) or moved
             waits = waits or any(context.under_way.values())
