@@ -22,7 +22,6 @@ from test_agent import INSTRUMENT, children_of, folder, until
 from test_agent_containers import ALONE, has_namespaces
 from test_agent_servers import GUNICORN, of_this_run
 
-from instrument.agent.departure import FOR_REPORT
 from instrument.runtime import run_folder
 
 __all__ = ["folder"]
@@ -183,7 +182,6 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
     path, agent = Path(os.environ["XDG_RUNTIME_DIR"]) / "beside" / "agent.sock", None
     if case.beside:
         path.parent.mkdir(mode=0o700)
-        (path.parent / f"1-1{FOR_REPORT}").touch()  # of an agent before it
         agent = subprocess.Popen(
             [*(ALONE if case.apart else []), *INSTRUMENT, "agent", "--socket", str(path)],
             stderr=subprocess.PIPE,
