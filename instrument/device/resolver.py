@@ -220,11 +220,11 @@ class Resolver:
                 break
             try:
                 moved, waits = self.look()
+                if waits and self.watch():
+                    continue
             except Exception as fault:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
-            if waits and self.watch():
-                continue
             self.thread_ns = time.thread_time_ns()
             self._tell_settled()
             if waits:
