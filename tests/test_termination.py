@@ -137,6 +137,46 @@ def test_a_wrapper_of_somebody_else_around_ours_stays(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+NATIVE = """
+import ctypes, signal, sys, instrument
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+setsig = ctypes.pythonapi.PyOS_setsig  # C's sigaction
+setsig.restype = ctypes.c_void_p
+calls = []
+@handler
+def stop_gracefully(number):
+    calls.append(number)
+    if before:
+        handler(before)(number)  # as tokio's signal-hook does: the default is not called
+before = setsig(signal.SIGTERM, stop_gracefully)
+signal.raise_signal(signal.SIGTERM)
+for _ in range(1000): step(2)  # the handler in Python has its turn meanwhile
+assert calls == [signal.SIGTERM]
+"""
+
+
+def test_a_signal_that_native_code_has_taken_since_ends_nothing(tmp_path: Path) -> None:
+    at_the_end = """
+    instrument.stop()
+    signal.raise_signal(signal.SIGTERM)
+    for _ in range(1000): step(3)
+    assert len(calls) == 2
+    """
+    done = run(tmp_path, NATIVE + textwrap.dedent(at_the_end))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Profiling Report") == 1, done.stderr
+
+
+def test_a_signal_that_native_code_has_given_back_ends_the_session_first(tmp_path: Path) -> None:
+    give_back = """
+    setsig(signal.SIGTERM, ctypes.c_void_p(before))
+    signal.raise_signal(signal.SIGTERM)
+    """
+    done = run(tmp_path, NATIVE + textwrap.dedent(give_back))
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stderr.count("Profiling Report") == 1, done.stderr
+
+
 def test_none_of_it_happens_to_a_service_that_starts_a_session_itself(tmp_path: Path) -> None:
     source = """
     import signal

@@ -5,6 +5,9 @@ begins; uvicorn itself, having shut down, puts back what it found and sends itse
 do the same at the end of a handler of theirs. So the two functions by which Python's code sets and asks for a
 signal's disposition are replaced while the session lasts: where the default is set, ours is; whoever asks for the
 disposition, or is told the previous one, finds the default. What is reset in C is not noticed.
+
+Native code such as tokio takes a signal later by `sigaction`, does its own stop and calls the handler before it.
+Without us that was the default, which nobody calls. So a signal that native code has taken ends nothing here.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class Termination:
         self._get = signal.getsignal
         self._handler = self._handle  # one object, to be known again
         self._is_active = False
+        self._address: int | None = None
+        """The function of CPython that the system calls for each handler in Python."""
 
     def install(self) -> Callable[[], None]:
         """Take over SIGTERM where it has the default, now or later. On the main thread alone; returns the way back."""
@@ -43,7 +48,7 @@ class Termination:
 
         @functools.wraps(bare_set)
         def set_disposition(signalnum: Any, handler: Any) -> Any:
-            before = bare_set(signalnum, self._handler if self._takes(signalnum, handler) else handler)
+            before = self._take(signalnum) if self._takes(signalnum, handler) else bare_set(signalnum, handler)
             return signal.SIG_DFL if before is self._handler else before
 
         @functools.wraps(bare_get)
@@ -59,14 +64,24 @@ class Termination:
             if signal.getsignal is get_disposition:
                 signal.getsignal = bare_get
             for number in (signal.SIGTERM, *RESTORED) if _is_main_thread() else ():
-                if bare_get(number) is self._handler:
+                if bare_get(number) is self._handler and not self._is_native(number):
                     bare_set(number, signal.SIG_DFL)
 
         self._is_active = True
         signal.signal, signal.getsignal = set_disposition, get_disposition
         if bare_get(signal.SIGTERM) == signal.SIG_DFL:
-            bare_set(signal.SIGTERM, self._handler)
+            self._take(signal.SIGTERM)
         return undo
+
+    def _take(self, number: int) -> Any:
+        """Set our handler; returns the one before it."""
+        before = self._set(number, self._handler)
+        self._address = _address_of_handler(number)
+        return before
+
+    def _is_native(self, number: int) -> bool:
+        """Return whether native code has taken the signal since ours was set."""
+        return _address_of_handler(number) != self._address
 
     def _takes(self, number: Any, handler: Any) -> bool:
         """Whether ours is set where this is asked for."""
@@ -78,9 +93,22 @@ class Termination:
         return bool(number == signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._end(number, frame):
+        if not self._is_native(number) and self._end(number, frame):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _address_of_handler(number: int) -> int | None:
+    """Return the C function that the system calls for a signal; None where Python cannot say it."""
+    try:
+        from ctypes import c_void_p, pythonapi
+
+        ask = pythonapi["PyOS_getsig"]  # a function object of our own, unlike the attribute
+        ask.restype = c_void_p
+        address: int | None = ask(number)
+    except (ImportError, AttributeError):
+        return None
+    return address
 
 
 def _is_main_thread() -> bool:
