@@ -1,4 +1,4 @@
-"""`instrument init`: a first profile of what a service did, or of its source, that passes `check` and records."""
+"""`instrument init`: a first profile of what a service did, that passes `check` and records."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--for", "1s"], "--for is for a command"),
+        ([], "init: found no command to observe; give the service's after --"),
         (["-o", "nowhere/p.yaml"], "found no folder"),
         (["--"], "init: nothing to run after --"),
         (["--", "-m"], "init: nothing to run; give `-- script.py"),
@@ -253,65 +253,6 @@ def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
     assert os.waitpid(pid, 0)[1] == 0, told
     assert b"1 interrupts" in told
     assert "__main__:work" in rules_of(Path("profile.yaml").read_text())
-
-
-@pytest.mark.slow
-def test_without_a_command_the_source_is_read_and_nothing_of_it_runs() -> None:
-    write("shop/__init__.py", "")
-    write(
-        "shop/engine.py",
-        """
-        from dataclasses import dataclass
-        from torch import nn
-        from shop.text import tokenize
-
-        @dataclass
-        class Request:
-            request_id: str
-            num_tokens: int
-
-        class Block(nn.Module):
-            def forward(self, x):
-                return x
-
-        class Engine:
-            def add(self, request: Request):
-                self.running = [request]
-                return tokenize(request)
-
-            def step(self, requests: list[Request]):
-                x = 1
-                return x
-        """,
-    )
-    write("shop/text.py", "def tokenize(x):\n    y = x\n    return y\n")
-    write("shop/gone.py", "import a_package_that_is_not_there\ndef predict(x):\n    y = x\n    return y\n")
-    write(
-        "main.py",
-        "from shop.text import tokenize\nprint('main ran')\ndef handle(request_id):\n    return 1\nhandle(1)\n",
-    )
-    write("app.py", "from fastapi import FastAPI\napp = FastAPI()\n@app.post('/x')\ndef x(): return 1\n")
-    write("tests/test_all.py", "def predict(x):\n    y = x\n    return y\n")
-    done = command("init")
-    assert (done.returncode, done.stdout) == (0, "")
-    text = Path("profile.yaml").read_text()
-    assert rules_of(text) == {
-        "shop.engine:Engine.step": {"kind": "step", "batch": "requests[].request_id"},
-        "shop.engine:Engine.add": {"key": "request.request_id"},
-        "main:handle": {"key": "request_id"},
-        "shop.text:tokenize": {"phase": "prepare"},
-    }
-    assert yaml.safe_load(text)["layers"] == [{"type": "Block"}]
-    assert "POST /x" in text
-    assert "shop.gone, for it cannot be imported here: a_package_that_is_not_there not found" in text
-    assert "-- -m uvicorn app:app" in text
-    assert command("check", "profile.yaml").returncode == 0
-
-
-def test_a_folder_without_source_is_told() -> None:
-    done = command("init")
-    assert done.returncode == 2
-    assert "found no source of Python below" in done.stderr
 
 
 def test_own_modules_are_those_beside_the_service_and_those_that_its_command_names(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`instrument init`: write a first profile for a service, from what its processes did or from its source alone."""
+"""The verb `init` writes a first profile for a service, from what its processes did."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SALT_VARIABLE
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import FirstProfile, service_name, text_of
+from instrument.proposal.first_profile import service_name, text_of
 from instrument.proposal.observation import Observation, await_reports, observed
 from instrument.proposal.of_observation import first_profile_of
-from instrument.proposal.of_source import first_profile_of_source
 from instrument.proposal.own_modules import own_names, patterns_of
 from instrument.recorder.scopes import OFF
 
@@ -52,10 +51,10 @@ def add(verbs: Verbs) -> None:
         "init",
         allow_abbrev=False,
         help="write a first profile for a service, with the reason of each rule",
-        usage="instrument init [--for TIME] [-o FILE] [--force] [-- script.py [argument ...] | -- -m module ...]",
-        description="With a command it runs that, with all functions of the service's own recorded, and proposes rules "
-        "for where the time went when it ends; send it requests meanwhile. Without one it goes by the source below the "
-        "current folder. The service runs as it would under `python`; its exit code is told.",
+        usage="instrument init [--for TIME] [-o FILE] [--force] -- script.py [argument ...] | -m module ...",
+        description="Runs the service's command with all functions of its own recorded, and proposes rules for where "
+        "the time went when it ends; send it requests meanwhile. The service runs as it would under `python`; the last "
+        "line names its exit code.",
     )
     parser.add_argument(
         "--for", dest="for_ns", type=time_ns, metavar="TIME", help="end the command by SIGTERM after so long, as in 30s"
@@ -78,34 +77,28 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
         )
     if not prints and not path.absolute().parent.is_dir():
         raise InstrumentError(f"init: found no folder {path.absolute().parent} to write {path.name} to")
-    if options.for_ns is not None and not host:
-        raise InstrumentError("init: --for is for a command; give one after --")
+    if not host:
+        raise InstrumentError(
+            "init: found no command to observe; give the service's after --, as in `instrument init -- server.py`"
+        )
     named = "profile.yaml" if prints else str(path)
-    if host:
-        words = _as_python(host)
-        refuse_what_is_no_host("init", words)
-        observation, code = _observe(words, options.for_ns, to_stderr=prints)
-        first = first_profile_of(observation, words, _service(words), named)
-        told = f"{_counted(first)}, from {first.seen}; the command {_ended(code)}"
-    else:
-        first = first_profile_of_source(Path.cwd(), _service(()), named)
-        told = f"{_counted(first)}, of the source alone: `instrument init -- script.py` sees what runs"
+    words = _as_python(host)
+    refuse_what_is_no_host("init", words)
+    observation, code = _observe(words, options.for_ns, to_stderr=prints)
+    first = first_profile_of(observation, words, _service(words), named)
     text = text_of(first)
     loads(text)  # what we write must be a profile
     if prints:
         sys.stdout.write(text)
         return 0
     _write(path, text, replaces=options.force)
-    print(f"instrument: wrote {path}: {told}", file=sys.stderr)
+    count = f"{first.rules} rule{'s' * (first.rules != 1)}"
+    print(f"instrument: wrote {path}: {count}, from {first.seen}; the command {_ended(code)}", file=sys.stderr)
     return 0
 
 
 def _ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _counted(first: FirstProfile) -> str:
-    return f"{first.rules} rule{'s' * (first.rules != 1)}"
 
 
 def _write(path: Path, text: str, *, replaces: bool) -> None:

@@ -1,1 +1,1 @@
-"""The first profile that `instrument init` proposes: of what a service's processes did, or of its source alone."""
+"""The first profile that `instrument init` proposes, from what a service's processes did."""

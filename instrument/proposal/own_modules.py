@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,9 +18,6 @@ _PASSED_OVER = re.compile(
 """Names of files and folders that have no code of a service."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
-
-FILES = 2000
-"""The most files of a service that are looked at."""
 
 _SERVERS = {package.name.partition(".")[0] for package in PACKAGES}
 
@@ -55,20 +52,6 @@ def own_names(words: Sequence[str], folder: Path) -> list[str]:
 def patterns_of(names: Iterable[str]) -> list[str]:
     """The patterns of rules that find every function of these modules, and of the program itself."""
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
-
-
-def source_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """The service's own modules below a folder, by name, in order; at most `FILES`."""
-    left = FILES
-    for name in _top_level(root):
-        path = root / f"{name}.py"
-        files = [path] if path.is_file() else sorted((root / name).rglob("*.py"))
-        for file in files:
-            parts = file.relative_to(root).with_suffix("").parts
-            if any(map(_PASSED_OVER.fullmatch, parts)) or not left:
-                continue
-            left -= 1
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
 
 
 def _top_level(root: Path) -> list[str]:
