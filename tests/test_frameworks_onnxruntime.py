@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import outline, tree, tree_of
+from trees import outline, tree
 
-import instrument
-from instrument.instrumentors.frameworks import nodes as nodes_room
-from instrument.instrumentors.frameworks.nodes import MODULE
-from instrument.instrumentors.frameworks.onnxruntime import METHODS
+from instrument.instrumentors.frameworks.onnxruntime import METHODS, MODULE
 from instrument.instrumentors.selection import Selection
-from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
 
 
@@ -149,187 +143,3 @@ def test_a_session_switched_off_records_nothing(recorder: Recorder, select: Call
     recorder.on = False
     session().run(None, {"x": X})
     assert recorder.spans() == []
-
-
-# ---------------------------------------------------------------- nodes
-
-NODES = "frameworks: [{name: onnxruntime, nodes: true}]"
-
-
-def branching() -> Any:
-    """A model whose first node runs one of two subgraphs."""
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-
-    def branch(name: str, node: str) -> Any:
-        out = helper.make_tensor_value_info(f"{name}_out", kind, None)
-        return helper.make_graph([helper.make_node(node, ["x"], [f"{name}_out"], name=name)], name, [], [out])
-
-    graph = helper.make_graph(
-        [
-            helper.make_node(
-                "If", ["c"], ["y"], name="choice", then_branch=branch("yes", "Relu"), else_branch=branch("no", "Neg")
-            )
-        ],
-        "branching",
-        [
-            helper.make_tensor_value_info("x", kind, ["n", 4]),
-            helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []),
-        ],
-        [helper.make_tensor_value_info("y", kind, ["n", 4])],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
-
-
-def test_nodes_stand_below_their_runs_once_the_profile_has_ended(
-    recorder: Recorder, select: Callable[[str], Selection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    selection = select(NODES)
-    ready = session(model(tmp_path / "tiny.onnx"))
-    for _ in range(2):
-        assert np.array_equal(ready.run(None, {"x": X})[0], X)
-    assert selection.nodes_within(recorder.spans()) == []
-    assert "waiting (tiny.onnx: they come when the window or session ends)" in str(selection.verdicts()[-1])
-    selection.finish_nodes()
-    spans = recorder.spans()
-    nodes = selection.nodes_within(spans)
-    assert tree_of([*spans, *nodes], text) == outline(
-        """
-        onnxruntime.run tiny.onnx
-          MatMul up
-          Relu act
-          MatMul down
-        onnxruntime.run tiny.onnx
-          MatMul up
-          Relu act
-          MatMul down
-        """
-    )
-    assert nodes[0].site.attributes == (("provider", "CPUExecutionProvider"),)
-    for run in spans:
-        inside = [node for node in nodes if node.parent_id == run.span_id]
-        assert all(run.start_ns <= node.start_ns <= node.end_ns <= run.end_ns for node in inside)
-        assert all(0 < node.attributes["uncertainty_ns"] < 50_000_000 for node in inside)
-        assert run.self_ns + sum(node.total_ns for node in inside) == run.total_ns
-    ready.run(None, {"x": X})
-    assert len(selection.nodes_within(recorder.spans())) == 6
-    selection.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.onnx"]
-    assert "6 executions timed" in str(selection.verdicts()[-1])
-
-
-def test_nodes_of_a_subgraph_stand_below_the_node_that_runs_it(
-    recorder: Recorder, select: Callable[[str], Selection]
-) -> None:
-    selection = select(NODES)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    ready = session(branching(), sess_options=options)
-    big = np.ones((200_000, 4), np.float32)
-    ready.run(None, {"x": big, "c": np.array(False)})
-    selection.finish_nodes()
-    spans = recorder.spans()
-    nodes = selection.nodes_within(spans)
-    assert tree_of([*spans, *nodes], text) == outline(
-        """
-        onnxruntime.run (bytes)
-          If choice
-            Neg no
-        """
-    )
-    assert nodes[0].self_ns == nodes[0].total_ns - nodes[1].total_ns
-
-
-def test_a_session_with_nodes_looks_to_its_service_as_one_without(
-    recorder: Recorder, select: Callable[[str], Selection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plain = session()
-    before = inspect.signature(ort.InferenceSession), plain.end_profiling()
-    selection = select(NODES)
-    options = ort.SessionOptions()
-    prefix = options.profile_file_prefix
-    ready = session(sess_options=options)
-    ready.run(None, {"x": X})
-    assert (inspect.signature(ort.InferenceSession), ready.end_profiling()) == before
-    assert (options.enable_profiling, options.profile_file_prefix) == (False, prefix)
-    with pytest.raises(Exception, match="nowhere"):
-        session(str(tmp_path / "nowhere.onnx"), sess_options=options)
-    assert options.enable_profiling is False
-    ready.set_providers(["CPUExecutionProvider"])
-    assert np.array_equal(ready.run(None, {"x": X})[0], X)
-    selection.undo()
-    assert ready.end_profiling() == ""
-    assert list(tmp_path.iterdir()) == []
-    # Of a session that was made again its first profile has been written; the second run was not profiled.
-    assert len(selection.nodes_within(recorder.spans())) == 3
-
-
-def test_a_profile_of_the_service_itself_is_left_to_it(
-    select: Callable[[str], Selection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    selection = select(NODES)
-    options = ort.SessionOptions()
-    options.enable_profiling = True
-    theirs = session(sess_options=options)
-    theirs.run(None, {"x": X})
-    assert Path(theirs.end_profiling()).exists()
-    assert any("is profiled by the service itself" in str(verdict) for verdict in selection.verdicts())
-
-
-def test_a_profile_ends_by_itself_after_so_many_runs(
-    recorder: Recorder, select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes_room, "RUNS_LIMIT", 3)
-    selection = select(NODES)
-    ready = session()
-    for _ in range(5):
-        ready.run(None, {"x": X})
-        for thread in threading.enumerate():
-            if thread.name == "instrument-onnxruntime":
-                thread.join()
-    selection.undo()
-    spans = recorder.spans()
-    parents = {node.parent_id for node in selection.nodes_within(spans)}
-    assert parents == {span.span_id for span in sorted(spans, key=lambda span: span.start_ns)[:3]}
-
-
-def test_a_session_that_is_gone_has_left_its_nodes(recorder: Recorder, select: Callable[[str], Selection]) -> None:
-    selection = select(NODES)
-    session().run(None, {"x": X})
-    gc.collect()
-    selection.finish_nodes()
-    assert len(selection.nodes_within(recorder.spans())) == 3
-
-
-@pytest.mark.parametrize(
-    ("start_ns", "placed"),
-    [
-        (5_000_050, (5_000_050 - 4_999_000, 1_000 + 7)),  # on the wall clock, which has gained 7 ns since
-        (1_050, (1_050, 1_000)),  # on the monotonic clock
-        (77, None),
-    ],
-)
-def test_the_clock_of_a_profile_is_found_out(start_ns: int, placed: tuple[int, int] | None) -> None:
-    profile = nodes_room._Profile(
-        lambda: None,
-        "m",
-        Path(),
-        start_ns,
-        (10_000 - 9_000, 4_999_000 + 1_000),
-        (1_100, 5_000_100),  # type: ignore[arg-type]
-    )
-    assert nodes_room._place(profile, (9_000, 9_000 + 4_999_000 + 7)) == placed
-
-
-def test_a_trace_file_of_a_session_holds_the_nodes(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    profile = f"{{{NODES}, export: {{chrome: {{path: {path}}}}}}}"
-    instrument.start(loads(profile, environ={}))
-    try:
-        session().run(None, {"x": X})
-    finally:
-        instrument.stop()
-    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert sorted(names) == ["MatMul", "MatMul", "Relu", "onnxruntime.run"]

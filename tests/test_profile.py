@@ -116,7 +116,7 @@ class TestWhatEachKeyGives:
             loaders: auto
             phases: auto
             comm: auto
-            frameworks: [sklearn, {name: onnxruntime, nodes: true}]
+            frameworks: [sklearn, {name: onnxruntime}]
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
@@ -153,7 +153,7 @@ class TestWhatEachKeyGives:
             CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
         assert (profile.loaders, profile.phases, profile.comm) == ("auto", "auto", "auto")
-        assert profile.frameworks == (FrameworkRule("sklearn"), FrameworkRule("onnxruntime", nodes=True))
+        assert profile.frameworks == (FrameworkRule("sklearn"), FrameworkRule("onnxruntime"))
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
@@ -661,11 +661,11 @@ export:
             ("functions: [null]", "1:13: functions[0]: found nothing"),
             ("frameworks: [null]", "1:14: frameworks[0]: found nothing; allowed: onnxruntime, "),
             ("frameworks: 1", "1:13: frameworks: found the number 1; allowed: auto, off, or a list of onnxruntime, "),
-            ("frameworks: [{nodes: true}]", "1:14: frameworks[0].name: found nothing; allowed: one of onnxruntime, "),
+            ("frameworks: [{}]", "1:14: frameworks[0].name: found nothing; allowed: one of onnxruntime, "),
             ("frameworks: [jax, jax]", "1:19: frameworks[1]: found jax twice; allowed: each framework once (first in"),
             (
-                "frameworks: [{name: jax, nodes: true}]",
-                "1:33: frameworks[0].nodes: found true for jax; allowed: true for onnxruntime alone",
+                "frameworks: [{name: onnxruntime, nodes: true}]",
+                "1:34: frameworks[0]: found the key 'nodes', which was removed; allowed: SessionOptions",
             ),
             ("functions: [{match: []}]", "1:21: functions[0].match: found an empty list"),
             ("functions: [{match: [null]}]", "1:22: functions[0].match[0]: found nothing"),
@@ -1022,9 +1022,7 @@ PROFILES = mapping(
     phases=st.sampled_from(["auto", "off", False]),
     comm=st.sampled_from(["auto", "off", False]),
     frameworks=st.sampled_from(["auto", "off", False, "all", *FRAMEWORKS])
-    | st.lists(
-        st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS), nodes=st.booleans()), max_size=3
-    ),
+    | st.lists(st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS)), max_size=3),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(

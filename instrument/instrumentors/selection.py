@@ -29,7 +29,7 @@ from instrument.instrumentors.startup import StartupWatch
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.spans import Site, Span
+from instrument.recording.spans import Site
 from instrument.runtime import imports, main_module
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
@@ -177,7 +177,7 @@ class Selection:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
         for family in self._families.values():
-            if isinstance(family, (Frameworks, Functions)):
+            if isinstance(family, Functions):
                 family.after_fork_in_child()
 
     def undo(self) -> None:
@@ -252,25 +252,6 @@ class Selection:
     def _attach_again(self, attach: Undo) -> None:
         with self._lock:
             attach()
-
-    def finish_nodes(self) -> None:
-        """A window has ended: read what ONNX Runtime has timed by itself until now."""
-        family = self._families.get("frameworks")
-        with self._lock:
-            if isinstance(family, Frameworks):
-                family.finish_nodes()
-
-    def times_nodes(self) -> bool:
-        """Whether ONNX Runtime has timed something by itself."""
-        family = self._families.get("frameworks")
-        with self._lock:
-            return isinstance(family, Frameworks) and family.times_nodes()
-
-    def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
-        """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
-        family = self._families.get("frameworks")
-        with self._lock:
-            return family.nodes_within(spans) if isinstance(family, Frameworks) else []
 
 
 def _is_wanted(family: Probes, module: ModuleType) -> bool:

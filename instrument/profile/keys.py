@@ -178,6 +178,14 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     return replace(profile, functions=(*profile.functions, counted))
 
 
+REMOVED: Mapping[tuple[str, str], str] = {
+    (
+        "frameworks",
+        "nodes",
+    ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
+}
+"""The keys that an earlier version had, by section and name, with what replaces each."""
+
 _TOO_LARGE = "more than 1 MiB; is this the right file?"
 
 
@@ -193,7 +201,9 @@ def _fields(node: YamlNode, section: str) -> dict[str, Any]:
     values = {}
     with node.document.all_or_nothing():
         for name, (place, _) in node.pairs.items():
-            if name not in keys:
+            if (section, name) in REMOVED:
+                place.note(REMOVED[section, name], found=f"the key {name!r}, which was removed")
+            elif name not in keys:
                 place.note(", ".join(keys), found=f"the unknown key {clip(name)!r}", near=nearest(name, keys))
         for name, key in keys.items():
             path, read, source = node.path(name), key.read, "profile"
@@ -317,10 +327,7 @@ _framework = one_of(*FRAMEWORKS)
 def _framework_rule(node: YamlNode) -> FrameworkRule:
     if node.kind != "mapping":
         return FrameworkRule(_framework(node), line=node.line)
-    rule = FrameworkRule(**_fields(node, "frameworks"), line=node.line)
-    if rule.nodes and rule.name != "onnxruntime":
-        node.pairs["nodes"][1].refuse("true for onnxruntime alone", found=f"true for {rule.name}")
-    return rule
+    return FrameworkRule(**_fields(node, "frameworks"), line=node.line)
 
 
 @shaped(
@@ -477,7 +484,6 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "frameworks": {
         "name": Key("name", _framework, required=f"one of {', '.join(FRAMEWORKS)}"),
-        "nodes": Key("nodes", flag),
     },
     "requests": {
         "servers": Key("servers", one_or_more(one_of(*SERVERS))),

@@ -162,12 +162,10 @@ class CopyRule:
 class FrameworkRule:
     """A framework whose own entry points are instrumented once the service has imported it.
 
-    `nodes` has ONNX Runtime time each node of a model too, which makes its runs several times slower. `auto` says that
-    the profile took all frameworks and did not name this one, so that nobody misses it.
+    `auto` is true where the profile took all frameworks and did not name this one, so that its absence is no complaint.
     """
 
     name: str
-    nodes: bool = False
     auto: bool = False
     line: int = field(default=0, compare=False)
 

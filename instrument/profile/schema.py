@@ -88,10 +88,6 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
             },
         ]
     },
-    "frameworks": {
-        "if": {"required": ["nodes"], "properties": {"nodes": {"const": True}}},
-        "then": {"properties": {"name": {"anyOf": [{"const": "onnxruntime"}, REFERENCE]}}},
-    },
 }
 """Those of values against each other."""
 

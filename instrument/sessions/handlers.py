@@ -424,7 +424,6 @@ def _trace_of(session: Session, stretch: TakenStretch, steps: Sequence[Step]) ->
     from instrument.trace.of_spans import columns_of_spans
 
     index = stretch.window
-    session.selection.finish_nodes()
     trace = with_steps(session.trace_of(stretch), steps)
     notes = list(trace.notes)
     if trace.held_from_ns > trace.start_ns:

@@ -406,18 +406,14 @@ class Recorded:
 
         0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
         """
-        from instrument.trace.of_spans import LaterSpans, spans_of
+        from instrument.trace.of_spans import LaterSpans
 
         columns, window_ns = stretch.columns(self._timing), stretch.end_ns - stretch.start_ns
-        spans: Sequence[Span] = LaterSpans(columns)
-        if self.selection.times_nodes():
-            spans = spans_of(columns)
-            spans += self.selection.nodes_within(spans)
         return Trace(
             origin=stretch.origin,
             start_ns=stretch.start_ns,
             end_ns=stretch.end_ns,
-            spans=spans,
+            spans=LaterSpans(columns),
             threads=stretch.threads,
             losses=self.losses(),
             notes=self.notes(),
@@ -436,7 +432,7 @@ class Recorded:
 
     def _held(self) -> HeldSpans | None:
         """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
-        if self.end_ns is not None or self.selection.times_nodes() or self._finds_steps:
+        if self.end_ns is not None or self._finds_steps:
             return None
         held, from_ns = held_now(RECORDER, self.start_ns)
         first_ns = max(from_ns, self.start_ns)

@@ -117,7 +117,6 @@ class Saving:
         export = session.profile.export
         if not is_asked(export) or why_no_files():  # which has been told
             return
-        session.selection.finish_nodes()
         trace = session.trace(start_ns, end_ns, index, origin)
         if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
             trace = replace(trace, cost=session.cost())

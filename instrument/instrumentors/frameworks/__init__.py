@@ -8,14 +8,12 @@ from typing import Any
 
 from instrument.instrumentors.frameworks import jax, keras, onnxruntime, sentence_transformers, sklearn, transformers
 from instrument.instrumentors.frameworks.entries import Entries
-from instrument.instrumentors.frameworks.nodes import Nodes
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.spans import Span
 
-Room = Entries | Nodes | jax.Jitted | keras.KerasLayers | sklearn.Estimators
+Room = Entries | jax.Jitted | keras.KerasLayers | sklearn.Estimators
 
 
 def _none() -> None:
@@ -24,6 +22,7 @@ def _none() -> None:
 
 ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
     "jax": jax.probes,
+    "onnxruntime": onnxruntime.probes,
     "transformers": transformers.probes,
     "sentence_transformers": sentence_transformers.probes,
     "sklearn": sklearn.probes,
@@ -51,8 +50,6 @@ class Frameworks:
     def _made(self, rule: FrameworkRule) -> Iterator[Room]:
         if rule.name == "keras":
             yield from keras.probes(rule, self._layers(), self._recorder)
-        elif rule.name == "onnxruntime":
-            yield from onnxruntime.probes(rule, self._recorder)
         else:
             yield ROOMS[rule.name](rule, self._recorder)
 
@@ -97,23 +94,3 @@ class Frameworks:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
         return [verdict for room in self.rooms for verdict in room.verdicts()]
-
-    def after_fork_in_child(self) -> None:
-        """What ONNX Runtime times by itself goes on in the parent alone."""
-        for room in self.rooms:
-            if isinstance(room, Nodes):
-                room.after_fork_in_child()
-
-    def finish_nodes(self) -> None:
-        """A window has ended: read what ONNX Runtime has timed by itself until now."""
-        for room in self.rooms:
-            if isinstance(room, Nodes):
-                room.finish()
-
-    def times_nodes(self) -> bool:
-        """Whether ONNX Runtime has timed something by itself."""
-        return any(room.has_runs for room in self.rooms if isinstance(room, Nodes))
-
-    def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
-        """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
-        return [span for room in self.rooms if isinstance(room, Nodes) for span in room.within(spans)]

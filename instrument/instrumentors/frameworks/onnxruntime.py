@@ -5,25 +5,24 @@ The span of `run_async` is that of the call, which only hands the work over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts
-from instrument.instrumentors.frameworks.nodes import MODULE, RUNS, Nodes, instance_of
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
 
-METHODS = (*RUNS, "run_async")
+MODULE = "onnxruntime.capi.onnxruntime_inference_collection"
+METHODS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector", "run_async")
 ENTRIES = [Entry((MODULE,), "Session", method, f"onnxruntime.{method}") for method in METHODS]
 
 
 def facts_of(session: Any) -> Facts:
-    """The file that the model was loaded from, and the providers that the session was given."""
-    return instance_of(session), (("providers", tuple(session.get_providers())),)
+    """Return the name of the file that the model was loaded from, and the providers that the session was given."""
+    path = getattr(session, "_model_path", None)
+    return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
 
-def probes(rule: FrameworkRule, recorder: Recorder = RECORDER) -> Iterator[Entries | Nodes]:
-    """The probes of the rule, with those of nodes where it asks for them."""
-    yield Entries(rule, ENTRIES, facts_of, recorder=recorder)
-    if rule.nodes:
-        yield Nodes(rule, recorder)
+def probes(rule: FrameworkRule, recorder: Recorder = RECORDER) -> Entries:
+    """Return the probes of the rule."""
+    return Entries(rule, ENTRIES, facts_of, recorder=recorder)
