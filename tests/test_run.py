@@ -180,6 +180,26 @@ def test_a_parent_tells_what_was_not_observed_where_nobody_recorded() -> None:
     assert "engine:step" in next(Path("summaries").iterdir()).read_text()
 
 
+def test_a_sub_interpreter_runs_as_without_us_and_the_summary_says_that_it_is_not_recorded() -> None:
+    Path("profile.yaml").write_text("functions: [{match: 'api:handle'}]\nexport: {summary: {to: stderr}}\n")
+    done = run(
+        """
+        import sys
+        known = set(sys.modules)
+        try: import _interpreters as interpreters
+        except ImportError: import _xxsubinterpreters as interpreters
+        assert interpreters.__name__ not in known
+        inner = interpreters.create()
+        begin = getattr(interpreters, "exec", None) or interpreters.run_string
+        begin(inner, "import sys, json, threading; print('instrument.sessions' in sys.modules, flush=True)")
+        interpreters.destroy(inner)
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert done.stderr.count("Not observed: sub-interpreters: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_process_whose_imports_are_timed_and_that_records_nothing_has_no_threads_and_says_so() -> None:
     Path("profile.yaml").write_text(
         "startup: auto\ndevice: {host: 100ms}\nexport: {summary: {to: 'summaries/{pid}.txt'}}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ COMPLAINTS_KEPT = 20
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
 """How many of the targets that nobody has called are named, and each in how many columns."""
+
+SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
+"""The modules by which a program makes sub-interpreters."""
 
 _UNSENT = ("failed", "rejected", "dropped")
 
@@ -183,6 +187,8 @@ class Account:
                 + ", ".join(self.selection.late)
                 + ": what other modules had taken from there records, too; what cannot is named with its rule"
             )
+        if not SUB_INTERPRETERS.isdisjoint(sys.modules):
+            notes.append("sub-interpreters: the main interpreter of each process is recorded, and no other")
         if self.timing is not None:
             notes.extend(self.timing.notes())
         notes.extend(filter(None, (self.ranges.reason, self.imports.why_not)))

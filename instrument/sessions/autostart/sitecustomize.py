@@ -57,6 +57,21 @@ def _is_own_command(script: str) -> bool:
         return False
 
 
-if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper():
+def _is_main_interpreter():
+    # type: () -> bool
+    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
+    try:
+        from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
+    except ImportError:
+        try:
+            import _xxsubinterpreters as known  # type: ignore[import-not-found]
+        except ImportError:
+            return True
+        del sys.modules["_xxsubinterpreters"]  # it is there where the program has imported it
+        return bool(known.get_current() == known.get_main())
+    return bool(_is_main_interpreter())
+
+
+if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper() and _is_main_interpreter():
     _start()
 _hand_over()
