@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -23,8 +26,10 @@ CHAT = Site("POST /chat", "request")
 WORKER = Site("worker.handle", "request")
 TOKENISE, DETOKENISE, WAIT = Site("tokenise", "phase"), Site("detokenise", "phase"), Site("generate", "phase")
 ACCEPT = Site("accept", "phase")
-STEP = Site("engine.step", "step")
+STEP, COMPUTE = Site("engine.step", "step"), Site("compute", "phase")
 API, ENGINE = 1, 2
+
+Instant = TypeVar("Instant")
 
 
 def made(
@@ -191,6 +196,47 @@ def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     assert given_out == {row: int(trace.total_ns[row]) for row in trace.attributes.having(BATCH_KEYS).tolist()}
 
 
+@pytest.mark.parametrize("parent", [4, 0], ids=["below", "in a pool"])
+def test_a_batch_within_another_one_gives_out_its_time_and_the_outer_one_the_rest(parent: int) -> None:
+    spans = [
+        made(1, CHAT, 0, 130, key="a"),
+        made(2, CHAT, 0, 130, key="b"),
+        made(3, CHAT, 0, 130, key="c"),
+        made(4, STEP, 10, 114, thread=ENGINE, batch=["a", "b", "c"], weights=[1, 1, 0]),
+        made(5, COMPUTE, 35, 85, parent, thread=ENGINE if parent else 4, batch=["a", "b"]),
+    ]
+    for span, on_device in zip(spans[3:], [(20, 120), (40, 90)], strict=True):
+        span.device = (DeviceInterval(0, 7, *on_device),)
+    served = {"queue": 10, "share of batches": 52, "waiting in batches": 52, "unknown": 16}
+    times = times_of(spans)
+    assert times[1] == times[2] == served
+    assert times[3] == {"queue": 10, "waiting in batches": 104, "unknown": 16}
+    trace = trace_of(spans)
+    joined = join(trace)
+    assert [(one.row, one.end_ns - one.start_ns) for one in timeline(trace, joined, 0) if one.row != -1] == [
+        (3, 25),
+        (4, 50),
+        (3, 29),
+    ]
+    devices = device_ledger(trace, joined)
+    assert devices.shared_ns.tolist() == [50, 50, 0]
+    assert devices.batch_ns.tolist() == [0, 0, 0, 100, 50]
+
+
+def test_a_batch_of_others_below_a_batch_is_no_time_of_that() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, CHAT, 0, 100, key="b"),
+        made(3, STEP, 0, 100, thread=ENGINE, batch=["a"]),
+        made(4, COMPUTE, 20, 60, 3, thread=ENGINE, batch=["b"]),
+        made(5, COMPUTE, 60, 90, 3, thread=4, batch=["b"]),  # by another worker, at the same time
+    ]
+    assert times_of(spans) == {
+        1: {"share of batches": 60, "waiting in batches": 40},
+        2: {"queue": 20, "share of batches": 70, "unknown": 10},
+    }
+
+
 def test_a_request_that_is_in_a_batch_several_times_has_the_weight_of_all() -> None:
     spans = [
         made(1, CHAT, 0, 100, key="a"),
@@ -306,9 +352,15 @@ def schedule(seed: int) -> list[Span]:
     at = rng.randrange(60)
     for _ in range(rng.randrange(8)):
         length = rng.randrange(30)
-        batch = rng.sample([*keys, "nobody"], rng.randint(1, len(keys)))
+        batch = rng.sample([*keys, "nobody", "nobody"], rng.randint(1, len(keys)))
         weights = [rng.choice([0, 1, 2.5, 7]) for _ in batch] if rng.random() < 0.5 else None
-        add(STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights)
+        outer = add(STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights)
+        if rng.random() < 0.4:
+            inner = rng.sample([*keys, "nobody"], rng.randint(1, len(keys)))
+            begin, end = at + rng.randrange(10), at + length - rng.randrange(10)
+            where = rng.choice([{"parent": outer.span_id, "thread": ENGINE}, {"thread": 5}])
+            if begin <= end:
+                add(COMPUTE, begin, end, batch=inner, **where)
         at += length + rng.choice([-5, 0, 0, 3, 10])
         at = max(at, 0)
     rng.shuffle(spans)
@@ -331,7 +383,7 @@ def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
     work = [
         (*clipped(at), at)
         for at in np.flatnonzero(joined.of == place).tolist()
-        if trace.sites[trace.site[at]].kind == "phase"
+        if trace.sites[trace.site[at]].kind == "phase" and at not in served.batch
     ]
     # (begin, -end, whether it is a span, id, what it is, and where it is within the request)
     going: list[tuple[int, int, bool, int, str, int, int]] = []
@@ -392,13 +444,37 @@ def batches_of_all(trace: Trace, joined: Joined) -> list[tuple[int, int, int]]:
     return found
 
 
+def going_on(trace: Trace, row: int) -> set[int]:
+    """All instants of a span."""
+    return set(range(int(trace.start_ns[row]), int(trace.end_ns[row])))
+
+
+def left_to(trace: Trace, joined: Joined, row: int, instants: Callable[[int], set[Instant]]) -> set[Instant]:
+    """The instants of a batch in which no batch goes on that began later and is below it or has a request of it."""
+    served = joined.served
+
+    def whom(batch: int) -> set[object]:
+        pairs = np.flatnonzero(served.batch == batch).tolist()
+        return {served.request[pair] if served.request[pair] != -1 else served.key[pair] for pair in pairs}
+
+    def order(batch: int) -> tuple[int, int, int]:
+        return int(trace.start_ns[batch]), -int(trace.end_ns[batch]), int(trace.span_id[batch])
+
+    left = set(instants(row))
+    for other in dict.fromkeys(served.batch.tolist()):
+        is_below = trace.parent[other] == row and trace.thread_id[other] == trace.thread_id[row]
+        if order(other) > order(row) and (is_below or whom(other) & whom(row)):
+            left -= instants(other)
+    return left
+
+
 def shares(trace: Trace, joined: Joined) -> list[int]:
     """Of each pair of a batch and a request what is given to that, by fractions."""
     served = joined.served
     found: list[int] = []
     for row in dict.fromkeys(served.batch.tolist()):
         weights = served.weight[served.batch == row].tolist()
-        length = int(trace.total_ns[row])
+        length = len(left_to(trace, joined, row, partial(going_on, trace)))
         upto = [int(length * Fraction(sum(weights[:count]), sum(weights))) for count in range(len(weights) + 1)]
         found += [after - before for before, after in pairwise(upto)]
     return found
@@ -442,13 +518,13 @@ def with_devices(spans: list[Span], seed: int) -> list[Span]:
 @given(st.integers(0, 2**32))
 def test_device_time_is_given_out_exactly_once(seed: int) -> None:
     spans = with_devices(schedule(seed), seed)
-    below = [span for span in spans if span.site is STEP]
-    for at, span in enumerate(below):  # a layer below each batch has device time, too
+    batches = [span for span in spans if span.site in (STEP, COMPUTE)]
+    for at, span in enumerate(batches):  # a layer below each batch has device time, too
         spans += with_devices([made(1000 + at, TOKENISE, span.start_ns, span.end_ns, span.span_id, ENGINE)], at)
     trace = trace_of(spans)
     joined = join(trace)
     found = device_ledger(trace, joined)
-    batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site is STEP}
+    batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site in (STEP, COMPUTE)}
     instants: dict[tuple[str, int], set[tuple[int, int]]] = {}
     for row, span in enumerate(spans):
         batch = batch_of.get(span.span_id, batch_of.get(span.parent_id))
@@ -461,7 +537,8 @@ def test_device_time_is_given_out_exactly_once(seed: int) -> None:
         sums[int(batch)] += int(found.given_ns[pair])
         sums[-1 - int(request)] += int(found.given_ns[pair]) if request >= 0 else 0
     for row in batch_of.values():
-        assert sums[row] == int(found.batch_ns[row]) == len(instants.get(("batch", row), ()))
+        assert int(found.batch_ns[row]) == len(instants.get(("batch", row), ()))
+        assert sums[row] == len(left_to(trace, joined, row, lambda at: instants.get(("batch", at), set())))
     for place in range(len(joined.rows)):
         assert int(found.own_ns[place]) == len(instants.get(("request", place), ()))
         assert int(found.shared_ns[place]) == sums[-1 - place]

@@ -12,7 +12,8 @@ work, in whatever process, a batch that served it, or one of the times between t
 
 An instant in a batch is the request's own share of it, as far as that goes, or waiting for the others in it. A
 batch's time is given out by weight, exactly once: of `length` ns and weights w the first k get
-`length * sum(w[:k]) // sum(w)` together.
+`length * sum(w[:k]) // sum(w)` together. A batch within another one gives out its time, and the outer one the rest:
+`own_lengths`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Site
-from instrument.trace.columns import Int64s, Trace
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered, running_most
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import NONE, nearest_above
+from instrument.trace.groups import Groups, distinct, numbered, running_most
+from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
 from instrument.trace.turns import turns
 
@@ -57,8 +59,8 @@ class Ledger:
     """What requests were spent on: a row for each part that a request had any time of, which add up to its wall.
 
     The rows of a request lie together, by its place; `part` is a place among `names`. `given_ns` is, of each pair of a
-    batch and a request in it, how much of the batch that request is given; over those of a batch it adds up to its
-    length.
+    batch and a request in it, how much of the batch that request is given; over those of a batch it adds up to the time
+    that it has for itself.
     """
 
     names: tuple[str, ...]
@@ -91,6 +93,74 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
     else:
         upto = (lengths.astype(object) * weights.astype(object) // sums.astype(object)).astype(np.int64)
     return np.asarray(upto[0] - upto[1])
+
+
+def own_lengths(trace: Trace, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
+    """The time that batches have for themselves, by the rows of the trace.
+
+    `parts` are when each went on, by groups; `batch` and `device` are the row and the device of each group, of which
+    parts of others are no rivals. Of two that serve the same request, or of which one is below the other on its thread,
+    the one that began last has the time in which both go on: it is the inner one.
+    """
+    its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
+    at_once = np.flatnonzero(_overlapping(device[parts.groups], parts.starts, parts.ends))
+    if not len(at_once):
+        return np.asarray(Groups(its_batch, len(trace)).sums(lengths), dtype=np.int64)
+    inner, outer = _nested(trace, served)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(served.key), len(trace))}
+    unknown = np.array([numbers[key] for key in served.key], dtype=np.int64)
+    pair_of_nested = np.arange(len(inner)) + len(trace) + len(numbers)
+    batches = np.concatenate([served.batch, inner, outer])
+    members = np.concatenate(
+        [np.where(served.request == NONE, unknown, served.request), pair_of_nested, pair_of_nested]
+    )
+    in_order = np.argsort(batches, kind="stable")
+    batches, members = batches[in_order], members[in_order]
+    firsts, ends = (np.searchsorted(batches, its_batch[at_once], side=side) for side in ("left", "right"))
+    which = np.repeat(at_once, ends - firsts)
+    member = members[np.arange(len(which)) - np.repeat(np.cumsum(ends - firsts) - ends, ends - firsts)]
+    _, once = numbered(which, member)  # keys that no request is known by may be there twice
+    which, member = which[once], member[once]
+    rivals, _ = numbered(member, device[parts.groups][which])
+    is_rival = _overlapping(rivals, parts.starts[which], parts.ends[which])
+    which, rivals = which[is_rival], rivals[is_rival]
+    starts, stops = parts.starts[which], parts.ends[which]
+    ranks = np.empty(len(which), dtype=np.int64)
+    row = its_batch[which]
+    ranks[np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row]))] = np.arange(len(which))
+    has_turn, begun, ended = turns(rivals, starts, stops, ranks)
+    # An interval and its turns, in order: from its begin or the end of a turn to the next turn or its end it has none.
+    places = np.concatenate([np.arange(len(which)), has_turn])
+    lost_from, lost_to = np.concatenate([starts, ended]), np.concatenate([begun, stops])
+    to_places = np.concatenate([has_turn, np.arange(len(which))])
+    begins, finishes = np.lexsort((lost_from, places)), np.lexsort((lost_to, to_places))
+    lost = lengths_by_group(which[places[begins]], lost_from[begins], lost_to[finishes], len(its_batch))
+    return np.asarray(Groups(its_batch, len(trace)).sums(lengths - lost), dtype=np.int64)
+
+
+def _nested(trace: Trace, served: Served) -> tuple[Int64s, Int64s]:
+    """The rows of batches below another one on its thread and task, and the rows of these."""
+    is_batch = np.zeros(len(trace), dtype=np.bool_)
+    is_batch[served.batch] = True
+    rows = np.flatnonzero(is_batch)
+    outer = nearest_above(trace.parent, is_batch)[rows].astype(np.int64)
+    is_within = (
+        (outer != NONE)
+        & (trace.thread_id[outer] == trace.thread_id[rows])
+        & (trace.task_id[outer] == trace.task_id[rows])
+    )
+    return rows[is_within], outer[is_within]
+
+
+def _overlapping(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
+    """A mark at each interval that may have something in common with another of its group."""
+    found = np.zeros(len(groups), dtype=np.bool_)
+    order = np.lexsort((starts, groups))
+    its = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
+    begins_before = starts[order][1:] < running_most(ends[order], its)[:-1]
+    later = np.flatnonzero(begins_before & (its[1:] == its[:-1])) + 1
+    found[order[later]] = found[order[later - 1]] = True
+    return found
 
 
 class Turns(NamedTuple):
@@ -160,7 +230,10 @@ def served_stretches(trace: Trace, joined: Joined) -> tuple[Stretches, Stretches
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:
     """What each request was spent on."""
-    given, found = shares(joined.served, trace.total_ns), turns_of(trace, joined)
+    found = turns_of(trace, joined)
+    rows = distinct(joined.served.batch)
+    when = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
+    given = shares(joined.served, own_lengths(trace, joined.served, when, rows, np.zeros(len(rows), dtype=np.int64)))
     numbers = {name: number for number, name in enumerate(found.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     own = found.pair == NONE
