@@ -255,7 +255,7 @@ def test_recordings_and_chrome_traces_of_the_same_processes_count_once(
 ) -> None:
     assert main(["report", str(run / "traces"), str(run / "chrome"), "--view", "events", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["merged"] == {"files": 8, "processes": 4, "clock": "monotonic", "apart_ns": 0}
+    assert document["merged"] == {"files": 8, "processes": 4, "runs": 1, "clock": "monotonic", "apart_ns": 0}
     assert document["cost"]["calls"] == 28
 
 
@@ -296,6 +296,127 @@ def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> 
     assert told(again.trace().spans) == told(merged.trace().spans)
     trace, _ = chrome.load(chrome.dump(tmp_path / "m.json", merged.trace(), merged.tally))
     assert told(trace.spans) == told(merged.trace().spans)
+
+
+def numbers(files: list[Saved]) -> dict[str, Any]:
+    """What is shown of files as one."""
+    found = merge(files).saved
+    rows = Counter((tuple(site.key for site in row.path), row.totals.calls) for row in found.counted().rows())
+    return {
+        "spans": told(found.trace().spans),
+        "calls": rows,
+        "threads": Counter(found.facts.threads.values()),
+        "on streams": len({(one.device, one.stream) for its in found.trace().spans for one in its.device}),
+        "losses": found.facts.losses,
+        "notes": sorted(found.facts.notes),
+    }
+
+
+@given(one=traces(), other=traces(), cut=st.integers(0, 14), way=st.sampled_from(["as it is", "recording", "chrome"]))
+def test_a_merged_file_beside_those_that_it_was_made_of_counts_no_span_again(
+    one: Trace, other: Trace, cut: int, way: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    facts = {"losses": {"ring": 2}, "notes": ["not this"]}
+    one, other = (replace(its, **facts, start_ns=-10, end_ns=300) for its in (one, other))  # fmt: skip
+    files = [saved(one, pid=1), saved(other, pid=2)]
+    early = [saved(replace(one, spans=one.spans[:cut], end_ns=200), pid=1), files[1]]
+    merged = merge(early).saved
+    folder = tmp_path_factory.mktemp("m") if way != "as it is" else Path()
+    if way == "recording":
+        merged = file.load(file.write(folder / "m.npz", merged.columns, merged.facts, merged.tally))
+    elif way == "chrome":
+        merged = chrome.load_columns(chrome.write(folder / "m.json", merged.columns, merged.facts, merged.tally))
+    expected = numbers(files)
+    assert numbers([*files, merged]) == expected
+    assert numbers([merged, *files]) == expected
+    assert numbers([merged, files[1]]) == numbers(early)
+
+
+def test_windows_of_a_process_that_were_merged_count_no_call_again() -> None:
+    """A span that was open at the edge of two windows is in both, under one id."""
+    first = replace(trace_with(span(1, 0, 100, clipped=True), span(2, 10, 20)), end_ns=100)
+    second = replace(trace_with(span(1, 200, 300, clipped=True), span(3, 210, 220)), start_ns=200, end_ns=300)
+    windows, other = [saved(first), saved(second)], saved(trace_with(span(1, 0, 5)), pid=2)
+    merged = merge([*windows, other]).saved
+    assert [one.windows for one in merged.facts.processes] == [[(0, 100), (200, 300)], [(0, 1_000)]]
+    assert numbers([merged, *windows]) == numbers([merged]) == numbers([*windows, other])
+
+
+def test_files_that_were_put_on_one_clock_by_their_time_of_day_count_once() -> None:
+    near, far = saved(trace_with(span(1, 0, 5))), saved(trace_with(span(1, 1_000, 1_005)), pid=2, boot="c")
+    far = replace(far, facts=replace(far.facts, origin=replace(far.facts.origin, monotonic_ns=990, host="far")))
+    merged = merge([near, far], by_wall_clock=True).saved
+    again = merge([merged, near, far], by_wall_clock=True)
+    assert (again.files, again.processes) == (3, 2)
+    assert again.saved.columns.start_ns.tolist() == merged.columns.start_ns.tolist() == [0, 10]
+
+
+def test_containers_whose_processes_have_one_number_are_two_processes() -> None:
+    files = [saved(trace_with(span(1, 0, 5)), pid=7, start_ticks=ticks) for ticks in (100, 200)]
+    assert merge(files).processes == 2
+    assert len(merge(files).saved.columns) == 2
+    assert merge([files[0], files[0]]).processes == 1
+
+
+def names_of(path: Path, what: str) -> dict[tuple[int, int | None], str]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return {(one["pid"], one.get("tid")): one["args"]["name"] for one in events if one.get("name") == what}
+
+
+def test_each_process_of_a_merged_trace_is_one_to_viewers(tmp_path: Path) -> None:
+    """Two of one number, in containers, are shown under different ones."""
+    site = Site("handle", "request")
+    requests = [span(1, 0, 9, site=site), span(2, 2, 5, parent_id=1, root_id=1, task_id=3, thread_id=8)]
+    files = [
+        saved(trace_with(*requests), pid=pid, service=service, start_ticks=ticks)
+        for pid, service, ticks in ((11, "api", 1), (12, "api", 2), (7, "engine", 3), (7, "engine", 4))
+    ]
+    merged = merge(files).saved
+    path = chrome.write(tmp_path / "m.json", merged.columns, merged.facts, merged.tally)
+    processes = names_of(path, "process_name")
+    assert [processes[pid, None] for pid in (11, 12, 7)] == ["api", "api", "engine"]
+    assert sorted(processes.values()) == ["api", "api", "engine", "engine"]
+    assert names_of(path, "thread_name") == {
+        (pid, tid): name for pid, _ in processes for tid, name in ((7, "MainThread"), (8, "thread 8"))
+    }
+    events = json.loads(path.read_text())["traceEvents"]
+    assert Counter((one["pid"], one["tid"]) for one in events if one["ph"] == "b") == {
+        (pid, tid): 1 for pid, _ in processes for tid in (7, 8)
+    }
+    again = chrome.load_columns(path)
+    assert told(again.trace().spans) == told(merged.trace().spans)
+    assert again.facts.threads == merged.facts.threads
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder with the files of two runs, and of a process that was started without one."""
+    folder = tmp_path / "traces"
+    for name, run, pid, at_ns in (("a", "r1", 1, 0), ("b", "r1", 2, 10**12), ("c", "r2", 3, 10**13), ("d", "", 4, 0)):
+        trace = replace(trace_with(span(1, at_ns, at_ns + 5)), start_ns=at_ns, end_ns=at_ns + 9)
+        its = saved(trace, pid=pid, run=run)
+        file.write(folder / f"{name}.npz", its.columns, its.facts, its.tally)
+    return folder
+
+
+def test_a_folder_with_several_runs_shows_the_newest_and_names_the_others(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def calls(*words: str) -> tuple[str, str]:
+        assert main(["query", str(runs), "select count(*) as calls from spans", "--csv", *words]) == 0
+        said = capsys.readouterr()
+        return said.out.split()[1], said.err
+
+    found, told_of = calls()
+    assert found == "1"
+    assert "has files of 3 runs: r2 (1 file), r1 (2 files), unnamed-" in told_of
+    assert "this is the newest, r2; --run RUN takes another one, --all all of them" in told_of
+    assert calls("--run", "r1") == ("2", "")
+    assert calls("--all") == ("4", "")
+    assert main(["report", str(runs), "--all", "--view", "events"]) == 0
+    assert capsys.readouterr().out.startswith("4 files of 4 processes in 2 runs, on the monotonic clock")
+    assert main(["report", str(runs), "--run", "r3"]) == 2
+    assert "asked for the run r3, found in the folder" in capsys.readouterr().err
 
 
 def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devices() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from instrument.chrome.track_events import write_track_events
 from instrument.cli import main
 from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.trace import file
+from instrument.trace.file import Saved
+from instrument.trace.merge import merge
 from instrument.trace.of_spans import columns_of_spans, trace_of
 
 CHAT, STEP = Site("POST /chat", "request"), Site("engine.step", "step", "chat.engine", "Engine.step", "engine.py", 30)
@@ -225,3 +228,21 @@ def test_arrows_lead_from_each_request_to_all_batches_that_serve_it(tmp_path: Pa
             targets.update(dict.fromkeys(event.terminating_flow_ids, told["id"]))
     arrows = sorted((source, targets[number]) for number, source in sources.items())
     assert arrows == [(1, 11), (1, 12), (1, 14), (1, 15), (5, 12), (5, 13), (5, 14)]
+
+
+def test_each_process_of_a_merged_trace_is_a_process_with_its_own_threads(tmp_path: Path) -> None:
+    """Two containers may give their processes one number: one of them is shown under another."""
+    trace = service()
+    files = [
+        Saved(trace_of(trace.spans), replace(trace, spans=[], origin=replace(trace.origin, **its)), None)
+        for its in ({"boot": "b"}, {"boot": "b", "start_ticks": 9}, {"boot": "b", "pid": 12, "service": "engine"})
+    ]
+    merged = merge(files).saved
+    read = Read(write_track_events(tmp_path / "m.pftrace", merged.columns, merged.facts).read_bytes())
+    processes = [one.process for one in read.tracks.values() if one.HasField("process")]
+    assert [one.process_name for one in processes] == ["shop", "shop", "engine"]
+    pids = [one.pid for one in processes]
+    assert (pids[0], pids[2], len({*pids})) == (4711, 12, 3)
+    assert next(iter(processes[1].process_labels)) == "pid 4711"
+    threads = [one.thread for one in read.tracks.values() if one.HasField("thread")]
+    assert Counter((one.pid, one.tid, one.thread_name) for one in threads) == {(pid, 12, "engine"): 1 for pid in pids}

@@ -1,5 +1,6 @@
 """Lanes: where in a viewer each slice lies.
 
+* Each process of a merged trace is a process, under a number that no other one has. A task's lane is of one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
 * Requests, and all that tasks ran, are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
   their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
@@ -18,13 +19,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
+from instrument.chrome.shown_processes import ShownProcesses
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import stable_order
@@ -37,7 +39,7 @@ DEEPEST = 511
 
 
 Row = tuple[int, int, list[tuple[int, int]]]
-"""The process of a row of lanes, the id of its thread or stream there, and number and tid of each lane."""
+"""The process of a row of lanes, the id of its thread or stream in the trace, and number and tid of each lane."""
 
 
 class Lane(NamedTuple):
@@ -51,31 +53,43 @@ class Lane(NamedTuple):
 
 
 class Board:
-    """The lanes of threads and streams of a file, made as slices need them. `pid` is the process of the threads."""
+    """The lanes of threads and streams of a file, made as slices need them."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, processes: ShownProcesses) -> None:
+        self.processes = processes
         self._lanes: dict[tuple[int, int], list[Lane]] = {}
         self._tids: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._spare_tids = count(SPARE_TIDS)
 
     def of_thread(self, thread_id: int, number: int = 1) -> Lane:
         """A lane of a thread, by its number from 1."""
-        return self._lane(self.pid, thread_id, number)
+        processes = self.processes
+        lanes, lane = self._lanes_of(processes.of_thread(thread_id).pid, thread_id)
+        while len(lanes) < number:
+            tid = self._tid(processes.own_thread(thread_id), is_further=bool(lanes))
+            lane(tid, "" if tid == thread_id else f'"thread":{thread_id},')
+        return lanes[number - 1]
 
     def of_stream(self, device: int, stream: int, number: int) -> Lane:
-        return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, number)
-
-    def _lane(self, pid: int, own_id: int, number: int) -> Lane:
-        lanes, tids = self._lanes.setdefault((pid, own_id), []), self._tids.setdefault((pid, own_id), [])
+        """A lane of a stream, by its number from 1."""
+        lanes, lane = self._lanes_of(DEVICE_PIDS + device % DEVICE_PIDS, stream)
         while len(lanes) < number:
-            # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
-            is_own = not lanes and 0 < own_id < SPARE_TIDS
-            tid = own_id if is_own else next(self._spare_tids)
-            mark = "" if is_own or pid != self.pid else f'"thread":{own_id},'
+            lane(self._tid(stream, is_further=bool(lanes)), "")
+        return lanes[number - 1]
+
+    def _tid(self, own: int, *, is_further: bool) -> int:
+        # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
+        return own if not is_further and 0 < own < SPARE_TIDS else next(self._spare_tids)
+
+    def _lanes_of(self, pid: int, known_id: int) -> tuple[list[Lane], Callable[[int, str], None]]:
+        """The lanes of a thread or stream, and what adds one."""
+        lanes, tids = self._lanes.setdefault((pid, known_id), []), self._tids.setdefault((pid, known_id), [])
+
+        def add(tid: int, mark: str) -> None:
             lanes.append(Lane(f',"pid":{pid},"tid":{tid}', mark + lane_mark(len(lanes) + 1)))
             tids.append((len(lanes), tid))
-        return lanes[number - 1]
+
+        return lanes, add
 
     def rows(self) -> list[Row]:
         """The lanes of threads and streams."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.chrome.lanes import DEEPEST, lanes_of
+from instrument.chrome.shown_processes import ShownProcesses
 from instrument.recording.spans import BATCH_KEYS, Site
 from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
@@ -23,7 +24,7 @@ class Spans(NamedTuple):
     """The spans in that order: `row` is the row of each in the trace, `place_of` the place of each row.
 
     Times count from the base of the file, `parent` is the place of the parent, `site` the number of the site among
-    `sites`, which are by first sight.
+    `sites`, which are by first sight. `process` is the place of the process among those that are shown.
     """
 
     trace: Trace
@@ -39,9 +40,10 @@ class Spans(NamedTuple):
     site: Int64s
     is_request: Bools
     is_async: Bools
+    process: Int64s
 
     @classmethod
-    def of(cls, trace: Trace, base_ns: int) -> Spans:
+    def of(cls, trace: Trace, base_ns: int, processes: ShownProcesses) -> Spans:
         row = in_order(trace)
         place_of, parent, task_id = rank_of(row), trace.parent[row], trace.task_id[row]
         site, firsts = by_first_sight(trace.site[row])
@@ -61,10 +63,11 @@ class Spans(NamedTuple):
             site=site,
             is_request=is_request,
             is_async=(task_id != 0) | is_request,
+            process=processes.numbers_of(trace.thread_id[row]),
         )
 
     def groups(self) -> Int64s:
-        """What thread, or what task of what tree, each span is on: numbers from 0."""
+        """The thread, or the task of a tree in a process, that each span is on: numbers from 0."""
         threads, groups = ranked(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         if not len(slices):
@@ -73,10 +76,12 @@ class Spans(NamedTuple):
         root_id, task_id, above = self.trace.root_id[self.row], self.task_id, self.parent
         goes_on = (above != NONE) & self.is_async & self.is_async[above]
         goes_on &= (root_id == root_id[above]) & (task_id == task_id[above])
+        goes_on &= self.process == self.process[above]
         first_of = tops(np.where(goes_on, above, np.int32(NONE)).astype(np.int32))
         firsts = np.flatnonzero(self.is_async & ~goes_on)
         number_of = np.zeros(len(groups), dtype=np.int64)
-        number_of[firsts] = numbered(ranked(root_id[firsts])[1], ranked(task_id[firsts])[1])[0]
+        trees, tasks = ranked(root_id[firsts])[1], ranked(task_id[firsts])[1]
+        number_of[firsts] = numbered(numbered(trees, self.process[firsts])[0], tasks)[0]
         groups[slices] = len(threads) + number_of[first_of[slices]]
         return groups
 

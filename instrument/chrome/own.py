@@ -21,7 +21,7 @@ from instrument.trace.columns import DeviceIntervals, Int32s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.metadata import Metadata, attribute
-from instrument.trace.text import LIMIT_SPANS, LONGEST_PLAIN, checked, end_of, index, nanoseconds
+from instrument.trace.text import LIMIT_SPANS, LONGEST_PLAIN, checked, end_of, index, nanoseconds, whole
 
 
 class _Remote(msgspec.Struct):
@@ -42,6 +42,7 @@ class _Arguments(msgspec.Struct, gc=False):
     parent: Int64 | UnsetType = UNSET
     root: Int64 | UnsetType = UNSET
     thread: Int64 | UnsetType = UNSET
+    own_id: Int64 | UnsetType = UNSET
     task: Int64 | UnsetType = UNSET
     active_ns: Int64 | UnsetType = UNSET
     self_ns: Int64 | UnsetType = UNSET
@@ -97,7 +98,7 @@ class Own:
         self._marks = 0
         self._async: dict[str, _Async] = {}
         # The slices of each lane of a thread in which those that come next may lie: end, id and tree.
-        self._around: dict[int, list[tuple[int, int, int]]] = {}
+        self._around: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
 
     @property
     def taken(self) -> int:
@@ -178,8 +179,8 @@ class Own:
                         its = spans[above][1].id if above >= 0 else self._numbers["span_id"][above + first]
                         parent_id = checked(its, int)
             else:
-                tid: Any = event.tid
-                stack = around.get(tid) or around.setdefault(checked(tid, int), [])
+                lane_of: Any = event.pid, event.tid
+                stack = around.get(lane_of) or around.setdefault(tuple(whole(lane_of)), [])
                 while stack and stack[-1][0] <= start_ns:
                     stack.pop()
                 if stack and args.parent is UNSET:
@@ -222,6 +223,7 @@ class Own:
             [total if args.self_ns is UNSET else args.self_ns for args, total in zip(told, totals, strict=True)],
             [args.site for args in told],
             [NONE if args.error is None else errors.setdefault(args.error, len(errors) - 1) for args in told],
+            [args.id if args.own_id is UNSET else args.own_id for args in told],
         )
         for name, numbers in zip(_NUMBERS, its, strict=True):
             self._numbers[name].extend(numbers)
@@ -295,7 +297,7 @@ class Own:
 _TIMED = frozenset(("X", "b", "e"))
 _NUMBERS = (
     "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
-    "error",
+    "error", "own_id",
 )  # fmt: skip
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 

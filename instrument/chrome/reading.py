@@ -63,7 +63,8 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """As `load`, with the spans as columns, and no object for any of them."""
     with _refusals(path):
-        saved = _load(Path(path), limit_bytes)
+        with _opened(Path(path), limit_bytes) as text:
+            saved = _content(text)
         _refuse_endless(saved.columns)
     return saved
 
@@ -91,7 +92,22 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
     raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 
 
-def _load(source: Path, limit_bytes: int) -> Saved:
+def facts_of(path: str | os.PathLike[str]) -> Trace | None:
+    """What a file that `dump` wrote knows beside its events, which are not read; None for another profiler's.
+
+    Raises `TraceError`.
+    """
+    with _refusals(path), _opened(Path(path), LIMIT_BYTES) as text:
+        for key, value in _members(text):
+            if key == "instrument" and isinstance(value, dict) and "format" in value:
+                return Metadata(value).trace([], [])
+            if key is None:
+                return None
+    return None
+
+
+@contextmanager
+def _opened(source: Path, limit_bytes: int) -> Iterator[Json]:
     facts = source.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise ValueError("it is not a regular file; give a trace file")
@@ -104,7 +120,7 @@ def _load(source: Path, limit_bytes: int) -> Saved:
         text = Json(file.read if packed_bytes is None else _unpacking(file.read, packed_bytes), limit_bytes)
         if not gzipped:
             text.refuse_beyond_limit(facts.st_size)
-        return _content(text)
+        yield text
 
 
 def _unpacking(read: Callable[[int], bytes], packed_bytes: int) -> Callable[[int], bytes]:

@@ -50,7 +50,8 @@ class SpanEvents:
         self._name_kinds(number, of_request, board, of_sites)
         self._board, self._of_request = board, of_request
         are_requests = spans.is_request[slices[firsts]].tolist()
-        self._locals = [f'"id2":{{{_ids(lane, board.pid, its)}}},"ts":' for lane, its in enumerate(are_requests, 1)]
+        pid = board.processes.first.pid
+        self._locals = [f'"id2":{{{_ids(lane, pid, its)}}},"ts":' for lane, its in enumerate(are_requests, 1)]
         thread = ranked(spans.thread_id[slices])[1]
         self._end_kind, some = by_first_sight(thread, of_request[slices], lanes)
         some = slices[some]
@@ -89,6 +90,7 @@ class SpanEvents:
         told = [
             self._numbers("root", ~in_parent & other_tree & tells, trace.root_id),
             self._numbers("parent", ~in_parent & (lies_in | (parent_id != 0)), trace.parent_id),
+            self._numbers("own_id", trace.own_id[row] != spans.span_id, trace.own_id),
             self._numbers("task", tells & spans.is_async & (spans.task_id != 0), trace.task_id),
             self._numbers("self_ns", (trace.self_ns != total_ns)[row], trace.self_ns),
             self._numbers("active_ns", (trace.active_ns != total_ns)[row], trace.active_ns),

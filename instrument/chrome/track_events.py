@@ -2,7 +2,7 @@
 
 Slices, their names, times and lanes are those of the Chrome trace (see `lanes`), but that a slice without length lies
 beside what begins with it, into which readers of Chrome traces put it. Tracks stand in this order: requests, then the
-tasks in their trees; the threads of the process, of which viewers show the main one first; other tasks; gauges, which
+tasks in their trees; each process with its threads, of which the main one is shown first; other tasks; gauges, which
 are counters; devices, with a track for each stream. Arrows lead to as many slices as there are, for events carry them,
 so none is left out for want of room. Kinds are categories; attributes and what else is known of a span are debug
 annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once and
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans
+from instrument.chrome.shown_processes import ShownProcesses
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
@@ -41,7 +42,7 @@ SEQUENCE = 1
 """All packets are of one sequence, whose names have one numbering."""
 
 PROCESS = 1
-"""The track of the process; others are numbered from there."""
+"""The track of the first process; others are numbered from there."""
 
 REQUESTS = 2
 """The track around those of requests. What lies in no process, and around others, is shown before all processes."""
@@ -83,11 +84,12 @@ class _Packets:
         self._pb, self._facts = pb, facts
         times = trace.start_ns, trace.device.start_ns, np.array([one.at_ns for one in facts.samples], dtype=np.int64)
         self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
-        self._pid = facts.origin.pid if 0 < facts.origin.pid < LIMIT_PID else 0
-        self._spans = Spans.of(trace, self._base_ns)
+        self._processes = ShownProcesses(facts, LIMIT_PID)
+        self._spans = Spans.of(trace, self._base_ns, self._processes)
         self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
         self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))
         self._uuids = count(REQUESTS + 1)
+        self._of_process = [PROCESS, *(next(self._uuids) for _ in self._processes.all[1:])]
         self._threads: dict[int, int] = {}
         self._devices: dict[int, int] = {}
         self._has_requests = False
@@ -132,12 +134,14 @@ class _Packets:
         snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_MONOTONIC, timestamp=at_ns)
         if origin.realtime_ns > 0:
             snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_REALTIME, timestamp=origin.realtime_ns)
-        its = self._packet().track_descriptor
-        its.uuid, its.process.pid, its.child_ordering = PROCESS, self._pid, pb.TrackDescriptor.EXPLICIT
-        its.process.process_name = clean(origin.service or f"process {origin.pid}")
-        lost = [f"not kept: {number} ({reason})" for reason, number in self._facts.losses.items() if number]
-        notes = [f"not observed: {note}" for note in self._facts.notes]
-        its.process.process_labels.extend(map(clean, filter(None, (*lost, *notes, self._facts.died))))
+        for uuid, process in zip(self._of_process, self._processes.all, strict=True):
+            its, facts = self._packet().track_descriptor, process.facts
+            its.uuid, its.process.pid, its.child_ordering = uuid, process.pid, pb.TrackDescriptor.EXPLICIT
+            its.process.process_name = clean(process.name)
+            lost = [f"not kept: {number} ({reason})" for reason, number in facts.losses.items() if number]
+            notes = [f"not observed: {note}" for note in facts.notes]
+            labels = filter(None, (process.label, *lost, *notes, facts.died))
+            its.process.process_labels.extend(map(clean, labels))
 
     def _iid(self, table: str, entry: Any, **facts: Any) -> int:
         """The number of what is written once: in the packet that is being made, which may refer to it."""
@@ -179,14 +183,18 @@ class _Packets:
 
     def _thread(self, thread_id: int) -> int:
         if thread_id not in self._threads:
-            name = self._name_of(thread_id)
-            if self._pid and 0 < thread_id < LIMIT_PID:
-                its = self._pb.ThreadDescriptor(pid=self._pid, tid=thread_id, thread_name=name)
-                uuid = self._track(parent_uuid=PROCESS, thread=its)
+            name, pid = self._name_of(thread_id), self._processes.of_thread(thread_id).pid
+            tid, parent = self._processes.own_thread(thread_id), self._process_of(thread_id)
+            if pid and 0 < tid < LIMIT_PID:
+                its = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
+                uuid = self._track(parent_uuid=parent, thread=its)
             else:
-                uuid = self._track(parent_uuid=PROCESS, name=name)
+                uuid = self._track(parent_uuid=parent, name=name)
             self._threads[thread_id] = uuid
         return self._threads[thread_id]
+
+    def _process_of(self, thread_id: int) -> int:
+        return self._of_process[self._processes.number_of(thread_id)]
 
     def _requests(self) -> int:
         if not self._has_requests:
@@ -196,7 +204,7 @@ class _Packets:
         return REQUESTS
 
     def _name_of(self, thread_id: int) -> str:
-        return clean(self._facts.threads.get(thread_id) or f"thread {thread_id}")
+        return clean(self._processes.thread_name(thread_id))
 
     def _device(self, device: int) -> int:
         if device == HOST:
@@ -204,8 +212,9 @@ class _Packets:
         if device not in self._devices:
             gpu = next((one for one in self._facts.gpus if one.device == device), None)
             about = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu else ""
+            owners = [number for number, one in enumerate(self._facts.processes) if device in one.devices]
             self._devices[device] = self._track(
-                parent_uuid=PROCESS,
+                parent_uuid=self._of_process[owners[0] if owners else 0],
                 name=f"GPU {device}",
                 description=clean(about),
                 sibling_order_rank=DEVICES + device % (LIMIT_PID >> 1),
@@ -286,18 +295,18 @@ class _Packets:
 
         def track(place: int) -> int:
             its_number, thread_id = int(number[place]), int(spans.thread_id[place])
-            further = f" ({its_number})" if its_number > 1 else ""
+            further, process = f" ({its_number})" if its_number > 1 else "", self._process_of(thread_id)
             if spans.is_async[place]:
                 name = f"{sites[spans.site[place]]}{further}"
                 if of_requests[place]:
                     rank = int(not spans.is_request[place])
                     return self._track(parent_uuid=self._requests(), name=name, sibling_order_rank=rank)
-                return self._track(parent_uuid=PROCESS, name=name, sibling_order_rank=OTHER_TASKS)
+                return self._track(parent_uuid=process, name=name, sibling_order_rank=OTHER_TASKS)
             thread = self._thread(thread_id)
             if not further:
                 return thread
             name = f"{self._name_of(thread_id)}{further}"
-            return self._track(parent_uuid=PROCESS, name=name, sibling_order_rank=FURTHER_THREADS)
+            return self._track(parent_uuid=process, name=name, sibling_order_rank=FURTHER_THREADS)
 
         return track
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, starmap
 from pathlib import Path
 
 from instrument.chrome.arrows import Arrows
 from instrument.chrome.batch_marks import BatchMarks
 from instrument.chrome.interval_events import IntervalEvents
-from instrument.chrome.lanes import DEVICE_PIDS, Board, Row
+from instrument.chrome.lanes import DEVICE_PIDS, Board
 from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans, batches
+from instrument.chrome.shown_processes import ShownProcesses
 from instrument.chrome.span_events import SpanEvents
 from instrument.errors import TraceError
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
@@ -83,19 +84,19 @@ def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
 
 def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iterator[str]:
     """The file's text in pieces of some thousand events."""
-    pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
+    processes = ShownProcesses(trace, DEVICE_PIDS)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
-    spans = Spans.of(columns, base_ns)
-    intervals, marks, board = OrderedIntervals.of(spans, base_ns), BatchMarks(spans), Board(pid)
+    spans = Spans.of(columns, base_ns, processes)
+    intervals, marks, board = OrderedIntervals.of(spans, base_ns), BatchMarks(spans), Board(processes)
     arrows = Arrows(spans, intervals, marks)
     sites = Sites(spans.sites)
     head = metadata(trace, base_ns, sites, tally, arrows.left_out)
-    service = trace.origin.service or f"process {trace.origin.pid}"
     yield '{"displayTimeUnit":"ms","instrument":'
     yield from head
     yield ',"traceEvents":[\n'
-    yield ",\n".join(_process_names(pid, service, 0))
+    named = (_process_names(one.pid, one.name, 0, one.label) for one in processes.all)
+    yield ",\n".join(chain.from_iterable(named))
     of_sites = [sites.texts[site] for site in spans.sites]
     of_spans = SpanEvents(spans, board, arrows.binds, of_sites)
     yield from starmap(of_spans.text, batches(len(spans.row)))
@@ -104,8 +105,8 @@ def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iter
     yield from arrows.texts(of_spans, of_intervals)
     yield from marks.texts(of_spans, of_sites, arrows.marked)
     counted: set[int] = set()
-    names = _lane_names(pid, board.rows, counted, trace, spans.threads_of_batches())
-    events = chain(_counter_events(trace.samples, base_ns, pid, counted), names)
+    names = _lane_names(board, counted, trace, spans.threads_of_batches())
+    events = chain(_counter_events(trace.samples, base_ns, processes.first.pid, counted), names)
     while batch := list(islice(events, BATCH)):
         yield "".join([f",\n{event}" for event in batch])
     yield "\n]}\n"
@@ -132,24 +133,23 @@ def _counter_events(samples: Iterable[Sample], base_ns: int, pid: int, counted: 
 # Names
 
 
-def _lane_names(
-    pid: int, rows: Callable[[], list[Row]], counted: set[int], trace: Trace, of_batches: set[int]
-) -> Iterator[str]:
+def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[str]:
     """The names of all lanes, threads in the order in which they are known but that those of batches come first, and of
     the devices."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
     known = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
-    seen = {pid}
+    hosts = {one.pid for one in board.processes.all}
+    seen = set(hosts)
     for of in sorted(counted - seen):
         seen.add(of)
         yield from _device_names(of, gpus.get(of))
-    for of, own_id, lanes in sorted(rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
+    for of, known_id, lanes in sorted(board.rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
         if of not in seen:
             seen.add(of)
             yield from _device_names(of, gpus.get(of))
-        name = f"stream {own_id}" if of != pid else trace.threads.get(own_id) or f"thread {own_id}"
+        name = board.processes.thread_name(known_id) if of in hosts else f"stream {known_id}"
         for number, tid in lanes:
             place = f'{of},"tid":{tid}'
             yield _name_event("thread_name", name if number == 1 else f"{name} ({number})", place)
@@ -158,14 +158,15 @@ def _lane_names(
 
 def _device_names(pid: int, gpu: Gpu | None) -> Iterator[str]:
     device = pid - DEVICE_PIDS
-    yield from _process_names(pid, f"GPU {device}", 1 + device)
-    if gpu is not None and (gpu.model or gpu.uuid):
-        yield _name_event("process_labels", " ".join(filter(None, (gpu.model, gpu.uuid))), f"{pid}")
+    label = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu is not None else ""
+    yield from _process_names(pid, f"GPU {device}", 1 + device, label)
 
 
-def _process_names(pid: int, name: str, position: int) -> Iterator[str]:
+def _process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[str]:
     yield _name_event("process_name", name, f"{pid}")
     yield _name_event("process_sort_index", position, f"{pid}")
+    if label:
+        yield _name_event("process_labels", label, f"{pid}")
 
 
 def _name_event(what: str, value: str | int, place: str) -> str:

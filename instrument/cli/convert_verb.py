@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instrument.cli.inputs import add_files, expanded, merged_of, read_bounded
+from instrument.cli.inputs import add_files, files_of, merged_of, read_bounded
 from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
 
@@ -50,7 +50,7 @@ def add(verbs: Verbs) -> None:
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
-    paths = expanded(options.traces)
+    paths = files_of("convert", options)
     if options.output is None and len(paths) > 1:
         raise InstrumentError(f"convert: found {len(paths)} files; give the one to write with -o OUT")
     target = Path(options.output or _beside(paths[0], FORMS[options.to][0]))
@@ -58,7 +58,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     if options.to == "otlp":
         _write_otlp(target, read_bounded("convert", paths, options.memory))
     else:
-        write(target, options.to, merged_of("convert", paths, options.clock, options.memory))
+        write(target, options.to, merged_of("convert", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 

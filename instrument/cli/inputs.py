@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from instrument.runtime import compression
 from instrument.runtime.memory_limit import within_memory
 
 if TYPE_CHECKING:
+    from instrument.recording.spans import Trace
     from instrument.trace.file import Saved
 
 FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
@@ -25,23 +27,57 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 """How the names of files in a folder end that are read; of two that differ in the suffix alone the first of these."""
 
 
-def expanded(paths: Sequence[str]) -> list[str]:
-    """The files, those of a folder by name. Raises `TraceError` for a folder that has none."""
+def files_of(verb: str, options: argparse.Namespace) -> list[str]:
+    """The files that are named, and of each folder those of one run. Raises `TraceError` for a folder that has none."""
     found: list[str] = []
-    for path in paths:
+    for path in options.traces:
         if not Path(path).is_dir():
             found.append(path)
             continue
-        known: dict[str, str] = {}
-        names = sorted(entry.name for entry in Path(path).iterdir() if not entry.name.startswith("."))
-        for suffix in SUFFIXES:
-            for name in names:
-                if name.endswith(suffix):
-                    known.setdefault(name.removesuffix(suffix), str(Path(path, name)))
-        if not known:
-            raise TraceError(f"the folder {path} has no recording and no trace ({', '.join(SUFFIXES)}) in it")
-        found += [known[stem] for stem in sorted(known)]
+        its = _files_in(path)
+        found += its if options.all else _of_one_run(verb, path, its, options)
     return list(dict.fromkeys(found))
+
+
+def _files_in(folder: str) -> list[str]:
+    known: dict[str, str] = {}
+    names = sorted(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("."))
+    for suffix in SUFFIXES:
+        for name in names:
+            if name.endswith(suffix):
+                known.setdefault(name.removesuffix(suffix), str(Path(folder, name)))
+    if not known:
+        raise TraceError(f"the folder {folder} has no recording and no trace ({', '.join(SUFFIXES)}) in it")
+    return [known[stem] for stem in sorted(known)]
+
+
+def _of_one_run(verb: str, folder: str, paths: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Those of the run that is asked for, else of the newest; files that are of no run stay."""
+    if len(paths) == 1 and options.run is None:
+        return list(paths)
+    load_libraries()
+    from instrument.trace.files_of_runs import chosen, runs_of
+
+    with within_memory(verb, paths, options.memory):
+        known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
+    if not known and options.run is None:
+        return list(paths)
+    runs = runs_of(known)
+    run, others = chosen(folder, runs, options.run)
+    if others:
+        print(f"instrument: {verb}: {others}", file=sys.stderr)
+    return [path for path in paths if path not in known or path in run.files]
+
+
+def _facts_in(path: str) -> Trace | None:
+    """What a file of ours knows beside its spans; None for another profiler's, and for one that cannot be read."""
+    from instrument.chrome import reading
+    from instrument.trace import file
+
+    try:
+        return file.facts_of(path) if file.is_recording(path) else reading.facts_of(path)
+    except TraceError:
+        return None  # who reads the file says what is wrong with it
 
 
 def saved_in(path: str) -> Saved:
@@ -55,6 +91,9 @@ def saved_in(path: str) -> Saved:
 def add_files(parser: argparse.ArgumentParser) -> None:
     """The files, and the options that say how they are put together and what they may take."""
     parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--run", metavar="RUN", help="of a folder, the files of this run (default: of the newest)")
+    several.add_argument("--all", action="store_true", help="of a folder, the files of all runs as one")
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
@@ -82,10 +121,10 @@ def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Sa
         return list(map(saved_in, paths))
 
 
-def merged_of(verb: str, paths: Sequence[str], clock: str, memory: int | None) -> Saved:
+def merged_of(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
     """All files as one, with one tree for each request. Raises `TraceError`."""
     from instrument.trace.grafted import graft
     from instrument.trace.merge import merge
 
-    files = read_bounded(verb, expanded(paths), memory)
-    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
+    files = read_bounded(verb, paths, options.memory)
+    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=options.clock == WALL).saved)

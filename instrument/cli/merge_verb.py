@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from instrument.cli.convert_verb import FORM_OF_END, form_of, refuse_to_replace_input, write
-from instrument.cli.inputs import add_files, expanded, merged_of
+from instrument.cli.inputs import add_files, files_of, merged_of
 from instrument.cli.option_values import Verbs
 
 
@@ -26,8 +26,8 @@ def add(verbs: Verbs) -> None:
 
 def merge(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
-    paths, target = expanded(options.traces), Path(options.output)
+    paths, target = files_of("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write(target, form_of(target), merged_of("merge", paths, options.clock, options.memory))
+    write(target, form_of(target), merged_of("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from instrument.cli.inputs import add_files, merged_of
+from instrument.cli.inputs import add_files, files_of, merged_of
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError
 
@@ -48,7 +48,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.trace import tables
 
     errors = tables.duckdb().Error
-    saved = merged_of("query", options.traces, options.clock, options.memory)
+    saved = merged_of("query", files_of("query", options), options)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
     connection = tables.closed_off(tables.opened(saved.columns, saved.facts, attributes=asks_for_attributes))
     try:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, add_files, expanded, load_libraries, saved_in
+from instrument.cli.inputs import WALL, add_files, files_of, load_libraries, saved_in
 from instrument.cli.option_values import Verbs, count, one_of, time_ns, view_names, whole
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
@@ -88,7 +88,7 @@ def _without_collector() -> Iterator[None]:
 
 def report_files(options: argparse.Namespace, host: list[str]) -> int:
     """Print the views of saved traces, one or several. Returns the exit code."""
-    options.traces = expanded(options.traces)
+    options.traces = files_of("report", options)
     options.trace = options.traces[0]
     if len(options.traces) > 1 or options.by:
         if options.beside:
@@ -157,8 +157,9 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
         yield "", {}, _recording(options.traces[0], options.beside)
         return
     from instrument.report.view import Recording
-    from instrument.trace.merge import merge, processes_of
+    from instrument.trace.merge import merge
     from instrument.trace.merged_facts import called
+    from instrument.trace.unmerged import processes_of
 
     files = list(map(saved_in, options.traces))
     if options.by:
@@ -168,7 +169,13 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
             yield f"Process: {called(its[0])}", {"process": of}, Recording.of_saved(merge(its).saved)
         return
     merged = merge(files, by_wall_clock=options.clock == WALL)
-    facts = {"files": merged.files, "processes": merged.processes, "clock": merged.clock, "apart_ns": merged.apart_ns}
+    facts = {
+        "files": merged.files,
+        "processes": merged.processes,
+        "runs": merged.runs,
+        "clock": merged.clock,
+        "apart_ns": merged.apart_ns,
+    }
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 
 

@@ -191,7 +191,8 @@ class Origin:
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
     `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run in
-    which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none.
+    which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none. `start_ticks`
+    is when the system made the process, in ticks since boot (0: not known): containers have processes of one number.
     """
 
     pid: int
@@ -206,6 +207,7 @@ class Origin:
     boot: str = ""
     wall_error_ns: int = 0
     run: str = ""
+    start_ticks: int = 0
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""
@@ -439,6 +441,24 @@ class Startup:
         return min(requests, key=lambda one: one.start_ns, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class MergedProcess:
+    """A process among those of a merged trace: its `facts`, which is a trace without spans, on its own clock.
+
+    `windows` are the parts of time of its files. The numbers that it gave to threads, devices, streams and absent spans
+    are by the merged ones. Times were moved by `moved_ns`. What torch.profiler saw is of the process that `is_watched`.
+    """
+
+    facts: Trace
+    windows: Sequence[Interval]
+    threads: Mapping[int, int]
+    devices: Mapping[int, int] = field(default_factory=dict)
+    streams: Mapping[int, int] = field(default_factory=dict)
+    absent: Mapping[int, int] = field(default_factory=dict)
+    moved_ns: int = 0
+    is_watched: bool = False
+
+
 @dataclass(slots=True)
 class Trace:
     """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
@@ -450,7 +470,8 @@ class Trace:
     torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
     operators that it saw beside the spans of ours. `startup` is of the process,
     None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
-    `apart_ns` is how far the clocks of the processes in it are apart at most.
+    `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
+    none where it is of one.
     """
 
     origin: Origin
@@ -472,6 +493,7 @@ class Trace:
     flops: Sequence[Flops] = ()
     died: str = ""
     apart_ns: int = 0
+    processes: Sequence[MergedProcess] = ()
 
     @property
     def held(self) -> Interval:

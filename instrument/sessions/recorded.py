@@ -272,6 +272,7 @@ class Recorded:
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
             run=files.run_of_keys(),
+            start_ticks=clock.start_ticks(clock.STAT),
         )
 
     def _facts(self) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ class Apart:
     """Numbers that each process has of its own: the same where nobody else has it, else the next that is free."""
 
     def __init__(self) -> None:
-        self._given: dict[Hashable, int] = {}
+        self._given: dict[tuple[Hashable, int], int] = {}
         self._taken: set[int] = set()
         self._next = 0
 
@@ -37,6 +37,10 @@ class Apart:
     def column(self, its: NDArray[Any], owner: Hashable) -> Int64s:
         """What many of one owner are now."""
         return _each(its, lambda own: self.number(own, owner))
+
+    def owned(self, owner: Hashable) -> dict[int, int]:
+        """The own numbers of an owner by what they are now."""
+        return {number: own for (whose, own), number in self._given.items() if whose == owner}
 
 
 def _each(its: NDArray[Any], become: Callable[[int], int]) -> Int64s:
@@ -77,6 +81,13 @@ def _joined(same: Sequence[Site]) -> Site:
 _FLAGS = [known.name for known in fields(Site) if known.type == "bool"]
 
 
+def linked_ids(link: Any) -> Int64s | None:
+    """The ids of the span and of the root to which a root is linked, None for a value that is no such link."""
+    if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
+        return None
+    return np.array(link, dtype=np.int64) if all(-1 << 63 <= one < 1 << 63 for one in link) else None
+
+
 class ApartFile:
     """One file among those that are merged: what becomes of its numbers."""
 
@@ -108,6 +119,7 @@ class Numbers:
 
     def __init__(self, parts: Sequence[ApartFile]) -> None:
         self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
+        self._own_devices: dict[int, dict[int, int]] = {}
         self._sites = JoinedSites()
         for part in parts:
             for site in part.sites():
@@ -128,8 +140,8 @@ class Numbers:
         return np.array(places, dtype=np.int64)[part.trace.site]
 
     def thread(self, own: int, part: ApartFile) -> int:
-        """What a thread is called now; 0 stays what it is, the threads that have ended."""
-        return own and self._threads.number(own, part.process)
+        """What a thread is called now; 0 is that of the threads of its process that have ended."""
+        return self._threads.number(own, part.process)
 
     def threads_of(self, part: ApartFile) -> Int64s:
         """The thread of each row."""
@@ -155,4 +167,14 @@ class Numbers:
         if own == HOST:
             return own
         uuid = next((gpu.uuid for gpu in part.saved.facts.gpus if gpu.device == own), "")
-        return self._devices.number(own, uuid or part.process)
+        number = self._devices.number(own, uuid or part.process)
+        self._own_devices.setdefault(part.process, {})[number] = own
+        return number
+
+    def of_process(self, process: int) -> dict[str, dict[int, int]]:
+        """The threads, devices and streams of a process as it calls them, by what they are now."""
+        return {
+            "threads": self._threads.owned(process),
+            "devices": self._own_devices.get(process, {}),
+            "streams": self._streams.owned(process),
+        }

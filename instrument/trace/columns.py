@@ -65,6 +65,29 @@ class AttributesOfRows:
         return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 
+class AttributesOfSome:
+    """The attributes of some `rows` of a trace of `count` spans."""
+
+    def __init__(self, attributes: Attributes, rows: Int64s, count: int) -> None:
+        self._attributes, self._rows, self._place = attributes, rows, places_of(rows, count)
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        return self._attributes[int(self._rows[row])]
+
+    def rows(self) -> Int64s:
+        return self._among(self._attributes.rows())
+
+    def having(self, name: str) -> Int64s:
+        return self._among(self._attributes.having(name))
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        return self._attributes.values(name, self._rows[rows])
+
+    def _among(self, rows: Int64s) -> Int64s:
+        places = self._place[rows]
+        return np.asarray(places[places != NONE])
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceIntervals:
     """The device intervals of all spans, those of a span one after another: `row` is the span's, and never falls.
@@ -123,7 +146,8 @@ class Trace:
     """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
 
     `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
-    for a span without one among these. `remote` is by row, of the few that have one.
+    for a span without one among these. `remote` is by row, of the few that have one. `own_id` is the id by which
+    the process knows a span: another one than `span_id` in a merged trace alone.
 
     Raises `ValueError` for columns that are not sound: of different lengths, with times or numbers that no clock and no
     table has, with an id twice, or with parents that run in a circle.
@@ -146,11 +170,14 @@ class Trace:
     device: DeviceIntervals
     attributes: Attributes = field(repr=False)
     remote: Mapping[int, RemoteParent]
+    own_id: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     parent: Int32s = field(init=False)
     level: Int32s = field(init=False)
     """How many spans are around a row, by its parents."""
 
     def __post_init__(self) -> None:
+        if not len(self.own_id):
+            object.__setattr__(self, "own_id", self.span_id)
         _refuse_unsound(self)
         parent = rows_of(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
@@ -209,6 +236,13 @@ class Trace:
             remote={},
         )
 
+    def with_attributes(self, wanted: Bools) -> Trace:
+        """The wanted rows alone, with their attributes."""
+        rows = np.flatnonzero(wanted)
+        remote = {at: self.remote[row] for at, row in enumerate(rows.tolist()) if row in self.remote}
+        attributes = AttributesOfSome(self.attributes, rows, len(self))
+        return replace(self.only(wanted), attributes=attributes, remote=remote)
+
     def owners(self, wanted: Bools) -> Int32s:
         """The row of the topmost wanted span at or above each, `NONE` where there is none.
 
@@ -253,7 +287,7 @@ class Trace:
 
 _BY_ROW = (
     "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
-    "error", "clipped",
+    "error", "clipped", "own_id",
 )  # fmt: skip
 
 

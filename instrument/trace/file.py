@@ -31,7 +31,7 @@ from instrument.trace.counting import tally_of
 from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.of_spans import LaterSpans, columns_of_spans
-from instrument.trace.text import LIMIT_SPANS, checked, encode, safe
+from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
 from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
 LAYOUT = 2
@@ -164,6 +164,16 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         if saved.tally is None and int(columns.level.sum(dtype=np.int64)) > LIMIT_LINKS:
             saved = replace(saved, tally=saved.counted())
         return saved
+
+
+def facts_of(path: str | os.PathLike[str]) -> spans.Trace:
+    """What a recording knows beside its spans and readings, which are not read. Raises `TraceError`."""
+    with _refusals(path), zipfile.ZipFile(path) as archive:
+        member = archive.getinfo("metadata.npy")
+        if member.file_size > LIMIT_VALUE:
+            raise ValueError("its metadata is longer than in any recording")
+        known = json.loads(_array(archive.read(member)).tobytes())
+        return Metadata(checked(known["trace"], dict)).trace([], [])
 
 
 def _sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:

@@ -13,7 +13,7 @@ import numpy as np
 
 from instrument.recording.spans import Site
 from instrument.recording.tally import OVERFLOW, Tally
-from instrument.trace.columns import AttributesOfRows, Bools, Trace
+from instrument.trace.columns import Bools, Trace
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
 
@@ -55,6 +55,7 @@ def folded(files: Sequence[Saved]) -> Saved:
         samples=samples,
         gpus=[gpu for gpu in facts.gpus if gpu.device in devices],
         startup=None,
+        processes=(),
         died="",  # each was said as it happened; the run's report counts them
     )
     return Saved(columns, facts, _of_ended_threads(saved.counted()))
@@ -75,20 +76,16 @@ def _newest(trace: Trace, count: int) -> tuple[Trace, int]:
 
 
 def _only(trace: Trace, wanted: Bools) -> Trace:
-    rows, number_of = np.flatnonzero(wanted), np.cumsum(wanted) - 1
-    few = trace.only(wanted)
+    few = trace.with_attributes(wanted)
     sites, site = np.unique(few.site, return_inverse=True)
     known = np.unique(few.error[few.error >= 0])
     error = np.where(few.error >= 0, np.searchsorted(known, few.error), few.error)
-    bearing = np.intersect1d(trace.attributes.rows(), rows).tolist()
     return replace(
         few,
         sites=tuple(trace.sites[place] for place in sites.tolist()),
         site=site.astype(np.int32),
         errors=tuple(trace.errors[place] for place in known.tolist()),
         error=error.astype(np.int32),
-        attributes=AttributesOfRows({int(number_of[row]): trace.attributes[row] for row in bearing}),
-        remote={int(number_of[row]): one for row, one in trace.remote.items() if wanted[row]},
     )
 
 

@@ -96,6 +96,7 @@ def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
         ("active_ns", trace.active_ns[order], total_ns),
         ("error", trace.error[order], np.full(len(trace), NONE)),
         ("clipped", trace.clipped[order], np.zeros(len(trace), dtype=np.bool_)),
+        ("own_id", trace.own_id[order], span_id),
     )
     for name, column, usual in rare:
         rows = np.flatnonzero(column != usual)
@@ -295,6 +296,7 @@ def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) 
             )
             for row, trace_id, span_id, flags, is_local, in_server_span in facts["remote"]
         },
+        own_id=_with_rare(columns, "own_id", span_id.copy()) if "own_id" in columns else span_id,
     )
 
 

@@ -7,8 +7,9 @@ where a dump was followed by the file of the end, is taken from the one that has
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import AttributeValue
-from instrument.trace.apart import ApartFile, Numbers
+from instrument.trace.apart import ApartFile, Numbers, linked_ids
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
-from instrument.trace.merged_facts import called, merged_facts, merged_tally
+from instrument.trace.merged_facts import called, merged_facts, merged_processes, merged_tally
+from instrument.trace.unmerged import processes_of
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The clocks on which files may be put: the one that all processes of a machine have until it is started anew, and the
@@ -31,11 +33,12 @@ time of day, which two machines never have alike."""
 
 @dataclass(frozen=True)
 class Merged:
-    """What several files are together, of how many processes, and by which of `MONOTONIC` and `WALL`."""
+    """What several files are together, of how many processes and runs, and by which of `MONOTONIC` and `WALL`."""
 
     saved: Saved
     files: int
     processes: int
+    runs: int
     clock: str
     apart_ns: int | None
     """How far the clocks of two processes are apart at most, None where nobody knows."""
@@ -45,7 +48,8 @@ class Merged:
     @property
     def header(self) -> str:
         """What a reader has to know before the numbers."""
-        of = f"{self.files} files of {self.processes} process{'es' * (self.processes != 1)}"
+        of = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
+        of += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
             return f"{of}, on the monotonic clock of one machine"
         if self.apart_ns is None:
@@ -53,18 +57,7 @@ class Merged:
         return f"{of}, by their wall clocks, which are at most {self.apart_ns / 1e6:.3g} ms apart"
 
 
-_AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped")
-
-
-def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
-    """The files of each process, by which came first."""
-    found: dict[Hashable, list[Saved]] = {}
-    for saved in files:
-        origin = saved.facts.origin
-        is_known = origin.pid > 0 and origin.recorder != "other"
-        own = (origin.host, origin.boot, origin.pid, origin.service) if is_known else id(saved)
-        found.setdefault(own, []).append(saved)
-    return list(found.values())
+_AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 
 
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
@@ -73,22 +66,27 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     Files of different machines, or of one that was started anew in between, are put together by their wall clocks,
     where all say how exact these are, or `by_wall_clock` does not mind.
     """
-    groups = processes_of(files)
-    boots = {saved.facts.origin.boot for saved in files}
+    try:
+        groups = processes_of(files)
+    except ValueError as problem:
+        raise TraceError(f"cannot merge the files: {problem}") from problem
+    parts = [saved for group in groups for saved in group]
+    boots = {saved.facts.origin.boot for saved in parts}
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
-    apart_ns = 0 if clock == MONOTONIC else _apart_ns(files)
+    apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
     if apart_ns is None and not by_wall_clock:
         raise TraceError(
             f"asked to put {len(files)} files of {len(groups)} processes on one clock, found that they are not of one "
             "machine, or do not tell, nor how exact its wall clock was; take these with --clock wall, which may be "
             "seconds apart, or see each with --by process"
         )
-    if clock == WALL and (untold := [one for one in files if not one.facts.origin.realtime_ns]):
+    if clock == WALL and (untold := [one for one in parts if not one.facts.origin.realtime_ns]):
         raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
     try:
-        before_ns = max(saved.facts.apart_ns for saved in files)  # of files that are of several themselves
+        before_ns = max(saved.facts.apart_ns for saved in parts)  # of files that are of several themselves
         made = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
-        return Merged(made.saved, len(files), len(groups), clock, apart_ns, made.parts)
+        runs = len({saved.facts.origin.run for saved in parts} - {""})
+        return Merged(made.saved, len(files), len(groups), runs, clock, apart_ns, made.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
@@ -151,11 +149,10 @@ class JoinedAttributes:
 
 def moved_link(link: Any, part: ApartFile) -> dict[str, AttributeValue]:
     """The link of a root to a span, by that one's new id; to none where that was not kept."""
-    if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
+    ids = linked_ids(link)
+    if ids is None:
         return {}
-    if not all(-1 << 63 <= one < 1 << 63 for one in link):
-        return {}
-    rows = rows_of(part.trace.span_id, np.array(link, dtype=np.int64))
+    rows = rows_of(part.trace.span_id, ids)
     return {LINK: tuple(0 if row == NONE else int(part.row[row]) + 1 for row in rows.tolist())}
 
 
@@ -165,18 +162,22 @@ class _Merge:
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
         base_ns = groups[0][0].facts.origin.realtime_of(0)
+        self._absent: dict[tuple[int, int], int] = {}
         self._parts: list[ApartFile] = []
         first = 0
         for process, group in enumerate(groups):
+            newest = max((saved.facts for saved in group), key=attrgetter("end_ns"))
+            moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
             for saved in group:
-                moved_ns = 0 if clock == MONOTONIC else saved.facts.origin.realtime_of(0) - base_ns
                 self._parts.append(ApartFile(saved, process, first, moved_ns))
                 first += len(saved.columns)
         self.parts: Sequence[ApartFile] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merged_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
-        self.saved = Saved(columns, facts, merged_tally(self._parts, self._numbers, columns, facts.threads))
+        tally = merged_tally(self._parts, self._numbers, columns, facts.threads)
+        processes = merged_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
+        self.saved = Saved(columns, replace(facts, processes=processes), tally)
 
     # ------------------------------------------------------------ spans
 
@@ -241,7 +242,7 @@ class _Merge:
 
     def _ids_above(self) -> tuple[Int64s, Int64s]:
         """The ids of the parents and of the roots; of those that no file has, ids that nobody else has."""
-        lost: dict[tuple[int, int], int] = {}
+        absent = self._absent
         above = 1 + sum(len(part.trace) for part in self._parts)
         found: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
         for part in self._parts:
@@ -254,7 +255,7 @@ class _Merge:
                     ids[unknown] = _ids_in(other, asked[unknown])
                 ids[asked == 0] = 0
                 for row in np.flatnonzero(ids == NONE).tolist():
-                    ids[row] = lost.setdefault((part.process, int(asked[row])), above + len(lost))
+                    ids[row] = absent.setdefault((part.process, int(asked[row])), above + len(absent))
                 columns.append(ids)
         return _joined_columns(found["parent_id"]), _joined_columns(found["root_id"])
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from instrument.recording import spans
 from instrument.recording.allocations import Allocations
-from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
+from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup
 from instrument.recording.tally import Tally
 from instrument.trace.apart import ApartFile, Numbers
 from instrument.trace.columns import Trace
@@ -45,13 +45,13 @@ def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
 
 def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
     """Those of a process's files whose totals together count every call once; none where they overlap in part."""
-    within = sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns))
-    first = within[0]
-    if all(part.saved.facts.end_ns <= first.saved.facts.end_ns for part in within):
-        return [first]
-    edges = [(part.saved.facts.start_ns, part.saved.facts.end_ns) for part in within]
+    found: list[ApartFile] = []
+    for part in sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns)):
+        if not found or part.saved.facts.end_ns > found[-1].saved.facts.end_ns:
+            found.append(part)
+    edges = [(part.saved.facts.start_ns, part.saved.facts.end_ns) for part in found]
     is_apart = all(end_ns <= start_ns for (_, end_ns), (start_ns, _) in pairwise(edges))
-    return within if is_apart else []
+    return found if is_apart else []
 
 
 def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
@@ -84,7 +84,7 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
     """
     processes = list(_processes(parts))
     newest = [max(its, key=lambda part: part.saved.facts.end_ns) for its in processes]
-    watched = [part for part in parts if part.saved.facts.watched is not None or part.saved.facts.flops]
+    watched = list(filter(None, map(_watched, processes)))
     seen = _seen(watched[0], numbers) if len(watched) == 1 else {}
     losses: dict[str, int] = {}
     for part in newest:
@@ -104,7 +104,7 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
         start_ns=start_ns,
         end_ns=end_ns,
         spans=[],
-        threads=_threads(processes, numbers),
+        threads=_threads(parts, numbers),
         losses=losses,
         notes=notes,
         window=parts[0].saved.facts.window,
@@ -118,6 +118,51 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
     )
 
 
+def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
+    """The file of a process that has most of what torch.profiler saw, None where it saw nothing."""
+
+    def length_ns(part: ApartFile) -> int:
+        first_ns, last_ns = part.saved.facts.watched or (0, -1)
+        return last_ns - first_ns
+
+    some = [part for part in parts if part.saved.facts.watched is not None or part.saved.facts.flops]
+    return max(some, key=length_ns, default=None)
+
+
+def merged_processes(
+    parts: Sequence[ApartFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
+) -> Sequence[spans.MergedProcess]:
+    """Each process as a merged trace knows it. `absent` are the new ids of spans that no file has, by process and own
+    id."""
+    found = []
+    processes = list(_processes(parts))
+    watched = [part.process for part in filter(None, map(_watched, processes))]
+    for its in processes:
+        newest = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
+        windows = list[Interval]()
+        for start_ns, end_ns in sorted((part.saved.facts.start_ns, part.saved.facts.end_ns) for part in its):
+            if windows and start_ns < windows[-1][1]:
+                windows[-1] = windows[-1][0], max(windows[-1][1], end_ns)
+            else:
+                windows.append((start_ns, end_ns))
+        process = its[0].process
+        found.append(
+            spans.MergedProcess(
+                replace(
+                    newest, spans=[], samples=(), gpus=(), kernels=(), allocations=(), watched=None, flops=(),
+                    startup=None, start_ns=windows[0][0], processes=(),
+                    threads={own: name for part in its for own, name in part.saved.facts.threads.items()},
+                ),
+                windows,
+                **numbers.of_process(process),
+                absent={new: own for (whose, own), new in absent.items() if whose == process},
+                moved_ns=its[0].moved_ns,
+                is_watched=watched == [process],
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
 def _deaths(of_each: Sequence[spans.Trace]) -> str:
     """How those processes ended that said no goodbye, the first and the newest of them, and how many more there are."""
     told = [facts.died for facts in sorted(of_each, key=attrgetter("end_ns")) if facts.died]
@@ -128,12 +173,17 @@ def _deaths(of_each: Sequence[spans.Trace]) -> str:
     return " ".join([*told[: DEATHS_TOLD - 1], f"{words}.", told[-1]])
 
 
-def _threads(processes: Sequence[Sequence[ApartFile]], numbers: Numbers) -> dict[int, str]:
+def _before(its: Sequence[ApartFile], parts: Sequence[ApartFile]) -> str:
+    """The name of a process as the names of its threads begin with it, "" where there is no other process."""
+    origin = its[0].saved.facts.origin
+    is_of_several = not origin.pid and origin.recorder != "other"  # whose threads are named by process already
+    return f"{called(its[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
+
+
+def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
-    for its in processes:
-        origin = its[0].saved.facts.origin
-        is_of_several = not origin.pid and origin.recorder != "other"  # whose threads are named by process already
-        before = f"{called(its[0].saved)} " if len(processes) > 1 and not is_of_several else ""
+    for its in _processes(parts):
+        before = _before(its, parts)
         for part in its:
             named = part.saved.facts.threads
             for own in dict.fromkeys([*named, *np.unique(part.trace.thread_id).tolist()]):

@@ -6,7 +6,7 @@ Viewers ignore it. Sites stand in it once, and the events name them by their pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import add
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from instrument.recording.spans import (
     ImportTime,
     Interval,
     Kernel,
+    MergedProcess,
     Origin,
     Sample,
     Site,
@@ -116,19 +117,11 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
     facts = {
         "format": FORMAT,
         "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
-        "origin": _facts(trace.origin),
-        "window": trace.window,
         "base_ns": base_ns,
         "base_epoch_ns": trace.origin.realtime_of(base_ns),
-        "start_ns": trace.start_ns,
-        "end_ns": trace.end_ns,
-        "held_from_ns": trace.held_from_ns,
-        "threads": safe(list(trace.threads.items())),
-        "losses": safe(dict(trace.losses)),
-        "notes": safe(list(trace.notes)),
-        **({"died": clean(trace.died)} if trace.died else {}),
+        **_of_process(trace),
         **({"apart_ns": trace.apart_ns} if trace.apart_ns else {}),
-        "cost": trace.cost and _facts(trace.cost),
+        **({"processes": list(map(_merged_process, trace.processes))} if trace.processes else {}),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
         "gpus": [_facts(gpu) for gpu in trace.gpus],
@@ -147,6 +140,32 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         yield from allocation_lists.texts(trace.allocations, base_ns)
         yield "]"
     yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
+
+
+def _of_process(trace: Trace) -> dict[str, Any]:
+    """The facts of a process, also of one among those of a merged trace."""
+    return {
+        "origin": _facts(trace.origin),
+        "window": trace.window,
+        "start_ns": trace.start_ns,
+        "end_ns": trace.end_ns,
+        "held_from_ns": trace.held_from_ns,
+        "threads": safe(list(trace.threads.items())),
+        "losses": safe(dict(trace.losses)),
+        "notes": safe(list(trace.notes)),
+        **({"died": clean(trace.died)} if trace.died else {}),
+        "cost": trace.cost and _facts(trace.cost),
+    }
+
+
+NUMBERS_OF_PROCESS = ("threads", "devices", "streams", "absent")
+
+
+def _merged_process(process: MergedProcess) -> dict[str, Any]:
+    """A process of a merged trace, with its own numbers by the merged ones."""
+    more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
+    numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
+    return {**_of_process(process.facts), **more, "numbers": numbers}
 
 
 def _without_del(text: str) -> str:
@@ -231,17 +250,9 @@ class Metadata:
             for name, device, since_ns in facts.get("not_told", ())
         ]
         samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
-        return Trace(
-            origin=made(Origin, facts["origin"]),
-            start_ns=checked(facts["start_ns"], int),
-            end_ns=checked(facts["end_ns"], int),
+        return replace(
+            _read_process(facts),
             spans=spans,
-            threads=_names(facts["threads"]),
-            losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
-            notes=tuple(checked(note, str) for note in facts["notes"]),
-            window=checked(facts["window"], int),
-            cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
-            held_from_ns=checked(facts.get("held_from_ns", 0), int),
             samples=tuple(samples),
             gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
             kernels=self._kernels(),
@@ -252,8 +263,8 @@ class Metadata:
                 Flops(thread_id, self.base_ns + since_ns, flops)
                 for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
             ),
-            died=checked(facts.get("died", ""), str),
             apart_ns=min(max(checked(facts.get("apart_ns", 0), int), 0), INT64 >> 2),
+            processes=tuple(map(_read_merged_process, facts.get("processes", ()))),
         )
 
     def _startup(self) -> Startup | None:
@@ -342,6 +353,37 @@ class Metadata:
             pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
             tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
         return tally
+
+
+def _read_process(facts: Mapping[str, Any]) -> Trace:
+    return Trace(
+        origin=made(Origin, facts["origin"]),
+        start_ns=checked(facts["start_ns"], int),
+        end_ns=checked(facts["end_ns"], int),
+        spans=[],
+        threads=_names(facts["threads"]),
+        losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
+        notes=tuple(checked(note, str) for note in facts["notes"]),
+        window=checked(facts["window"], int),
+        cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
+        held_from_ns=checked(facts.get("held_from_ns", 0), int),
+        died=checked(facts.get("died", ""), str),
+    )
+
+
+def _read_merged_process(facts: Any) -> MergedProcess:
+    numbers = checked(facts["numbers"], dict)
+    moved_ns = checked(facts["moved_ns"], int)
+    if not -INT64 >> 2 < moved_ns < INT64 >> 2:
+        raise ValueError("it has a time that no clock reads; it is damaged")
+    windows = _pairs(facts["windows"])
+    its: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
+    is_watched = checked(facts["is_watched"], bool)
+    return MergedProcess(_read_process(facts), windows, **its, moved_ns=moved_ns, is_watched=is_watched)
+
+
+def _pairs(rows: Any) -> list[tuple[int, int]]:
+    return [(first, second) for first, second in map(whole, rows)]
 
 
 def _site(facts: dict[str, Any]) -> Site:
