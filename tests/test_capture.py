@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trees import outline, tree_of
 
 import instrument.recorder.tail_sampler as capture_module
+from instrument.profile.keys import loads
 from instrument.profile.model import Capture, Rate, Usual, Where
 from instrument.recorder import call_nodes, pure
 from instrument.recorder.recorder import PureRecorder, Recorder
@@ -103,6 +104,13 @@ def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_
     kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
     serve(recorder)
     assert len(kept.read()) == is_kept
+
+
+def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_asks_for(recorder: Any) -> None:
+    recorder.remote_parent = lambda: RemoteParent(5, 6, 1)
+    kept = Kept(recorder, loads("export: otlp", environ={"OTEL_TRACES_SAMPLER": "always_off"}).capture)
+    serve(recorder, error=True)
+    assert kept.read() == []
 
 
 def test_spans_that_end_after_their_request_follow_it(recorder: Any) -> None:

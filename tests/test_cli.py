@@ -381,6 +381,34 @@ def test_off_by_environment_runs_the_host_even_with_a_bad_profile_and_writes_not
     assert traces() == []
 
 
+def test_no_variable_of_the_environment_keeps_a_service_from_starting_and_each_is_named(folder: Path) -> None:
+    environ = {
+        **os.environ,
+        "INSTRUMENT": "disabled",
+        "INSTRUMENT_PROFILE": "nowhere.yaml",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1ms",
+        "OTEL_BSP_SCHEDULE_DELAY": "5000",
+        "OTEL_PROPAGATORS": "nobody",
+    }
+    write(folder / "main.py", MAIN)
+    done = run("run", "--", "main.py", env=environ)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "2"), done.stderr
+    for words in (
+        "instrument: INSTRUMENT: found 'disabled'",
+        "instrument: INSTRUMENT_PROFILE: found 'nowhere.yaml'",
+        "instrument: no profile, so the preset serving",
+        "instrument: exports to the collector at http://127.0.0.1:9/v1/traces (from OTEL_EXPORTER_OTLP_ENDPOINT)",
+        "instrument: export.otlp.protocol (from OTEL_EXPORTER_OTLP_PROTOCOL): found 'http/json'",
+        "instrument: export.otlp.timeout (from OTEL_EXPORTER_OTLP_TIMEOUT): found '1ms'",
+        "instrument: set and not followed: OTEL_BSP_SCHEDULE_DELAY",
+        "OTEL_PROPAGATORS: Propagator nobody not found",
+    ):
+        assert done.stderr.count(words) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 THREE_MISTAKES = """\
 servce: shop
 functions:

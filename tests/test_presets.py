@@ -133,7 +133,8 @@ def test_it_is_told_what_came_from_the_preset() -> None:
     profile = read("preset: serving\ndevice: {host: 5s}\nloaders: off", {"OTEL_SERVICE_NAME": "shop"})
     of_preset = {name for name, origin in profile.origins.items() if origin == "preset"}
     assert of_preset == {
-        "requests.ignore", "frameworks", "startup", "copies", "device.nvml", "export.summary.to", "export.chrome.path",
+        "requests.ignore", "frameworks", "startup", "copies", "device.nvml", "export.otlp", "export.summary.to",
+        "export.chrome.path",
     }  # fmt: skip
     assert profile.origins["service"] == "OTEL_SERVICE_NAME"
     assert profile.told["copies"] == "[{directions: [h2d, d2h]}]"

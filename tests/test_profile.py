@@ -41,6 +41,7 @@ from instrument.profile.model import (
     Control,
     CopyRule,
     Device,
+    Export,
     FrameworkRule,
     FunctionRule,
     LayerRule,
@@ -544,17 +545,90 @@ class TestPrecedence:
         assert getattr(profile.export.otlp, field) == expected
         assert profile.origins[f"export.otlp.{key}"] == variable
 
-    def test_a_bad_variable_is_told_by_its_name(self) -> None:
-        environ = {f"OTEL_EXPORTER_OTLP_{name}": "secret!" for name in ("PROTOCOL", "TIMEOUT", "ENDPOINT", "HEADERS")}
-        messages = problems("export:\n  otlp: {}", environ)
-        assert [message.partition(": found")[0] for message in messages] == [
-            f"profile.yaml:2:9: export.otlp.{name} (from OTEL_EXPORTER_OTLP_{name.upper()})"
-            for name in ("endpoint", "headers", "protocol", "timeout")
+    def test_a_variable_that_is_not_understood_is_named_and_the_next_source_counts(self) -> None:
+        names = ("PROTOCOL", "TIMEOUT", "HEADERS", "COMPRESSION", "CERTIFICATE", "CLIENT_CERTIFICATE")
+        environ = {f"OTEL_EXPORTER_OTLP_{name}": "secret!" for name in names}
+        environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = "c:4317"
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://c"
+        profile = read("export:\n  otlp: {}", environ)
+        assert profile.export.otlp == Otlp("http://c/v1/traces")
+        paths = ("endpoint", "protocol", "headers", "timeout", "compression", "certificate", "client_certificate")
+        assert [remark.partition(" (from ")[0] for remark in profile.remarks] == [
+            f"export.otlp.{path}" for path in paths
         ]
-        assert "secret" not in messages[1]
+        assert "http/protobuf is used" in profile.remarks[1]
+        assert "secret" not in profile.remarks[2]
+
+    @pytest.mark.parametrize(
+        "otlp",
+        [
+            "{}",
+            "{endpoint: '${OTEL_EXPORTER_OTLP_ENDPOINT}'}",
+            "{endpoint: '${OTEL_EXPORTER_OTLP_ENDPOINT:-}'}",
+            "auto",
+        ],
+    )
+    def test_an_endpoint_that_is_not_understood_means_that_nothing_is_sent(self, otlp: str) -> None:
+        profile = read(f"export:\n  otlp: {otlp}", {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
+        assert profile.export.otlp is None
+        assert "did you mean 'http://collector:4318'" in profile.remarks[0]
+
+    def test_a_reference_to_a_variable_that_is_not_understood_counts_as_not_set(self) -> None:
+        text = "tracer_option: ${OTEL_X:-OpDetail}\ncapture: {sample: '${OTEL_X}'}"
+        profile = read(text, {"OTEL_X": "7 %"})
+        assert (profile.tracer_option, profile.capture) == ("OpDetail", Capture())
+        assert [remark.partition(": found")[0] for remark in profile.remarks] == ["tracer_option", "capture.sample"]
+
+    def test_what_a_variable_asks_for_and_cannot_be_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        profile = read("export: {otlp: }", {"OTEL_EXPORTER_OTLP_CLIENT_KEY": __file__})
+        assert profile.export.otlp == Otlp()
+        assert "without its client_certificate" in profile.remarks[0]
+        monkeypatch.setattr("instrument.profile.keys.find_spec", lambda name: None)
+        profile = read("export: {otlp: }", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+        assert profile.export.otlp is None
+        assert "instrument-sdk[grpc]" in profile.remarks[0]
+
+    @pytest.mark.parametrize(
+        ("environ", "sends", "sample", "remarks"),
+        [
+            ({"OTEL_SDK_DISABLED": "True"}, False, 1.0, ("OTEL_SDK_DISABLED=true", "OTEL_SDK_DISABLED=true")),
+            ({"OTEL_TRACES_EXPORTER": "none"}, True, 0.0, ("OTEL_TRACES_EXPORTER=none",)),
+            ({"OTEL_TRACES_SAMPLER": "always_off"}, True, 0.0, ("OTEL_TRACES_SAMPLER=always_off",)),
+            ({"OTEL_METRICS_EXPORTER": "none"}, True, 1.0, ("OTEL_METRICS_EXPORTER=none",)),
+            ({"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}, False, 1.0, ("none", "none")),
+            ({"OTEL_SDK_DISABLED": "false", "OTEL_TRACES_EXPORTER": "otlp", "OTEL_PYTHON_X": "1"}, True, 1.0, ()),
+            ({"OTEL_TRACES_EXPORTER": "console", "OTEL_BSP_X": "1"}, True, 1.0, ("OTEL_BSP_X, OTEL_TRACES_EXPORTER",)),
+        ],
+    )
+    def test_the_switches_of_opentelemetry_are_followed_and_other_variables_of_it_are_named(
+        self, environ: dict[str, str], sends: bool, sample: float, remarks: tuple[str, ...]
+    ) -> None:
+        profile = read("export: {otlp: }", environ)
+        assert (profile.export.otlp is not None) == sends
+        assert (profile.capture.sample, profile.capture.is_off) == (sample, not sample)
+        assert len(profile.remarks) == len(remarks)
+        assert all(remark.endswith(end) for remark, end in zip(profile.remarks, remarks, strict=True))
 
     def test_the_variables_of_otlp_do_not_matter_when_it_is_off(self) -> None:
-        assert read("", {"OTEL_EXPORTER_OTLP_TIMEOUT": "bad"}) == Profile()
+        profile = read("", {"OTEL_EXPORTER_OTLP_TIMEOUT": "bad", "OTEL_SDK_DISABLED": "true"})
+        assert (profile, profile.remarks) == (Profile(), ())
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("export: otlp", Export(otlp=Otlp())),
+            ("export: [otlp, summary]", Export(otlp=Otlp(), summary=Summary())),
+            ("export: {otlp: auto}", Export()),
+        ],
+    )
+    def test_a_way_out_is_named_by_a_word(self, text: str, expected: Export) -> None:
+        assert read(text, {}).export == expected
+
+    def test_the_preset_of_servers_exports_where_a_variable_names_a_collector(self) -> None:
+        assert read("preset: serving", {}).export.otlp is None
+        named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
+        assert read("preset: serving", named).export.otlp == Otlp("http://c/v1/traces")
+        assert read("preset: serving\nexport: {otlp: off}", named).export.otlp is None
 
 
 class TestMistakes:

@@ -12,7 +12,7 @@ from instrument.device import cuda
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.keys import KEYS, setting
 from instrument.profile.model import Profile
-from instrument.profile.values import BESIDE
+from instrument.profile.variables import BESIDE
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -31,6 +31,7 @@ def facts_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
         "settings": [
             {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
         ],
+        "remarks": list(profile.remarks),
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
         "recorder": _recorder(),
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
@@ -52,6 +53,8 @@ def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str,
         from instrument.sessions.process import NO_EXPORT
 
         print(f"  {NO_EXPORT}")
+    for remark in profile.remarks:
+        print(f"  {remark}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"{_recorder_line()}, Python {platform.python_version()}")
@@ -131,7 +134,7 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             value = profile.told.get(name, value)
         if value is not None or origin != "default":
             found.append((name, value, origin))
-    for variable, name in BESIDE.items():
+    for variable, (name, _) in BESIDE.items():
         is_followed = profile.export.otlp is not None or (variable == "OTEL_PROPAGATORS" and profile.requests)
         if is_followed and (text := os.environ.get(variable)):
             # Of attributes by name alone, as of headers.

@@ -16,6 +16,7 @@ from instrument.cli.interpreter import interpreter_flags, refuse_what_is_no_host
 from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
+from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
@@ -58,8 +59,8 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         environ.pop(run_folder.VARIABLE, None)
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
         listener = _listener_of_agent(environ, name)
-    if is_unnamed and not OFF:
-        print(f"instrument: {WITHOUT_PROFILE}", file=sys.stderr)
+    for line in [WITHOUT_PROFILE] * (is_unnamed and not OFF) + ([] if profile is None else _remarks(profile)):
+        print(f"instrument: {line}", file=sys.stderr)
     flush(sys.stdout)
     flush(sys.stderr)
     words = [sys.executable, *interpreter_flags(), *host]
@@ -114,6 +115,17 @@ def _environment_of_host() -> dict[str, str]:
     before = environment.given()
     had, has = (folder in one.get("PYTHONPATH", "").split(os.pathsep) for one in (before, os.environ))
     return before if folder and had and not has else dict(os.environ)
+
+
+def _remarks(profile: Profile) -> list[str]:
+    """Return remarks on variables, and the collector that one of them names where the profile names none."""
+    remarks, otlp, switch = [*profile.remarks], profile.export.otlp, os.environ.get("INSTRUMENT", "").strip().lower()
+    if otlp is not None and profile.told.get("export.otlp") == "auto":
+        variable = profile.origins["export.otlp.endpoint"]
+        remarks.insert(0, f"exports to the collector at {without_secrets(otlp.endpoint)} (from {variable})")
+    if switch not in ("", "on", "1", "true", "yes"):
+        remarks.append(f"INSTRUMENT: found {switch!r}; allowed: on, off; this run is recorded")
+    return remarks
 
 
 def _refuse_what_cannot_work(profile: Profile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from instrument.errors import InstrumentError
 from instrument.profile.presets import PRESETS, path_of
@@ -23,5 +24,9 @@ def wanted(options: argparse.Namespace) -> tuple[str, bool]:
             f"found both the profile {options.profile} and --preset {options.preset}; give one of them, or put the "
             f"line `preset: {options.preset}` into the profile"
         )
-    named = path_of(options.preset) if options.preset else options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    of_variable = os.environ.get("INSTRUMENT_PROFILE", "")
+    if of_variable and not (options.preset or options.profile or os.access(of_variable, os.R_OK)):
+        print(f"instrument: INSTRUMENT_PROFILE: found {of_variable!r}, which cannot be read", file=sys.stderr)
+        of_variable = ""
+    named = path_of(options.preset) if options.preset else options.profile or of_variable
     return named or path_of(PRESETS[0]), not named

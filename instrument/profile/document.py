@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NODES = 10_000
 """The most values that one document may hold, each alias counted as often as it is used."""
+STANDARD = ("OTEL_", "INSTRUMENT_")
+"""The beginnings of variables whose values, where they are not understood, do not keep a service from starting."""
 DEPTH = 32
 """The deepest nesting of lists and mappings that is read."""
 
@@ -45,6 +47,8 @@ class Document:
         self.told: dict[str, str] = {}
         self.faults = 0
         self.noted: list[tuple[int, int, str]] = []
+        self.remarks: list[str] = []
+        """Sentences on variables of the environment whose values are not followed."""
 
     def read(self, read: Read) -> Any:
         """What `read` makes of the root, which for an empty text is an empty mapping; nothing if it was refused."""
@@ -73,6 +77,7 @@ class YamlNode:
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
     is as written, references replaced; `plain` says that it stood without quotes, `variable` which one it consists of.
     `written` is the text with the references still in it where a variable is set that may hold a secret, else "".
+    `unset` is the node as it is where that variable is not set, None unless it is one of `STANDARD`.
     `items` are a list's values; `pairs` a mapping's keys and values by name.
     """
 
@@ -85,6 +90,7 @@ class YamlNode:
     plain: bool = False
     variable: str = ""
     written: str = ""
+    unset: YamlNode | None = None
     items: tuple[YamlNode, ...] = ()
     pairs: Mapping[str, tuple[YamlNode, YamlNode]] = field(default_factory=dict)
 
@@ -130,6 +136,19 @@ class YamlNode:
         """Note one problem and end the reading of this node."""
         self.note(allowed, found=found, near=near)
         raise _Refused
+
+    def is_readable(self, read: Read, instead: str) -> bool:
+        """Return whether a value from a variable is understood; if not, a remark says what is done `instead`."""
+        document, noted, faults = self.document, len(self.document.noted), self.document.faults
+        self.attempt(read)
+        if document.faults == faults:
+            return True
+        document.remarks += [
+            f"{message.removeprefix(f'{self.place}: ')}; {instead}" for *_, message in document.noted[noted:]
+        ]
+        del document.noted[noted:]
+        document.faults = faults
+        return False
 
     def attempt(self, read: Read) -> Any:
         """What `read` makes of the node, or None once its problems are noted."""
@@ -303,7 +322,7 @@ class _Tree:
 
     def scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
         plain = source.style is None
-        text, variable = source.value, ""
+        text, variable, unset = source.value, "", None
         written = _REFERENCE.sub(self.shown, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
         for reference in _REFERENCE.finditer(text):
             if broken := reference["broken"]:
@@ -312,12 +331,18 @@ class _Tree:
                 return at
         if (only := _REFERENCE.fullmatch(text)) and only["name"]:
             variable = only["name"] if self.document.environ.get(only["name"]) else ""
+            if variable.startswith(STANDARD):
+                default = only["default"] or ""
+                unset = replace(at, kind=self.resolved(source, default, kind), text=default, plain=plain)
             text = self.value(only)
-            if plain:
-                kind = self.kind(self.resolve(type(source), text, (True, False)))
+            kind = self.resolved(source, text, kind)
         else:
             text = _REFERENCE.sub(self.value, text)
-        return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written)
+        return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
+
+    def resolved(self, source: Any, text: str, quoted: str) -> str:
+        """Return the kind of a text as YAML has it without quotes, where the source has none."""
+        return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:
         if reference["escape"]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ from instrument.profile.model import (
 )
 from instrument.profile.presets import PRESETS, named_by, refined
 from instrument.profile.values import (
-    VARIABLES,
     argument_path,
     capture,
     chrome_path,
@@ -107,6 +107,7 @@ from instrument.profile.values import (
     traces_url,
     url,
 )
+from instrument.profile.variables import VARIABLES, switched
 from instrument.runtime.environment import settings
 
 FILE_BYTES = 2**20
@@ -170,6 +171,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(given, "preset")}
     profile = Profile(**values, source=name, origins=origins, told={**document.told, **given})
+    profile = switched(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
@@ -208,6 +210,8 @@ def _fields(node: YamlNode, section: str) -> dict[str, Any]:
         for name, key in keys.items():
             path, read, source = node.path(name), key.read, "profile"
             value = node.pairs[name][1] if name in node.pairs else None
+            if value and value.unset is not None and not value.is_readable(read, "it counts as not set"):
+                value = value.unset if value.unset.text else None
             if value and value.kind == "null" and key.blank:
                 value = replace(value, kind="mapping")
             elif value is None or value.kind == "null":
@@ -228,8 +232,12 @@ def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
-            return variable, read, value
+            if value.is_readable(read, _INSTEAD.get(path, "it is not followed")):
+                return variable, read, value
     return "default", string, None
+
+
+_INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
 
 
 def section_shape(section: str) -> Shape:
@@ -382,22 +390,59 @@ def _schedule(node: YamlNode) -> Schedule:
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-@shaped(section_shape("export.otlp"))
+@shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> Otlp | None:
-    values = _fields(node, "export.otlp")
-    origin = node.document.origins[node.path("endpoint")]
+    """Return where spans go; None for nowhere, as where a variable asks for what cannot be.
+
+    With `auto` they go where a variable names a collector.
+    """
+    if node.is_off:
+        return None
+    is_asked = node.kind == "mapping"
+    if not is_asked and node.text != "auto":
+        node.refuse(f"auto, off, or a mapping of {', '.join(KEYS['export.otlp'])}")
+    values = _fields(replace(node, kind="mapping"), "export.otlp")
+    document, place = node.document, node.path("endpoint")
+    origin = document.origins[place]
     http = values.get("protocol") != "grpc"
+    is_misnamed = any(place in remark for remark in document.remarks)
+    if origin == "default" and (is_misnamed or not is_asked):
+        document.remarks += ["no other endpoint is named: nothing is sent to a collector"] * is_misnamed
+        return None
+    if not http and not _is_written(node, "protocol") and find_spec("grpc") is None:
+        document.remarks.append("grpc needs instrument-sdk[grpc]: nothing is sent to a collector")
+        return None
     endpoint = values.pop("endpoint", "http://localhost:4318" if http else "http://localhost:4317")
     if not endpoint:
         return None
     if values.get("client_key") and not values.get("client_certificate"):
         where = replace(node, where=node.path("client_key"))
-        where.refuse("a key with its client_certificate", found="a key alone")
+        if _is_written(node, "client_key"):
+            where.refuse("a key with its client_certificate", found="a key alone")
+        document.remarks.append(f"{where.where}: found a key without its client_certificate; it is not followed")
+        del values["client_key"]
     # A profile that only hands on the base variable means what the variable means: its path is a prefix.
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
     if http and origin != "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT":
         endpoint = traces_url(endpoint, prefix=handed_on or origin == _BASE_VARIABLE)
     return Otlp(endpoint, **values)
+
+
+def _is_written(node: YamlNode, name: str) -> bool:
+    """Return whether the profile itself says the value of a key, and no variable does."""
+    return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
+
+
+_exports = one_or_more(one_of(*(way.name for way in fields(Export))))
+
+
+@shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})
+def _export(node: YamlNode) -> Export:
+    """Return the ways out: a mapping of them, or the names of those that are as by default."""
+    if node.kind in ("text", "list"):
+        ways = {name: (node, replace(node, where=node.path(name), kind="mapping", items=())) for name in _exports(node)}
+        node = replace(node, kind="mapping", pairs=ways)
+    return Export(**_fields(node, "export"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +483,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "device": Key("device", _part("device", Device)),
         "agent": Key("agent", one_of("auto", "off")),
         "control": Key("control", _part("control", Control)),
-        "export": Key("export", _part("export", Export)),
+        "export": Key("export", _export),
     },
     "functions": {
         "match": Key("match", one_or_more(function_pattern), required="module:qualname, or a list of such patterns"),
@@ -531,7 +576,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
             "recording", _unless_off(_part("export.recording", Recordings), "export.recording"), blank=True
         ),
         "chrome": Key("chrome", _unless_off(_part("export.chrome", Chrome), "export.chrome"), blank=True),
-        "otlp": Key("otlp", _unless_off(_otlp, "export.otlp"), blank=True),
+        "otlp": Key("otlp", _otlp, blank=True),
         "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
     },
     "export.recording": {

@@ -248,7 +248,8 @@ class Capture:
 
     A request is slow that takes longer than `slow_ns`, or than `slow_over` says of its endpoint. It bears attributes
     when every condition of `where` holds for its own span as it ends, whatever the spans below it bear. `limit` bounds
-    how many are kept, `before_ns` adds what came before the request.
+    how many are kept, `before_ns` adds what came before the request. Where it `is_off` by a variable of OpenTelemetry
+    none is kept, whatever callers ask for.
     """
 
     sample: float = 1.0
@@ -258,6 +259,7 @@ class Capture:
     before_ns: int = 0
     slow_over: Usual | None = None
     where: tuple[Where, ...] = ()
+    is_off: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +386,8 @@ class Profile:
     `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``, and for each that the preset
-    gave ``preset``; `told` how it is shown, where its value may hold a secret or is of the preset. Two profiles are
+    gave ``preset``; `told` how it is shown, where its value may hold a secret or is of the preset. `remarks` are
+    sentences on variables of the environment that are not followed, or that switch something off. Two profiles are
     equal when they ask for the same, wherever they were written.
     """
 
@@ -411,6 +414,7 @@ class Profile:
     control: Control = field(default_factory=Control)
     export: Export = field(default_factory=Export)
     source: str = field(default="<profile>", compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     told: Mapping[str, str] = field(default_factory=dict, compare=False)
 

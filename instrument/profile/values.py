@@ -1,4 +1,4 @@
-"""How single values of `profile.yaml` are read: quantities, patterns, paths, conditions, headers, and variables.
+"""How single values of `profile.yaml` are read: quantities, patterns, paths, conditions and headers.
 
 Each takes a node of the document and returns what the profile holds, or refuses it with what is allowed. The `*_SYNTAX`
 are also those of `profile.schema.json`, and so is what `shaped` says of a reader.
@@ -19,7 +19,6 @@ from instrument.profile.document import (
     YamlNode,
     clip,
     nearest,
-    one_of,
     one_or_more,
     quantity,
     shaped,
@@ -27,7 +26,7 @@ from instrument.profile.document import (
     string,
     syntax_shape,
 )
-from instrument.profile.model import AUTO_NS, COMPRESSIONS, PROTOCOLS, Capture, Rate, Usual, Where
+from instrument.profile.model import AUTO_NS, Capture, Rate, Usual, Where
 from instrument.runtime.control_groups import memory_bytes
 
 DURATION_UNITS: Mapping[str, int] = {
@@ -396,32 +395,3 @@ def traces_url(endpoint: str, *, prefix: bool) -> str:
     if parts.path.strip("/") and not prefix:
         return endpoint
     return urlunsplit(parts._replace(path=parts.path.rstrip("/") + "/v1/traces"))
-
-
-def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
-    return tuple((f"OTEL_EXPORTER_OTLP_{signal}{setting}", read) for signal in ("TRACES_", ""))
-
-
-VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
-    "service": (("OTEL_SERVICE_NAME", string),),
-    "export.otlp.endpoint": _otlp_variables("ENDPOINT", url),
-    "export.otlp.protocol": _otlp_variables("PROTOCOL", one_of(*PROTOCOLS)),
-    "export.otlp.headers": _otlp_variables("HEADERS", header_list),
-    "export.otlp.timeout": _otlp_variables("TIMEOUT", seconds),
-    "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
-    "export.otlp.certificate": _otlp_variables("CERTIFICATE", readable_file),
-    "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
-    "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
-}
-"""The variables that give a setting which the profile leaves out, the first that is set and not empty."""
-
-BESIDE: Mapping[str, str] = {
-    "OTEL_RESOURCE_ATTRIBUTES": "resource attributes",
-    "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "resource detectors",
-    "OTEL_METRICS_EXPORTER": "metrics exporter",
-    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "metrics temporality",
-    "OTEL_PROPAGATORS": "propagators",
-}
-"""The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the
-metrics exporter means that no metrics are sent; the propagators are those by which requests find their caller's trace.
-These and `VARIABLES` are all of its variables that are honoured."""

@@ -327,7 +327,9 @@ class Trees:
         if row[ROOT_ID] in self._wanted:
             del self._wanted[row[ROOT_ID]]
             return True
-        return bool(remote.flags & 1) if remote is not None else is_sampled(row[ROOT_ID], self._capture.sample)
+        if remote is not None:
+            return bool(remote.flags & 1) and not self._capture.is_off
+        return is_sampled(row[ROOT_ID], self._capture.sample)
 
     def _stands_out(self, row: Row) -> bool:
         slow_ns, where = self._capture.slow_ns, self._capture.where

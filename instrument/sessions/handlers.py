@@ -242,7 +242,11 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     asked = {name: value for name, value in asked.items() if value is not None}
     if endpoint == "":
         raise ProfileError(["export_otlp: endpoint: found ''; allowed: the http:// or https:// URL of a collector"])
-    own = loads(json.dumps({"export": {"otlp": asked}}), name="export_otlp").export.otlp or Otlp()
+    found = loads(json.dumps({"export": {"otlp": asked}}), name="export_otlp")
+    own = found.export.otlp
+    if own is None:
+        logger.warning("export_otlp: %s", "; ".join(found.remarks))
+        return lambda window: None
     for name in otlp.modules_of(own):
         import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
     return InBackground(_ToCollector(own, frozenset(asked)))

@@ -70,6 +70,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
     is_told = wanted is not profile and wanted.export.is_empty and FOLDER_VARIABLE not in os.environ
+    for remark in wanted.remarks if wanted is not profile and "INSTRUMENT_RUN_PID" not in os.environ else ():
+        logger.warning("%s", remark)
     if is_told and is_main():
         logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
     with _session_lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, state_of
 from instrument.runtime.faults import FAULTS
@@ -47,6 +48,13 @@ def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
 
 
 def extractor() -> Extract:
-    """`w3c` for the default of `OTEL_PROPAGATORS`, which need not be imported; else `configured`."""
+    """Return `configured` where `OTEL_PROPAGATORS` names others than the default that are installed, else `w3c`."""
     asked = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
-    return w3c if asked <= {"tracecontext"} else configured
+    if asked <= {"tracecontext"}:
+        return w3c
+    try:
+        import_module("opentelemetry.propagate")  # it raises each time that it is imported
+    except Exception as problem:
+        FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
+        return w3c
+    return configured
