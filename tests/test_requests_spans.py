@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import StreamingResponse
+from starlette.routing import Route, WebSocketRoute
 
 import instrument
 from instrument.instrumentors.requests import asgi, wsgi
@@ -16,7 +22,7 @@ from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT,
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import Span
+from instrument.recording.spans import Span, is_late_failure
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 REMOTE = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)
@@ -61,10 +67,13 @@ def ask(app: Any, headers: Sequence[tuple[bytes, bytes]] = (), rule: RequestsRul
     serve = asgi.AsgiApp(app, Exchanges(rule or RequestsRule()))
 
     async def receive() -> dict[str, Any]:
+        if not is_websocket:
+            await asyncio.Event().wait()  # no client goes away
         return {"type": "websocket.disconnect", "code": 1001}
 
     async def send(_: Any) -> None: ...
 
+    is_websocket = scope.get("type") == "websocket"
     asked = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80)}
     asyncio.run(serve({**asked, "headers": headers, **scope}, receive, send))
 
@@ -132,6 +141,59 @@ def test_an_app_that_fails_before_its_answer_has_status_500_and_its_error() -> N
     ]
 
 
+@pytest.mark.parametrize("length", [b"5", None])
+def test_an_answer_that_is_a_file_ends_with_it_and_says_its_size(tmp_path: Path, length: bytes | None) -> None:
+    """The server sends the file, past the app: as its path, or as its descriptor in parts."""
+    file = tmp_path / "blob"
+    file.write_bytes(b"12345")
+    headers = [] if length is None else [(b"content-length", length)]
+    ask(answering(START | {"headers": headers}, {"type": "http.response.pathsend", "path": str(file)}))
+    with file.open("rb") as opened:
+        parts = [{"type": "http.response.zerocopysend", "file": opened, "count": 2, "more_body": True}]
+        parts += [{"type": "http.response.zerocopysend", "file": opened, "count": 3}]
+        ask(answering(START | {"headers": headers}, *parts))
+    told_of = [(told(span)["http.response.body.size"], told(span).get("instrument.outcome")) for span in requests()]
+    assert told_of == [(5, None), (5, None)]
+
+
+def late_failures() -> list[dict[str, Any]]:
+    return [dict(span.attributes) | {"error": span.error} for span in RECORDER.spans() if is_late_failure(span.site)]
+
+
+def test_an_app_that_fails_after_its_answer_is_recorded_as_such() -> None:
+    """As where Starlette's middleware has ended the answer before the stream's error comes out of the app."""
+
+    async def failing(request: Any) -> Any:
+        async def parts() -> Any:
+            yield "a"
+            raise ValueError
+
+        return StreamingResponse(parts())
+
+    async def passed_on(request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
+    app = Starlette(routes=[Route("/fails/{name}", failing)])
+    app.add_middleware(BaseHTTPMiddleware, dispatch=passed_on)
+    scope = {"path": "/fails/x", "raw_path": b"/fails/x", "query_string": b"", "root_path": ""}
+    with pytest.raises(ValueError):
+        ask(app, **scope)
+    ((span,), (late,)) = requests(), late_failures()
+    assert (span.site.name, span.error) == ("GET /fails/{name}", None)
+    assert (late["error"], late["http.route"]) == ("ValueError", "/fails/{name}")
+    assert "1 failed after its answer" in instrument.summary()
+
+
+def test_a_task_after_the_answer_that_is_cancelled_has_not_failed() -> None:
+    async def cancelled(scope: Any, receive: Any, send: Any) -> None:
+        await answering(START, part(b"{}"))(scope, receive, send)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        ask(cancelled)
+    assert late_failures() == []
+
+
 def test_an_answer_that_never_ends_was_broken_off() -> None:
     ask(answering(START, part(b"a", True)))
     (span,) = requests()
@@ -178,6 +240,97 @@ def test_a_route_is_named_within_its_mount_and_the_address_stays() -> None:
             "http.response.status_code": 200,
         },
     )
+
+
+def starlette_echo() -> tuple[Any, Any]:
+    async def echo(websocket: Any) -> None:
+        await websocket.accept()
+        while True:
+            await websocket.send_text(await websocket.receive_text())
+
+    return Starlette(routes=[WebSocketRoute("/echo/{room}", echo)]), "/echo/{room}"
+
+
+def litestar_echo() -> tuple[Any, Any]:
+    litestar = pytest.importorskip("litestar")
+
+    async def echo(socket: Any) -> None:
+        await socket.accept()
+        while True:
+            await socket.send_text(await socket.receive_text())
+
+    echo.__annotations__["socket"] = litestar.WebSocket
+    return litestar.Litestar([litestar.websocket("/echo/{room:str}")(echo)]), "/echo/{room:str}"
+
+
+def quart_echo() -> tuple[Any, Any]:
+    quart = pytest.importorskip("quart")
+    app = quart.Quart("echoing")
+
+    @app.websocket("/echo/<room>")
+    async def echo(room: str) -> None:
+        while True:
+            await quart.websocket.send(await quart.websocket.receive())
+
+    return app, "/echo/<room>"
+
+
+def grouped_echo() -> tuple[Any, Any]:
+    """An app of no framework that talks in a task group, whose error is a group of errors."""
+
+    class WebSocketDisconnect(Exception):
+        """A framework's own."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        raise Group([WebSocketDisconnect(), WebSocketDisconnect()])
+
+    return app, None
+
+
+class Group(Exception):
+    """A group of exceptions, as Python has it from 3.11."""
+
+    def __init__(self, members: Sequence[Exception]) -> None:
+        self.exceptions = tuple(members)
+
+
+@pytest.mark.parametrize("made", [starlette_echo, litestar_echo, quart_echo, grouped_echo])
+@pytest.mark.parametrize("is_sending", [False, True])
+def test_a_websocket_that_its_client_closes_is_no_error_and_has_its_route(made: Any, is_sending: bool) -> None:
+    """The app learns of it as it waits for a message, or as the server refuses to send one."""
+    app, route = made()
+    serve = asgi.AsgiApp(app, Exchanges(RequestsRule()))
+    messages = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "a"}]
+    gone = {"type": "websocket.disconnect", "code": 1001}
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return messages.pop(0) if messages else gone
+
+    async def send(message: dict[str, Any]) -> None:
+        if is_sending and message["type"] == "websocket.send":
+            raise ConnectionResetError
+
+    async def talk() -> None:
+        scope = {"type": "websocket", "path": "/echo/1", "raw_path": b"/echo/1", "query_string": b"", "root_path": ""}
+        await serve({**scope, "scheme": "ws", "headers": [(b"host", b"shop")], "subprotocols": []}, receive, send)
+
+    with contextlib.suppress(Exception):
+        asyncio.run(talk())
+    (span,) = requests()
+    assert (told(span).get("http.route"), span.error) == (route, None)
+
+
+def test_a_websocket_whose_app_fails_of_itself_is_an_error() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        raise OSError
+
+    with pytest.raises(OSError):
+        ask(failing, type="websocket", scheme="ws")
+    (span,) = requests()
+    assert span.error == "OSError"
 
 
 def test_a_websocket_tells_its_messages_and_how_it_was_closed() -> None:

@@ -375,6 +375,15 @@ def is_collection(site: Site) -> bool:
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
+LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
+"""Spans of it are moments at which the app of a server failed for a request that it had answered in full."""
+
+
+def is_late_failure(site: Site) -> bool:
+    """Whether spans of the site are such moments."""
+    return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
+
+
 def flops_told(attributes: Mapping[str, object]) -> int:
     """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
     count = attributes.get(FLOPS)

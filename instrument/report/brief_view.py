@@ -111,7 +111,7 @@ class Brief:
             broken_off = f", {cancelled} {'was' if cancelled == 1 else 'were'} cancelled" if cancelled else ""
             if self.requests.is_part:
                 ended += f"; told of below: the newest {self.requests.requests}"
-            ended += broken_off
+            ended += broken_off + self.requests.late
             lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]

@@ -21,6 +21,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from instrument.recording.spans import is_late_failure
 from instrument.report.answers import CLASSES
 from instrument.report.blocked_loops import BlockedLoops, blocked_loops
 from instrument.report.coverage import Coverage, none_held
@@ -113,8 +114,8 @@ class RequestTimes:
 
     `counted` are all that ended, `errors` of them failed: more than `requests` where spans are not held any more, also
     of endpoints that none is held of. `requests_cut` reach over an edge of the window, or had not ended, and are in
-    nothing else. `blocked` is of all stretches that are held, None where no event loop was blocked. `device_shares`
-    tell of device time where batches had any.
+    nothing else. `late_failures` failed after their answer, and are no errors. `blocked` is of all stretches that are
+    held, None where no event loop was blocked. `device_shares` tell of device time where batches had any.
     """
 
     coverage: Coverage
@@ -122,6 +123,7 @@ class RequestTimes:
     requests_cut: int
     counted: int
     errors: int
+    late_failures: int
     wall_ns: int
     endpoints: tuple[EndpointTimes, ...]
     devices: tuple[DeviceWithin, ...]
@@ -173,6 +175,13 @@ class RequestTimes:
         ]  # fmt: skip
 
     @property
+    def late(self) -> str:
+        """A clause on the requests whose app failed after their answer, "" without any."""
+        return f", {self.late_failures} failed after {'its' if self.late_failures == 1 else 'their'} answer" * bool(
+            self.late_failures
+        )
+
+    @property
     def is_part(self) -> bool:
         """Whether more requests have ended than those that all but the sums of them are told of."""
         return self.counted > self.requests
@@ -183,7 +192,7 @@ class RequestTimes:
         lines = [*title("Requests Report"), *self.coverage.lines(), f"Time unit: {unit}"]
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
         part = f", of which {self.requests} are held and told of below" if self.is_part else ""
-        lines += [f"Requests: {self.counted}{part}{cut}", ""]
+        lines += [f"Requests: {self.counted}{part}{self.late}{cut}", ""]
         if not self.requests:
             why = "No request ended within the window." if self.requests_cut else "No request was recorded."
             complete = self.coverage.complete or self.requests_cut > 0
@@ -233,6 +242,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         requests_cut=cut,
         counted=sum(requests for requests, _ in of_all),
         errors=sum(errors for _, errors in of_all),
+        late_failures=int(trace.of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(its.wall_ns.tolist()),
         endpoints=bounded(endpoints, options, lambda one: one.wall_ns, lambda others: its.rest(others, options)),
         devices=_devices(recording, options),

@@ -6,7 +6,9 @@ answer has been sent; what the app does after that, such as background tasks, is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, ServedApp
@@ -25,7 +27,11 @@ PLAIN = (b"traceparent", b"tracestate", b"content-length")
 """The headers that are asked for each time."""
 
 NOWHERE = (None, None)
-CONTENT_TYPE = (b"content-type",)
+CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
+
+WHOLE_FILE = "http.response.pathsend"
+FILES = (WHOLE_FILE, "http.response.zerocopysend")
+"""The messages of extensions of ASGI by which an app has its server send a file; the first is always the last one."""
 
 
 class AsgiApp(ServedApp):
@@ -54,6 +60,8 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
         answer = app(scope, receive if is_http else talk.receive, talk.send)
         result = await exchange.stepped(answer)
     except BaseException as error:
+        if isinstance(error, OSError) and getattr(talk, "is_gone", False):
+            exchange.broken_off()
         exchange.fail(error)
         raise
     if exchange.frame is not None:
@@ -98,6 +106,9 @@ class Http(Talk):
                 exchange.answer_bytes += len(body)
                 if body and (exchange.stream is not None or not is_last):
                     exchange.item(self._items_in(body))
+            elif kind in FILES:
+                is_last = kind == WHOLE_FILE or not message.get("more_body")
+                exchange.answer_bytes += message.get("count") or self._length_of(message)
             elif kind == "http.response.start":
                 self._headers = message.get("headers", ())
                 status = message["status"]
@@ -113,14 +124,26 @@ class Http(Talk):
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _has_events(self) -> bool:
-        """Whether the headers of the answer say so. Such as can be read but once are left to the server."""
+        """Whether the headers of the answer say so."""
         try:
-            headers = self._headers
-            (kind,) = header_values(headers, CONTENT_TYPE) if iter(headers) is not headers else (None,)
+            kind = self._header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
         except Exception:
             self.exchange.unread()
             return False
+
+    def _header(self, names: tuple[bytes]) -> bytes | None:
+        """A header of the answer. Headers that can be read but once are left to the server."""
+        headers = self._headers
+        (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
+        return value
+
+    def _length_of(self, message: Message) -> int:
+        """The bytes of a file that the server sends: those of its header, or of the whole file; 0 where unknown."""
+        length = self._header(CONTENT_LENGTH)
+        if length is not None and length.isdigit():
+            return int(length)
+        return Path(message["path"]).stat().st_size if "path" in message else os.fstat(message["file"].fileno()).st_size
 
     async def _send_last(self, message: Message) -> None:
         await self.server_send(message)
@@ -134,7 +157,9 @@ class Http(Talk):
 class Websocket(Talk):
     """The same for one websocket: its items are the messages that the app sends."""
 
-    __slots__ = ()
+    __slots__ = ("is_gone",)
+
+    is_gone: bool
 
     async def receive(self) -> Message:
         message = await self.server_receive()

@@ -12,13 +12,25 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from instrument.errors import error_name
 from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Method
 from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.cancellation import outcome_of
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
-from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, MEDIAN_GAP, OUTCOME, AttributeValue
+from instrument.recording.spans import (
+    ERROR_TYPE,
+    FIRST_ITEM,
+    ITEMS,
+    LAST_ITEM,
+    LATE_FAILURE,
+    LONGEST_GAP,
+    MEDIAN_GAP,
+    OUTCOME,
+    STATUS_CODE,
+    AttributeValue,
+)
 from instrument.runtime.faults import FAULTS
 
 HEADER = "http.request.header."
@@ -30,8 +42,20 @@ OUTCOMES: Mapping[str, str] = {
     "TimeoutError": "timed out",
     "GeneratorExit": CLIENT_GONE,
     "ClientDisconnect": CLIENT_GONE,
+    "ClientDisconnected": CLIENT_GONE,
+    "WebSocketDisconnect": CLIENT_GONE,
 }
 """How a request ended that was not answered in full, by what broke it off. What else there is says the recorder."""
+
+
+def outcome_by(error: BaseException | str | None) -> str | None:
+    """The outcome that an exception means here; a group of exceptions has one where all of its members agree."""
+    members = getattr(error, "exceptions", None)
+    if isinstance(members, tuple) and members:
+        outcomes = {outcome_by(member) for member in members}
+        return outcomes.pop() if len(outcomes) == 1 else None
+    return OUTCOMES.get(type(error).__name__)
+
 
 BEGIN = "begin of a request"
 """Where faults of ours are counted that come then."""
@@ -76,11 +100,14 @@ class Exchanges:
         self.is_plain = not rule.attributes and self._follows and self._extract is w3c
         """Whether nothing of requests is asked for but where they have arrived, and who has called."""
         self._at: dict[Any, Endpoints] = {}
-        self._arrivals: dict[str, Arrivals] = {}
+        self._arrivals: dict[Any, Arrivals] = {}
+        self.next: Exchanges | None = None
+        """The exchanges of the rule that has followed, which apps given to a server once for all go over to."""
 
     def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """What begins those of a protocol: one, for all apps, by the functions that `Arrivals` tells of."""
-        return self._arrivals.get(protocol) or self._arrivals.setdefault(protocol, Arrivals(self, protocol, *reads))
+        """Return the arrivals of a protocol: one for all apps, by the functions that `Arrivals` takes."""
+        key = (protocol, *reads)
+        return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def wanted(self, path: str) -> bool:
         """Whether a request to a path is to be recorded now."""
@@ -255,7 +282,7 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """The app has ended with an exception: without an answer yet the server will say so, where anybody hears it."""
-        if outcome_of(error) is None and OUTCOMES.get(type(error).__name__) != CLIENT_GONE:
+        if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
             self.status = self.status or 500
         self.end(error)
 
@@ -263,6 +290,8 @@ class Exchange:
         """The last byte has gone to the server, or nothing more will come: with an exception, or an error's name."""
         frame, self.frame = self.frame, None
         if frame is None:
+            if isinstance(error, BaseException):
+                self._fail_late(error)
             return
         try:
             if error is not None or self.stream is not None or self.prefix:
@@ -278,9 +307,21 @@ class Exchange:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
             self.facts.update(self.stream.facts(self.method.recorder.begun_ns(frame)))
-        if (outcome := OUTCOMES.get(type(error).__name__)) is not None:
+        if (outcome := outcome_by(error)) is not None:
             self.facts[OUTCOME] = outcome
         return None if outcome == CLIENT_GONE else error
+
+    def _fail_late(self, error: BaseException) -> None:
+        """Record that the app failed after its answer, as a background task does or a stream behind middleware."""
+        recorder = self.method.recorder
+        if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
+            return
+        try:
+            facts: dict[Any, Any] = {STATUS_CODE: "ERROR", ERROR_TYPE: error_name(error)}
+            facts.update(self.method.routed(self.route).attributes)
+            recorder.record(LATE_FAILURE, recorder.now_ns(), facts)
+        except Exception as fault:
+            FAULTS.note("end of a request", fault)
 
     def broken_off(self, outcome: str = CLIENT_GONE) -> None:
         """Nobody takes the rest of the answer, or nobody gives it."""
@@ -324,7 +365,7 @@ class Arrivals:
         exchanges = self.exchanges
         current = CURRENT.get()  # as `wanted`, a call of which would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
-            return None
+            return None if exchanges.is_on or exchanges.next is None else self._of(exchanges.next).begun(told)
         try:
             if exchanges.ignores and exchanges.ignored(self._read_path(told)):
                 return None
@@ -349,6 +390,9 @@ class Arrivals:
         except Exception as fault:
             FAULTS.note(BEGIN, fault)
             return None
+
+    def _of(self, exchanges: Exchanges) -> Arrivals:
+        return exchanges.arrivals(self._protocol, self._read_path, self._read_plain, self._read_all)
 
     def _first_by(self, arrival: Arrival) -> Method:
         name, scheme, address, port = arrival

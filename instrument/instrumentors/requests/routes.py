@@ -86,7 +86,8 @@ def _fastapi(module: Any) -> list[Undo]:
 
 
 def _litestar(module: Any) -> list[Undo]:
-    return [_before(module.HTTPRoute, "handle", _found)]
+    is_http = module.__name__ == "litestar.routes.http"
+    return [_before(module.HTTPRoute if is_http else module.WebSocketRoute, "handle", _found)]
 
 
 def _flask(module: Any) -> list[Undo]:
@@ -97,8 +98,15 @@ def _flask(module: Any) -> list[Undo]:
         if rule is not None:
             exchange.found(rule.rule)
 
-    owner = module.Quart if hasattr(module, "Quart") else module.Flask
-    return [_before(owner, "full_dispatch_request", found)]
+    def talked(exchange: Exchange, _: Any, context: Any = None, *__: Any) -> None:
+        rule = (module.websocket if context is None else context.websocket).url_rule
+        if rule is not None:
+            exchange.found(rule.rule)
+
+    if not hasattr(module, "Quart"):
+        return [_before(module.Flask, "full_dispatch_request", found)]
+    undo = _before(module.Quart, "full_dispatch_request", found)
+    return [undo, _before(module.Quart, "full_dispatch_websocket", talked)]
 
 
 def _django(module: Any) -> list[Undo]:
@@ -117,12 +125,31 @@ def _falcon(module: Any) -> list[Undo]:
     return [_after(module.App, "_get_responder", found)]
 
 
+def _bottle(module: Any) -> list[Undo]:
+    def found(exchange: Exchange, result: Any) -> None:
+        exchange.found(result[0].rule)
+
+    return [_after(module.Router, "match", found)]
+
+
+def _aiohttp(module: Any) -> list[Undo]:
+    def found(exchange: Exchange, match: Any) -> None:
+        resource = match.route.resource
+        if resource is not None:
+            exchange.found(resource.canonical)
+
+    return [_before(module.UrlMappingMatchInfo, "freeze", found)]
+
+
 ROUTERS: Mapping[str, Callable[[Any], list[Undo]]] = {
     "starlette.routing": _starlette,
     "fastapi.routing": _fastapi,
     "litestar.routes.http": _litestar,
+    "litestar.routes.websocket": _litestar,
     "flask.app": _flask,
     "quart.app": _flask,
     "django.core.handlers.base": _django,
     "falcon.app": _falcon,
+    "bottle": _bottle,
+    "aiohttp.web_urldispatcher": _aiohttp,
 }
