@@ -77,6 +77,7 @@ FASTAPI = [*asks(), *asks("/sub/x", "/sub/{tenant}"), *asks("/mounted", "/mounte
 FLASK = [*asks(parameter="<name>"), *asks("/sub/x", "/sub/<tenant>", "<name>"), *NOWHERE]
 DJANGO = [*asks(parameter="<name>"), *asks("/sub/x", "/sub/<tenant>", "<name>"), *NOWHERE]
 LITESTAR = [*asks(parameter="{name:str}"), *asks("/sub/x", "/sub/{tenant:str}", "{name:str}"), *NOWHERE]
+AIOHTTP = [*asks(), *asks("/sub", "/sub"), *NOWHERE]
 
 CASES = {
     "FastAPI on uvicorn": Case(uvicorn("fastapi_app:app"), FASTAPI, ["fastapi", "uvicorn"]),
@@ -107,9 +108,18 @@ SLOW_CASES = {
     "FastAPI on gunicorn with workers of uvicorn": Case(
         gunicorn("fastapi_app:app", "-k", "uvicorn_worker.UvicornWorker"), FASTAPI, ["fastapi", "uvicorn_worker"]
     ),
-    "Flask on waitress": Case(["serve_waitress.py", "{port}"], FLASK, ["flask", "waitress"]),
+    "FastAPI on gunicorn's own workers of ASGI": Case(
+        gunicorn("fastapi_app:app", "-k", "asgi"), FASTAPI, ["fastapi", "gunicorn.asgi"]
+    ),
+    "Flask on waitress": Case(["serve_wsgi.py", "waitress", "{port}"], FLASK, ["flask", "waitress"]),
+    "Flask on gevent": Case(["serve_wsgi.py", "gevent", "{port}"], FLASK, ["flask", "gevent"]),
+    "Flask on cheroot": Case(["serve_wsgi.py", "cheroot", "{port}"], FLASK, ["flask", "cheroot"]),
     "Flask on its own server": Case(
         ["-m", "flask", "--app", "flask_app", "run", "--port", "{port}"], FLASK, ["flask", "werkzeug"]
+    ),
+    "aiohttp": Case(["aiohttp_app.py", "{port}"], AIOHTTP, ["aiohttp"]),
+    "aiohttp on gunicorn with its workers": Case(
+        gunicorn("aiohttp_app:app", "-k", "aiohttp.GunicornWebWorker"), AIOHTTP, ["aiohttp", "gunicorn"]
     ),
 }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from instrument.instrumentors.requests import ray_serve, servers
+from instrument.instrumentors.requests import Requests, ray_serve, servers, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import RequestsRule
 from instrument.runtime.faults import FAULTS
@@ -139,3 +141,78 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
     assert (recorder.open_rows(), FAULTS.counts()) == ([], {})
     for undo in undos:
         undo()
+
+
+def test_a_server_that_keeps_its_app_elsewhere_serves_on_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WSGIHandler:
+        """What gevent has for each request, in a version that has its app under another name."""
+
+        def run_application(self) -> str:
+            return "served"
+
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    module = SimpleNamespace(WSGIHandler=WSGIHandler, __name__="gevent.pywsgi")
+    (undo,) = servers.WSGI["gevent.pywsgi"](module, Exchanges(RequestsRule()))
+    assert WSGIHandler().run_application() == "served"
+    undo()
+    assert list(FAULTS.counts().values()) == [1]
+    FAULTS.clear()
+
+
+ENVIRON = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
+
+
+def app_of_wsgi(environ: Any, start_response: Any) -> list[bytes]:
+    start_response("200 OK", [])
+    return [b"it"]
+
+
+def test_bjoern_is_given_an_app_whose_requests_record(recorder: Any) -> None:
+    module = SimpleNamespace(server_run=lambda sock, wsgi_app, statsd=None: wsgi_app(ENVIRON, lambda *_: None))
+    (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    assert module.server_run(None, app_of_wsgi, None) == [b"it"]
+    undo()
+    assert len(recorder.spans()) == 1
+
+
+def test_an_app_that_a_server_in_c_calls_is_met_at_its_framework(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flask = pytest.importorskip("flask.app")
+    exchanges = Exchanges(RequestsRule(), recorder)
+    assert servers.WSGI["flask.app"](flask, exchanges) == [], "other servers call their apps from Python"
+    monkeypatch.setitem(sys.modules, "uwsgi", ModuleType("uwsgi"))
+    (undo,) = servers.WSGI["flask.app"](flask, exchanges)
+    app = flask.Flask("shop")
+    app.add_url_rule("/", view_func=lambda: "it")
+    body = app({**ENVIRON, "PATH_INFO": "/", "wsgi.input": io.BytesIO()}, lambda *_: None)
+    assert b"".join(body) == b"it"
+    body.close()
+    undo()
+    assert [span.site.name for span in recorder.spans()] == ["GET"]
+
+
+def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(recorder: Any) -> None:
+    family = Requests((RequestsRule(),), recorder)
+    module: Any = ModuleType("granian.wsgi")
+    module._callback_wrapper = lambda callback, scope_opts: callback
+    family.imported(module)
+    served = module._callback_wrapper(app_of_wsgi, {})
+    served(ENVIRON, lambda *_: None)
+    family.change((RequestsRule(name="{method} again"),), [module])
+    served(ENVIRON, lambda *_: None)
+    family.change((), [module])
+    served(ENVIRON, lambda *_: None)
+    assert [span.site.name for span in recorder.spans()] == ["GET", "GET again"]
+
+
+def test_bottle_tells_the_rule_of_a_request(recorder: Any) -> None:
+    bottle = pytest.importorskip("bottle")
+    family = Requests((RequestsRule(),), recorder)
+    family.imported(bottle)
+    app = bottle.Bottle()
+    app.route("/items/<name>", callback=lambda name: name)
+    served = servers._served(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
+    assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
+    family.undo()
+    assert [span.site.name for span in recorder.spans()] == ["GET /items/<name>"]

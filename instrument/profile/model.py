@@ -23,6 +23,7 @@ TRACEPARENT: tuple[str, ...] = ("follow", "link", "off")
 SERVERS: Mapping[str, str] = {
     "asgi": "apps over ASGI",
     "wsgi": "apps over WSGI",
+    "aiohttp": "applications of aiohttp.web",
     "grpc": "servers of gRPC",
     "ray_serve": "replicas of Ray Serve",
     "litserve": "batches of LitServe's workers",

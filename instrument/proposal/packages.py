@@ -21,10 +21,14 @@ class Package:
 
 
 PACKAGES: tuple[Package, ...] = (
-    *(Package(name, "web") for name in ("starlette", "litestar", "flask", "quart", "django", "falcon")),
+    *(
+        Package(name, "web")
+        for name in ("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "aiohttp.web")
+    ),
     Package("fastapi", "web", "fastapi.yaml"),
     *(Package(name, "server") for name in ("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc")),
-    *(Package(name, "unmet") for name in ("aiohttp.web", "sanic", "tornado.web", "bottle", "http.server")),
+    *(Package(name, "server") for name in ("gevent.pywsgi", "cheroot.wsgi", "bjoern")),
+    *(Package(name, "unmet") for name in ("sanic", "tornado.web", "http.server")),
     *(Package(name, "engine", f"{name}.yaml") for name in ("litserve", "mosec", "mlserver", "vllm", "sglang")),
     Package("ray.serve", "engine", "ray-serve.yaml"),
     Package("bentoml", "engine"),

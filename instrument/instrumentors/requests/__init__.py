@@ -12,6 +12,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.requests import (
+    aiohttp,
     blocked,
     garbage,
     grpc,
@@ -32,6 +33,7 @@ from instrument.runtime.faults import FAULTS
 SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "asgi": servers.ASGI,
     "wsgi": servers.WSGI,
+    "aiohttp": aiohttp.AIOHTTP,
     "grpc": grpc.GRPC,
     "ray_serve": ray_serve.RAY_SERVE,
     "litserve": litserve.LITSERVE,
@@ -87,21 +89,19 @@ class Requests:
         if name in self._met:
             return False
         try:
+            self._met[name] = ""
             seam = self._seam(name)
             if seam is not None:
                 kind, attach = seam
-                self._undos += attach(module, self._exchanges[0])
-                self._met[name] = kind
-            elif name == propagation.MODULE:
+                undos = attach(module, self._exchanges[0])
+                self._undos += undos
+                self._met[name] = kind if undos else ""
+            if name == propagation.MODULE:
                 self._undos += propagation.attach(module, self._recorder)
-                self._met[name] = ""
-            elif name in STALLS:
-                if self._blocked_ns is not None:
-                    self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
-                self._met[name] = ""
-            else:
+            if name in STALLS and self._blocked_ns is not None:
+                self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
+            if name in routes.ROUTERS:
                 self._undos += routes.ROUTERS[name](module)
-                self._met[name] = ""
         except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:
@@ -112,7 +112,10 @@ class Requests:
         """Take on another rule; requests that are open end as they began."""
         self.undo()
         self._met.clear()
+        before = self._exchanges
         self._begin(rules)
+        for one in before:
+            one.next = self._exchanges[0] if self._exchanges else None
         for module in modules:
             if self.wants(module.__name__):
                 self.imported(module)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.runtime.faults import FAULTS
 
 Attach = Callable[[Any, Exchanges], list[Undo]]
 
@@ -61,8 +63,11 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
 
         @functools.wraps(run)
         def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-            holder = self if holder_of is None else holder_of(self)
-            setattr(holder, name, _served(getattr(holder, name), kind, exchanges))
+            try:
+                holder = self if holder_of is None else holder_of(self)
+                setattr(holder, name, _served(getattr(holder, name), kind, exchanges))
+            except Exception as fault:  # a version that has it elsewhere
+                FAULTS.note(f"app of {module.__name__}", fault)
             return run(self, *args, **kwargs)
 
         return [replace(owner, method, served)]
@@ -70,9 +75,9 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
     return attach
 
 
-def _hypercorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    ways = _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
-    return [undo for attach in ways for undo in attach(module, exchanges)]
+def _together(*ways: Attach) -> Attach:
+    """A module with several places where it calls the app."""
+    return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
 def _granian(kind: Any) -> Attach:
@@ -88,15 +93,51 @@ def _granian(kind: Any) -> Attach:
     return attach
 
 
+def _bjoern(module: Any, exchanges: Exchanges) -> list[Undo]:
+    run = module.server_run
+
+    @functools.wraps(run)
+    def server_run(sock: Any, wsgi_app: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(sock, _served(wsgi_app, wsgi.WsgiApp, exchanges), *args, **kwargs)
+
+    return [replace(module, "server_run", server_run)]
+
+
+EMBEDDING = frozenset({"uwsgi"})
+"""Modules that servers in C put into the interpreter that they have embedded. Their calls of an app pass no Python."""
+
+
+def _embedded(class_name: str) -> Attach:
+    """An app of a framework's class, met at its own call where a server in C calls it."""
+
+    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+        if EMBEDDING.isdisjoint(sys.modules):
+            return []
+        owner = getattr(module, class_name)
+        call = owner.__call__
+
+        @functools.wraps(call)
+        def called(self: Any, environ: Any, start_response: Any) -> Any:
+            return wsgi.WsgiApp(functools.partial(call, self), exchanges)(environ, start_response)
+
+        return [replace(owner, "__call__", called)]
+
+    return attach
+
+
 def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Workers that call a WSGI app themselves; those of uvicorn hand an ASGI app on to it."""
+    """Workers that call a WSGI app themselves; those of uvicorn hand an ASGI app on to it.
+
+    The worker of Tornado asks for the type of the app, which may be one of Tornado's own.
+    """
     worker = module.Worker
     load = worker.load_wsgi
 
     @functools.wraps(load)
     def load_wsgi(self: Any) -> None:
         load(self)
-        if hasattr(type(self), "handle_request"):
+        is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
+        if hasattr(type(self), "handle_request") and not is_of_tornado:
             self.wsgi = _served(self.wsgi, wsgi.WsgiApp, exchanges)
 
     return [replace(worker, "load_wsgi", load_wsgi)]
@@ -108,8 +149,15 @@ ASGI: Mapping[str, Attach] = {
     "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
-    "hypercorn.app_wrappers": _hypercorn,
+    "hypercorn.app_wrappers": _together(
+        _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
+    ),
     "granian.asgi": _granian(asgi.AsgiApp),
+    "gunicorn.asgi.protocol": _together(
+        _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
+        _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
+        _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
+    ),
 }
 WSGI: Mapping[str, Attach] = {
     "gunicorn.workers.base": _gunicorn,
@@ -117,4 +165,11 @@ WSGI: Mapping[str, Attach] = {
     "wsgiref.handlers": _told("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
     "granian.wsgi": _granian(wsgi.WsgiApp),
+    "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
+    "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
+    "bjoern": _bjoern,
+    "flask.app": _embedded("Flask"),
+    "django.core.handlers.wsgi": _embedded("WSGIHandler"),
+    "falcon.app": _embedded("App"),
+    "bottle": _embedded("Bottle"),
 }

@@ -1,0 +1,179 @@
+"""aiohttp.web: each request that its server hands to an application, as one span from there to the end of the answer.
+
+A connection's handler runs the application, middlewares and sub-applications included, and sends the answer. The items
+of a websocket are the messages that the service sends, by any task. gunicorn's worker of aiohttp runs these handlers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
+from instrument.instrumentors.requests.traceparent import Caller, with_state
+
+
+def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Meet the handler of a connection, and the writer that it makes for each answer."""
+    owner, base = module.RequestHandler, module.StreamWriter
+    handle, handle_error = owner._handle_request, owner.handle_error
+    http, websocket = (exchanges.arrivals(kind, _path, _plain, _all) for kind in ("http", "websocket"))
+
+    class StreamWriter(base):  # type: ignore[misc, valid-type]
+        """The server's own writer, which counts what it is given for an exchange."""
+
+        exchange: Exchange | None = None
+        is_events = False
+        failure: BaseException | None = None
+
+        def write_headers(self, status_line: Any, headers: Any, *rest: Any) -> Any:
+            exchange = self.exchange
+            if exchange is not None:
+                try:
+                    exchange.status = int(status_line.split(" ", 2)[1])
+                    self.is_events = headers.get("Content-Type", "").startswith("text/event-stream")
+                except Exception:
+                    exchange.unread()
+            return super().write_headers(status_line, headers, *rest)
+
+        def write(self, chunk: Any, **how: Any) -> Any:
+            if self.exchange is not None:
+                self._count(self.exchange, chunk, is_last=False)
+            return super().write(chunk, **how)
+
+        def write_eof(self, chunk: Any = b"") -> Any:
+            if self.exchange is not None and chunk:
+                self._count(self.exchange, chunk, is_last=True)
+            return super().write_eof(chunk)
+
+        def _count(self, exchange: Exchange, chunk: Any, *, is_last: bool) -> None:
+            try:
+                exchange.answer_bytes += len(chunk)
+                if len(chunk) and (exchange.stream is not None or not is_last):
+                    exchange.item((bytes(chunk).count(b"\n\n") or 1) if self.is_events else 1)
+            except Exception:
+                exchange.unread()
+
+    StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
+
+    @functools.wraps(handle)
+    async def _handle_request(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
+        writer = request._payload_writer
+        if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
+            return await handle(self, request, start_time, request_handler)  # a message that was no request
+        is_http = request.headers.get("Upgrade", "").lower() != "websocket"
+        exchange = (http if is_http else websocket).begun(request)
+        if exchange is None:
+            return await handle(self, request, start_time, request_handler)
+        writer.exchange = exchange
+        try:
+            result = await exchange.stepped(handle(self, request, start_time, request_handler))
+        except BaseException as error:
+            _fail(exchange, writer.failure or error, self.transport)
+            raise
+        finally:
+            failure, writer.exchange, writer.failure = writer.failure, None, None
+        try:
+            answer = result[0]
+            exchange.status = exchange.status or answer.status
+            if not is_http and getattr(answer, "close_code", None) is not None:
+                exchange.facts["websocket.close_code"] = answer.close_code
+        except Exception:
+            exchange.unread()
+        if failure is not None and exchange.status >= 500:
+            _fail(exchange, failure, self.transport)
+        elif writer.is_events or not is_http:
+            exchange.end()
+        else:
+            exchange.end_of_parts()
+        return result
+
+    @functools.wraps(handle_error)
+    def noted(self: Any, request: Any, status: int = 500, exc: Any = None, *rest: Any, **named: Any) -> Any:
+        if isinstance(writer := request._payload_writer, StreamWriter):
+            writer.failure = exc or sys.exc_info()[1]  # of a time-out it is not given
+        return handle_error(self, request, status, exc, *rest, **named)
+
+    return [
+        replace(owner, "_handle_request", _handle_request),
+        replace(owner, "handle_error", noted),
+        replace(module, "StreamWriter", StreamWriter),
+    ]
+
+
+def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
+    """End an exchange whose handler has failed, by its client where the connection is gone."""
+    is_gone = transport is None or transport.is_closing()
+    if is_gone and (isinstance(error, ConnectionError) or not isinstance(error, Exception)):
+        exchange.status = exchange.status if exchange.status < 500 else 0  # nobody has had that answer
+        exchange.broken_off()
+    else:
+        exchange.fail(error)
+
+
+def _websocket(module: Any, _: Exchanges) -> list[Undo]:
+    """Meet the messages that a service sends, each an item of the exchange of its websocket."""
+    owner = module.WebSocketResponse
+
+    def counted(name: str) -> Undo:
+        send = getattr(owner, name)
+
+        @functools.wraps(send)
+        def sent(self: Any, data: Any, *args: Any, **named: Any) -> Any:
+            exchange = getattr(self._payload_writer, "exchange", None)
+            if exchange is not None and exchange.is_open:
+                try:
+                    exchange.answer_bytes += len(data)
+                    exchange.item()
+                except Exception:
+                    exchange.unread()
+            return send(self, data, *args, **named)
+
+        return replace(owner, name, sent)
+
+    return [counted(name) for name in ("send_str", "send_bytes", "send_frame") if hasattr(owner, name)]
+
+
+def _path(request: Any) -> str:
+    path: str = request.path
+    return path
+
+
+def _plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
+    headers = request.headers
+    parent, state = headers.get("traceparent"), headers.get("tracestate")
+    caller = parent if state is None else with_state(parent, state)
+    return _arrival(request), caller, headers.get("Content-Length")
+
+
+def _arrival(request: Any) -> Arrival:
+    transport = request.transport
+    if transport is None:
+        return request.method, "http", None, None
+    address = transport.get_extra_info("sockname")
+    scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
+    host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
+    return request.method, scheme, host, port
+
+
+def _all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+    headers = {name.lower(): value for name, value in request._message.raw_headers}
+    named = {name: value for name in names if (value := NAMED[name](request))}
+    return _arrival(request), headers, named
+
+
+NAMED: Mapping[str, Callable[[Any], str | None]] = {
+    "url.path": _path,
+    "url.query": lambda request: request.query_string,
+    "client.address": lambda request: request.remote,
+    "user_agent.original": lambda request: request.headers.get("User-Agent"),
+}
+"""The parts of a request that attributes hold."""
+
+AIOHTTP: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "aiohttp.web_protocol": _handler,
+    "aiohttp.web_ws": _websocket,
+}
