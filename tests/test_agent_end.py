@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -194,3 +195,32 @@ def test_who_ends_after_another_that_waited_for_the_collector_in_vain_waits_but_
     lost = [line for line in done.stderr.splitlines() if line.startswith("Not kept: ")]
     assert len(lost) == 3
     assert all(line.endswith("(spans failed by the OTLP export)") for line in lost), lost
+
+
+ALONE = """
+import os, time
+import engine
+
+engine.serve(1)
+open("ready", "w").close()
+end = time.monotonic() + 100
+while not os.path.exists("over") and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+
+
+def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leaves_no_folder() -> None:
+    Path("main.py").write_text(ALONE)
+    Path("profile.yaml").write_text("functions: [{match: 'engine:*'}]\nexport: {summary: {to: stderr}}\n")
+    Path("engine.py").write_text(ENGINE)
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
+        until(Path("ready").exists)
+        (agent,) = agents()
+        _, most = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (4, most))
+        Path("over").touch()
+        _, told = service.communicate(timeout=60)
+    assert service.returncode == 0, told
+    until(lambda: has_ended(agent))
+    assert not run_folder.found()

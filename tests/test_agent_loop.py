@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import socket
 import subprocess
@@ -234,3 +235,20 @@ def test_who_was_hung_up_on_is_told_so_also_while_the_agent_has_a_recording_read
         os.close(descriptor)
     theirs.close()
     selector.close()
+
+
+def test_an_agent_without_a_descriptor_for_who_connects_does_not_turn_in_vain(agent: Agent) -> None:
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with agent.caller() as one, socket.socket(packets.FAMILY, packets.KIND) as other:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4, most))
+            agent.turn()
+            agent.turn()
+            assert agent.loop.selector.select(0) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+        other.connect(str(agent.path))
+        packets.send(one, {"join": facts("one")})
+        packets.send(other, {"join": facts("other")})
+        while len(agent.heard) < 2:
+            agent.turn()

@@ -412,3 +412,27 @@ def test_a_session_that_exports_says_how_far_it_has_come(agent: socket.socket, c
     assert sum(found.places.values()) == found.fates["seen"] == 11
     assert (found.fates["exported"], found.fates["passed"], found.fates["missed"]) == (10, 0, 0)
     assert found.unsettled == 1  # of the request that is open
+
+
+def test_rows_of_threads_that_nobody_had_read_as_their_rings_went_are_counted_each_time(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session, served = begin(collector), 0
+    for _ in range(2):
+        place = taken()
+        for _ in range(1200):  # more than the rings of ended threads that are kept
+            thread = threading.Thread(target=serve, args=(1,))
+            thread.start()
+            thread.join()
+        served += 1200
+        place.close()
+        assert session.handover.take_over()
+        found = session.flush(30)
+        assert found is not None
+        assert found.settled
+        losses = session.losses()
+        assert 0 < losses.pop("spans overwritten before the export read them") == served - found.exported
+        session.handover.give_back()
+    session.stop()
+    progress = session.handover.progress()
+    assert progress.fates["seen"] + progress.fates["missed"] == served

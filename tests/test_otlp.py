@@ -58,6 +58,7 @@ from instrument.otlp.span_queue import Source, SpanQueue
 from instrument.profile.model import Otlp
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Site
+from instrument.runtime import threads
 from instrument.runtime.faults import FAULTS
 
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
@@ -994,3 +995,16 @@ def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> No
     counts = queue.counts()
     assert (counts["exported"], counts["failed"], counts["rejected"]) == (answered.size, pending.size, 0)
     assert (counts["pending"], counts["pending_trees"], source.counts["pending"]) == (0, 0, 0)
+
+
+def test_the_export_beside_a_service_rests_between_stretches_of_work_and_that_of_an_agent_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(threads, "WORK_S", -1)
+    monkeypatch.setattr(threads, "sleep", rests.append)
+    with collecting(take) as server:
+        for detects in (True, False):
+            exporter = Exporter(server.settings, ORIGIN, dict, detects=detects)
+            exporter.send([tree(3)] * 5)
+    assert len(rests) == 5

@@ -15,7 +15,7 @@ from typing import Any
 from instrument.agent import crash_capture, exit_status, journal, run_report, telling
 from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
-from instrument.runtime import disk_room
+from instrument.runtime import disk_room, run_folder
 
 Answer = Mapping[str, Any]
 
@@ -87,7 +87,7 @@ def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
 
 def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     """The files of a folder that reports of runs are made of, with what the name of each tells."""
-    paths = sorted(folder.glob(f"*{FOR_REPORT}"))
+    paths = run_folder.paths_in(folder, f"*{FOR_REPORT}")
     return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
 
 
@@ -201,7 +201,7 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
     It stays, and so do those in `kept`, which the report of a run is still to be made of.
     """
     own, found = _less_numbers(saved.name, service), []
-    for path in saved.parent.glob(f"*{CAPTURE}"):
+    for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}"):
         if _less_numbers(path.name, service) != own:
             continue
         with suppress(OSError):  # another agent has just removed it

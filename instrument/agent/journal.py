@@ -60,7 +60,7 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
     `run_of` is the run of a name. Those that have joined since are not among them: their ends are seen.
     """
     found = []
-    for path in sorted(folder.glob(f"*{run_folder.NOTE_SUFFIX}")):
+    for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
@@ -80,7 +80,7 @@ def noted(folder: Path) -> tuple[int, int, list[str]]:
     folders in which what these recorded lies in files of its own.
     """
     living, ended, folders = 0, 0, dict[str, None]()
-    for path in sorted(folder.glob(f"*{run_folder.NOTE_SUFFIX}")):
+    for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             if clock.start_ticks(PROC / str(int(facts["pid"])) / "stat") == int(facts["started"]):

@@ -6,6 +6,7 @@ loses the connection.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
@@ -22,6 +23,12 @@ CONNECTIONS = 2048
 
 PACKETS_AT_ONCE = 64
 """Read from one connection before the others have their turn."""
+
+ACCEPT_AGAIN_S = 0.2
+"""Seconds without a new connection after one for which there was no descriptor."""
+
+FAULT_REST_S = 0.01
+"""Seconds of rest after a fault: its cause may be there again at once."""
 
 
 class EventLoop:
@@ -52,7 +59,7 @@ class EventLoop:
         self.faults = self.refused = 0
         self.is_replaced = False
         """Whether another agent has taken the place of this one, which was stopped for long: it does no more."""
-        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
 
     def turn(self) -> None:
         """Do what is due, wait until there is anything else to do, and do that."""
@@ -82,6 +89,7 @@ class EventLoop:
         try:
             action()
         except Exception as fault:
+            time.sleep(FAULT_REST_S)
             self.faults += 1
             if self.faults == 1 and self._says is not None:
                 self._says(f"instrument: a fault of the agent itself, later ones are only counted: {fault!r:.500}")
@@ -106,12 +114,18 @@ class EventLoop:
         """Whether a connection has not ended."""
         return connection in self._connections
 
+    def _listen(self) -> None:
+        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
     def _accept(self, _: int) -> None:
         while True:
             try:
                 sock, _address = self._listener.accept()
-            except OSError:
-                return  # there is no other one, it went away again, or there is no descriptor left
+            except OSError as problem:  # there is no other one, or it went away again
+                if problem.errno in (errno.EMFILE, errno.ENFILE) and self._listener in self.selector.get_map():
+                    self.selector.unregister(self._listener)
+                    self.after(ACCEPT_AGAIN_S, self._listen)
+                return
             connection = Connection(sock)
             if not connection.is_trusted or len(self._connections) >= CONNECTIONS:
                 connection.close()

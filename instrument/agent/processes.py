@@ -13,6 +13,7 @@ from typing import Any
 from instrument import clock
 from instrument.agent.glance import holds_anything
 from instrument.agent.peer import Connection
+from instrument.runtime import run_folder
 
 PROC = Path("/proc")
 
@@ -179,7 +180,7 @@ def exit_fd_of_another(variable: str, value: str) -> int:
     Not this one, and no child of it. Of processes that have written over their environment nothing is known.
     """
     wanted, own = os.fsencode(f"{variable}={value}"), os.getpid()
-    for path in PROC.iterdir():
+    for path in run_folder.paths_in(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             pid = int(path.name)
             if pid == own or wanted not in (path / "environ").read_bytes().split(b"\0"):

@@ -273,6 +273,8 @@ class Runs:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
             self._vanished(process)
+        elif not process.ended_ns:  # a fault came between its goodbye and this
+            self._ended(process, GOODBYE)
 
     def dropped(self, connection: Connection) -> None:
         """A connection has ended: of a process, or of one that waits for the report of its run."""

@@ -26,7 +26,7 @@ from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedTree, Source, Sp
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.faults import FAULTS, logger
-from instrument.runtime.threads import Thread
+from instrument.runtime.threads import Pace, Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Exporter:
         self._sender = sender_for(settings)
         self.metrics = self.new_metrics(os.environ)
         self._detected: Mapping[str, object] | None = None if detects else {}
+        self._is_beside_service = detects
         self._begin_anew(origin)
 
     def _begin_anew(self, origin: Origin) -> None:
@@ -347,7 +348,10 @@ class Exporter:
         pieces: list[Any] = []
         owners: list[QueuedTree] = []
         source, size = None, 0
+        pace = Pace() if self._is_beside_service else None
         for _ in range(waiting):
+            if pace is not None and self._stop_at_ns == _NEVER_NS:
+                pace.rest()
             with self._trees.lock:
                 tree = self._trees.take() if self._serves(sender) else None
             if tree is None:

@@ -103,6 +103,7 @@ class Trees:
         self._spans_per_request = spans_per_request
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
         self._cursor = recorder.cursor(self._shelf.sort)
+        self._lost_before = 0
         self._remotes: OrderedDict[int, RemoteParent | None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._recent: deque[tuple[int, list[Held]]] = deque()
@@ -117,11 +118,18 @@ class Trees:
     @property
     def lost(self) -> int:
         """Rows that were overwritten before they were looked at."""
-        lost: int = self._cursor.lost
+        lost: int = self._lost_before + self._cursor.lost
         return lost
+
+    @property
+    def taken(self) -> int:
+        """Rows that were looked at since it began, skipped or went on."""
+        taken: int = self._cursor.taken
+        return taken
 
     def skip(self) -> None:
         """Leave what was recorded up to now unread."""
+        self._lost_before = self.lost
         self._cursor = self._recorder.cursor(self._shelf.sort)
 
     @property
@@ -136,8 +144,11 @@ class Trees:
         places: Mapping[int, int] = self._cursor.places
         return places
 
-    def go_on(self, places: Mapping[int, int]) -> None:
-        """Read on from these rows of each thread, with nothing put aside: what was read before is another's."""
+    def go_on(self, places: Mapping[int, int], done: int | None = None) -> None:
+        """Read on from these rows of each thread, with nothing put aside: what was read before is another's.
+
+        `done` is the number of all rows that others have read, or missed.
+        """
         self._counts.update(self._shelf.counts)
         self._shelf = self._recorder.shelf(self._capture.sample, self._spans_per_request)
         self._remotes.clear()
@@ -146,7 +157,7 @@ class Trees:
         self._lingering.clear()
         self._recent_rows = self._early_rows = self._lingering_rows = 0
         self.skip()
-        self._cursor.go_on(places)
+        self._cursor.go_on(places, done)
 
     def change(self, capture: Capture, spans_per_request: int) -> None:
         """Decide by other settings from now on."""

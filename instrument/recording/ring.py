@@ -338,6 +338,8 @@ class Cursor:
         self._places: dict[int, tuple[Any, int]] = {id(ring): (ring, ring.head) for ring in rings()}
         self._written = ended_rows() + sum(head for _, head in self._places.values())
         self._seen = self._written
+        self.taken = 0
+        """The rows that were there to be read."""
 
     @property
     def lost(self) -> int:
@@ -349,12 +351,17 @@ class Cursor:
         """The next row of each thread, by its native id."""
         return {ring.thread_id: row for ring, row in self._places.values()}
 
-    def go_on(self, places: Mapping[int, int]) -> None:
-        """Read on from these rows of each thread, those that are not named from their first one."""
+    def go_on(self, places: Mapping[int, int], done: int | None = None) -> None:
+        """Read on from these rows of each thread, those that are not named from their first one.
+
+        `done` is the number of all rows that others have read, or missed: the rest of those that went with their
+        rings is lost.
+        """
         for key, (ring, row) in self._places.items():
             since = min(places.get(ring.thread_id, 0), row)
             self._places[key] = ring, since
             self._seen -= row - since
+        self._seen = self._seen if done is None else done
 
     def read(self) -> list[tuple[int, list[Row]]]:
         """The rows since the last read, with the native id of their thread, in order within each thread."""
@@ -367,6 +374,7 @@ class Cursor:
             places[id(ring)] = (ring, head)
             written += head
             self._seen += head - since - missed
+            self.taken += head - since - missed
             if rows:
                 batches.append((ring.thread_id, rows))
         self._places = places

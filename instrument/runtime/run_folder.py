@@ -154,6 +154,13 @@ def first_process(run: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """The paths in a folder that match, in order; none where it cannot be read, as without a descriptor left."""
+    with suppress(OSError):
+        return sorted(folder.glob(pattern))
+    return []
+
+
 def note_of(folder: Path, pid: int, started: int) -> Path:
     """The file by which agents know of a process of the run that records."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
@@ -162,7 +169,7 @@ def note_of(folder: Path, pid: int, started: int) -> Path:
 def untold(folder: Path) -> list[int]:
     """The processes of the run that recorded and have ended, and that no agent has told of."""
     found = []
-    for path in folder.glob(f"*{NOTE_SUFFIX}"):
+    for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
         if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
             found.append(int(pid))
@@ -176,7 +183,7 @@ def note_of_unsent(folder: Path, pid: int, spans: int) -> Path:
 
 def unsent(folder: Path) -> dict[Path, int]:
     """How many spans an agent that has gone had perhaps not sent, by the notes that it left."""
-    counts = {path: path.stem.rpartition("-")[2] for path in folder.glob(f"*{UNSENT_SUFFIX}")}
+    counts = {path: path.stem.rpartition("-")[2] for path in paths_in(folder, f"*{UNSENT_SUFFIX}")}
     return {path: int(count) for path, count in counts.items() if count.isdecimal()}
 
 

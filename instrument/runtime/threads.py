@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from instrument.runtime.faults import FAULTS
@@ -11,6 +12,10 @@ from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, st
 
 RESTART_S = 0.2
 """How long a thread that died rests before it begins anew."""
+
+WORK_S, REST_S = 0.001, 0.0005
+"""The longest stretch of work beside the service, and the rest after it. A thread that wants Python's lock waits 5 ms
+for one that works on: a server's threads want it several times for each request."""
 
 _ours: dict[int, tuple[str, int]] = {}
 """Name and process by the number that the operating system gives a thread."""
@@ -88,6 +93,19 @@ class Thread:
                 active: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
                 active[threading.get_ident()] = active.pop(ident, self._listed)
             self._ended.set()
+
+
+class Pace:
+    """The stretches and rests of one long piece of work on a thread of ours beside the service."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + WORK_S
+
+    def rest(self) -> None:
+        """Rest where the stretch is over."""
+        if time.monotonic() > self._until:
+            sleep(REST_S)
+            self._until = time.monotonic() + WORK_S
 
 
 def _note(name: str, fault: BaseException | None) -> None:

@@ -93,7 +93,7 @@ class Exporting(Recorded):
         is_readable = RECORDER.memory_fd >= 0 and RECORDER.facts.get("export") is not None
         return is_readable and self._membership.is_heard()
 
-    def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
+    def _begin_export(self, rows: Mapping[int, int], done: int, metered: MeterState | None) -> None:
         self._start_exporter()  # before it is this one's to send: who flushes from then on waits for that
         with self._lock.held():
             until_ns = 0
@@ -102,7 +102,7 @@ class Exporting(Recorded):
                 until_ns = RECORDER.now_ns()
             if metered is not None:
                 until_ns = self._go_on_metering(metered)
-            self._reader.go_on(rows, until_ns)
+            self._reader.go_on(rows, until_ns, done)
             self._kept_count = 0
             self.handover.is_own = True
             if self._exporter is not None:

@@ -45,11 +45,13 @@ LOOK_S = 0.005
 class Standing(NamedTuple):
     """How far the session has read: the next row of each thread by its native id.
 
-    It has `missed` so many rows, `held` others of requests that have not ended, and `kept` so many since it exports.
+    It has `taken` so many rows and `kept` so many since it exports, `missed` others in all, and `held` those of
+    requests that have not ended.
     `meter` is what it has counted for metrics up to these rows, where it has.
     """
 
     rows: Mapping[int, int]
+    taken: int
     missed: int
     held: int
     kept: int
@@ -59,17 +61,17 @@ class Standing(NamedTuple):
 class Handover:
     """Says who exports: `is_own` is whether the session does by its reader, `is_read_back` whether by its recording.
 
-    `memory` tells the descriptor of the recording, -1 for none. `begin(rows, metered)` has the session read on from
-    these rows, by the native ids of threads, and export, with metrics as they stood at such rows, and `end()` has it
-    stop; both set `is_own` as nobody else reads. `keyed` reads the recording where it `is_keyed()`; then `begin_back()`
-    and `end_back()` do so, and set `is_read_back`.
+    `memory` tells the descriptor of the recording, -1 for none. `begin(rows, done, metered)` has the session read on
+    from these rows, by the native ids of threads, after so many that others have `done` in all, and export, with
+    metrics as they stood at such rows, and `end()` has it stop; both set `is_own` as nobody else reads. `keyed` reads
+    the recording where it `is_keyed()`; then `begin_back()` and `end_back()` do so, and set `is_read_back`.
     """
 
     def __init__(
         self,
         exporter: otlp.Exporter | None,
         memory: Callable[[], int],
-        begin: Callable[[Mapping[int, int], MeterState | None], object],
+        begin: Callable[[Mapping[int, int], int, MeterState | None], object],
         end: Callable[[], Standing],
         keyed: KeyedExport | None,
         is_keyed: Callable[[], bool],
@@ -296,7 +298,8 @@ class Handover:
             generation, _ = export_place.counted(place)
             place.write(Progress(generation, found.places, fates, found.details, found.before))
         self._counted = dict(self._exporter.counts()) if self._exporter is not None else {}
-        self._begin_own(rows, None if place is None else _metered_of_session(place))
+        metered = None if place is None else _metered_of_session(place)
+        self._begin_own(rows, found.fates["seen"] + found.fates["missed"], metered)
         return True
 
     def give_back(self) -> None:
@@ -370,11 +373,11 @@ class Handover:
             fates[fate] += count
         on_their_way = standing.kept + own["intervals"] - sum(own[fate] for fate in SENT)
         fates["kept"] = sum(fates[fate] for fate in SENT) + max(on_their_way, 0)
-        generation, ended_rows = export_place.counted(place)
-        fates["seen"] = max(sum(places.values()) + ended_rows - fates["missed"], 0)
+        fates["seen"] = fates.get("seen", 0) + standing.taken
         fates["sending"] = exporter.own.counts["sending"]
         known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
         fates["passed"] = max(fates["seen"] + fates["intervals"] - known - standing.held, 0)
+        generation, _ = export_place.counted(place)
         place.write(Progress(generation, places, fates, self._found.details, self._found.before, is_told))
         if standing.meter is not None:
             self._write_meter(place, exporter, standing.meter, places)

@@ -11,6 +11,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recorder.tail_sampler import Ends, Trees
 from instrument.recording.rows import END_NS, Row
 from instrument.recording.spans import Origin, Span
+from instrument.runtime.threads import Pace
 from instrument.sessions.window import Windows
 
 Cut = tuple[int, int, int]
@@ -38,6 +39,7 @@ class Reader:
         self._make_origin = make_origin
         self._note_ended = note_ended
         self._noted_until_ns = 0
+        self._pace = Pace()
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
@@ -48,7 +50,11 @@ class Reader:
         self._count_steps()
         limit = profile.limits.spans_per_request
         self._noted_until_ns = 0
-        self._trees = Trees(self._recorder, profile.capture, limit, self._keep, self._note)
+        self._trees = Trees(self._recorder, profile.capture, limit, self._keep_and_rest, self._note)
+
+    def _keep_and_rest(self, spans: list[Span]) -> None:
+        self._keep(spans)
+        self._pace.rest()
 
     def _note(self, rows: Sequence[Row]) -> None:
         """Tell of requests that have ended, each once, also where it reads again what it has read."""
@@ -64,6 +70,7 @@ class Reader:
 
     def look(self) -> None:
         """Sort the newest spans into their trees, and cut the windows that end with them."""
+        self._pace = Pace()
         ends = [end_ns for _, end_ns in self._trees.take() if end_ns > self._noted_until_ns]
         step = self._schedule.step if self._schedule is not None else None
         if self._step_ends is not None and step is not None:
@@ -92,10 +99,18 @@ class Reader:
         """The next row of each thread, by its native id."""
         return self._trees.places
 
-    def go_on(self, places: Mapping[int, int], noted_until_ns: int) -> None:
-        """Read on from these rows of each thread; requests that had ended by a time are not told of again."""
+    def go_on(self, places: Mapping[int, int], noted_until_ns: int, done: int | None = None) -> None:
+        """Read on from these rows of each thread; requests that had ended by a time are not noted again.
+
+        `done` is the number of all rows that others have read, or missed.
+        """
         self._noted_until_ns = noted_until_ns
-        self._trees.go_on(places)
+        self._trees.go_on(places, done)
+
+    @property
+    def taken(self) -> int:
+        """Rows that were read since it began, skipped or went on."""
+        return self._trees.taken
 
     @property
     def held(self) -> int:

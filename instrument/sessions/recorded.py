@@ -144,7 +144,7 @@ class Recorded:
 
     # ---------------------------------------------------------------- while it records
 
-    def _begin_export(self, rows: Mapping[int, int], metered: MeterState | None) -> None:
+    def _begin_export(self, rows: Mapping[int, int], done: int, metered: MeterState | None) -> None:
         """Read from these rows of each thread on, and export, and go on with metrics as they stood."""
 
     def _end_export(self) -> Standing:
@@ -173,7 +173,8 @@ class Recorded:
             self._keyed.note_sent(source)
 
     def _standing(self) -> Standing:
-        return Standing(dict(self._reader.places), self._reader.lost, self._reader.held, self._kept_count)
+        reader = self._reader
+        return Standing(dict(reader.places), reader.taken, reader.lost, reader.held, self._kept_count)
 
     def _keep(self, spans: list[Span]) -> None:
         if self._outbox is not None and self.handover.is_own:
