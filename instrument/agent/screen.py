@@ -18,7 +18,7 @@ from instrument.errors import TraceError
 from instrument.recording.histogram import percentiles
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
-from instrument.recording.spans import Site, is_blocked_loop, is_collection
+from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Totals
 from instrument.report.table import compact, named_table, safe, share, tenths
 
@@ -340,7 +340,7 @@ def _places(grown: Sequence[Counted]) -> tuple[Place, ...]:
     by_key: dict[tuple[object, ...], tuple[str, Totals]] = {}
     for counted in grown:
         for (key, _), (site, totals) in counted.items():
-            if is_blocked_loop(site) or is_collection(site):
+            if is_interruption(site):
                 continue
             by_key.setdefault(key, (site.name, Totals()))[1].merge(totals)
     whole_ns = sum(totals.self_ns for _, totals in by_key.values())

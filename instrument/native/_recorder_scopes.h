@@ -470,8 +470,8 @@ static PyTypeObject ScopeType = {
 static PyObject *
 Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs < 3 || nargs > 4) {
-        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None)");
+    if (nargs < 3 || nargs > 5) {
+        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False)");
         return NULL;
     }
     int64_t end_ns = read_clock(self);
@@ -498,6 +498,8 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
     count_against_above(current, &frame, ring, end_ns);
+    if (nargs > 4 && args[4] == Py_True)
+        frame.children_ns = end_ns - start_ns;
     store(self, ring, &frame, end_ns, -1, 0, NULL);
     int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);

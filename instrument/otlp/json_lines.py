@@ -21,6 +21,7 @@ from instrument.otlp.packing import (
     attributes_of,
     device_attributes,
     device_name,
+    events_of,
     identify,
     is_server,
     links_of,
@@ -79,6 +80,14 @@ def _span(found: Identified, ids: Ids, threads: Mapping[int, str], offset_ns: in
             }
             for one in links
         ]
+    if span.interruptions:
+        events, dropped = events_of(span)
+        facts["events"] = [
+            {"timeUnixNano": str(at_ns + offset_ns), "name": name, "attributes": _attributes(its)}
+            for at_ns, name, its in events
+        ]
+        if dropped:
+            facts["droppedEventsCount"] = dropped
     if status is not None:
         failed, why = status
         facts["status"] = {"code": ERROR, "message": why} if failed else {"code": OK}

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, remote_of
@@ -23,6 +24,10 @@ SCOPE = "instrument"
 """The instrumentation scope of every span."""
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 """The version of OpenTelemetry's names that the attributes follow."""
+EVENT_LIMIT = 128
+"""Events of a span, at most: OpenTelemetry's own limit."""
+DURATION = "instrument.duration_ns"
+"""The attribute of an event that has a length."""
 IS_REMOTE = 0x200
 """The bit of a span's OTLP flags that says that its parent is of another process (opentelemetry-proto, SpanFlags)."""
 
@@ -172,6 +177,16 @@ def _cause_of(span: Span, ids: Ids) -> LinkedSpan | None:
         return None  # no recorder said so
 
 
+def events_of(span: Span) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
+    """The longest interruptions of a span as events, by time, name and attributes, and the count of the others."""
+    kept = sorted(span.interruptions, key=lambda one: -one.total_ns)[:EVENT_LIMIT]
+    kept.sort(key=attrgetter("start_ns"))
+    events: list[tuple[int, str, Mapping[str, object]]] = [
+        (one.start_ns, one.site.name, {**one.attributes, DURATION: one.total_ns}) for one in kept
+    ]
+    return events, len(span.interruptions) - len(kept)
+
+
 def is_server(span: Span) -> bool:
     """Whether it is the one server span of a request: not below another one of ours or of another tracer here."""
     if span.site.kind != "request" or span.span_id != span.root_id:
@@ -294,6 +309,7 @@ def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, 
             _pack_times(0x39, times.start_ns + offset_ns, 0x41, times.end_ns + offset_ns),
             _pack_flags(flags),
             _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
+            _pack_events(span, offset_ns) if interval is None and span.interruptions else b"",
             b"".join(map(_pack_link, links_of(span, ids))) if interval is None else b"",
         )
         yield pack_field(b"\x12", b"".join(body))
@@ -334,6 +350,18 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
         failed, message = status
         facts += pack_field(b"\x7a", pack_text(b"\x12", message) + b"\x18\x02" if failed else b"\x18\x01")
     return facts
+
+
+def _pack_events(span: Span, offset_ns: int) -> bytes:
+    events, dropped = events_of(span)
+    packed = [
+        pack_field(
+            b"\x5a",
+            b"\x09" + struct.pack("<Q", at_ns + offset_ns) + pack_text(b"\x12", name) + pack_attributes(facts, b"\x1a"),
+        )
+        for at_ns, name, facts in events
+    ]
+    return b"".join(packed) + (b"\x60" + varint(dropped) if dropped else b"")
 
 
 def _pack_link(link: LinkedSpan) -> bytes:

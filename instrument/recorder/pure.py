@@ -314,8 +314,18 @@ class Core(Opened):
             else:
                 self.irregular["attributes beyond the limit of a span"] += 1
 
-    def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
-        """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
+    def record(
+        self,
+        site: Site,
+        start_ns: int,
+        attributes: dict[Any, Any] | None,
+        pair: Any = None,
+        has_no_self: bool = False,
+    ) -> None:
+        """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one.
+
+        One that `has_no_self` is a part of others, which have its time.
+        """
         end = _clock()
         ring = self._ring()
         task = task_id()
@@ -325,6 +335,8 @@ class Core(Opened):
         parent = frame[6]
         if parent is not None and parent[5] is ring and parent[8] == task:
             parent[4] += end - start_ns
+        if has_no_self:
+            frame[4] = end - start_ns
         self._store(ring, frame, end, -1, None)
         if pair is not None:
             self._end_on_device(ring, frame, end)

@@ -146,7 +146,7 @@ class Span:
     `active_ns` is the time in which the body ran: less than the total for generators, and where the span waited,
     suspended by what it awaited. `self_ns` is what the span spent outside the children of its own thread and task, also
     in which it waited. `clipped` marks a span that was open at the window's edge. `links` are the requests that a batch
-    serves, as far as whoever made the object knew.
+    serves, and `interruptions` what interrupted the span, both as far as known where the object was made.
     """
 
     site: Site
@@ -165,6 +165,7 @@ class Span:
     clipped: bool = False
     remote: RemoteParent | None = None
     links: Sequence[LinkedRequest] = ()
+    interruptions: Sequence[Span] = ()
 
     @property
     def total_ns(self) -> int:
@@ -362,7 +363,7 @@ BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="H
 
 
 def is_blocked_loop(site: Site) -> bool:
-    """Whether spans of the site are such stretches. Their time is that of others, of whatever ran meanwhile."""
+    """Whether spans of the site are such stretches."""
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
@@ -371,7 +372,7 @@ COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
 
 
 def is_collection(site: Site) -> bool:
-    """Whether spans of the site are such collections. Their time is also that of whom they interrupted."""
+    """Whether spans of the site are such collections."""
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
@@ -382,6 +383,12 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 def is_late_failure(site: Site) -> bool:
     """Whether spans of the site are such moments."""
     return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
+
+
+def is_interruption(site: Site) -> bool:
+    """Whether spans of the site are blocked loops or collections. Their time is a part of what they interrupted: it is
+    shown, and added to nothing."""
+    return is_blocked_loop(site) or is_collection(site)
 
 
 def flops_told(attributes: Mapping[str, object]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from instrument.profile.kinds import KINDS
-from instrument.recording.spans import Interval
+from instrument.recording.spans import Interval, is_interruption
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.section import Section, section_lines
 from instrument.report.table import share, title
@@ -175,8 +175,9 @@ class _Stretches:
 
 
 def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
-    """Where spans of each kind ran."""
+    """Where spans of each kind ran, but for interruptions, which are a part of what they interrupted."""
     inside = lie_in(trace.start_ns, trace.end_ns, window)
+    inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)
     of_kinds = {kind: inside & trace.of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
     return {

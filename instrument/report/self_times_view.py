@@ -27,7 +27,7 @@ from operator import ne
 import numpy as np
 
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Site, is_blocked_loop, is_collection, is_operator
+from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
 from instrument.report.line_sums import Int64s, LineSums, Rows
 from instrument.report.section import Section
@@ -276,16 +276,11 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
 
 
 def _own(lines: LineSums) -> tuple[Int64s, Rows]:
-    """The nodes and the lines whose time is their own: that of blocked event loops, and of garbage collections, is of
-    whatever ran meanwhile."""
+    """The nodes and the lines whose time is their own: that of an interruption is a part of what it interrupted."""
     nodes, rows = lines.of(None)
-    of_others = lines.tree.by_site(_is_of_others)
+    of_others = lines.tree.by_site(is_interruption)
     others = np.array([*of_others, False], dtype=np.bool_)[lines.site_of[nodes]]
     return (nodes[~others], rows[~others]) if others.any() else (nodes, rows)
-
-
-def _is_of_others(site: Site) -> bool:
-    return is_blocked_loop(site) or is_collection(site)
 
 
 WAITING = "waiting"

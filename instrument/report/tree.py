@@ -16,7 +16,7 @@ import numpy as np
 
 from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, SELF, TOTAL, WAITING
 from instrument.recording.paths import CallTree
-from instrument.recording.spans import Site
+from instrument.recording.spans import Site, is_interruption
 from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
 from instrument.report.table import where_of
 from instrument.report.view import Options
@@ -248,7 +248,7 @@ class NameTree:
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
-        sums, topmost = self.sums(thread), self.children(ROOT)
+        sums, topmost = self.sums(thread), self._adding(self.children(ROOT))
         uncalled = topmost[sums[topmost, CALLS] == 0].tolist()
         if any(len(self.children(entry)) or self._hides(entry) for entry in uncalled):
             return None
@@ -259,10 +259,14 @@ class NameTree:
         sums, total_ns = self.sums(thread), 0
         pending = [ROOT]
         while pending:
-            below = self.children(pending.pop())
+            below = self._adding(self.children(pending.pop()))
             total_ns += int(sums[below, TIMES[state]].sum())
             pending += below[sums[below, CALLS] == 0].tolist()
         return total_ns
+
+    def _adding(self, entries: Int64s) -> Int64s:
+        """The entries without interruptions, whose time is a part of what they interrupted."""
+        return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
     def _first_calls(self) -> Rows:

@@ -39,7 +39,19 @@ from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.meter_place import MeterState
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
 from instrument.recording.rows import REQUEST_BIT
-from instrument.recording.spans import UNTIMED, Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace
+from instrument.recording.spans import (
+    UNTIMED,
+    Cost,
+    FirstCall,
+    Gpu,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Startup,
+    Trace,
+    is_interruption,
+)
 from instrument.recording.tally import Tally
 from instrument.report.coverage import NO_EVENTS
 from instrument.report.section import View
@@ -56,6 +68,7 @@ from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import TakenStretch, held_now
+from instrument.trace.interruptions import Interruptions
 
 MARKS_SHARE = 20
 """What takes a time to be told as modules are imported is not told again within so many times as long."""
@@ -130,6 +143,7 @@ class Recorded:
         self.end_ns: int | None = None
         self.loop = Loop()
         self._kept: list[list[Span]] = []
+        self._interruptions = Interruptions()
         self._kept_count = 0
         """Spans that were kept since the session exports them itself."""
         self._reader.begin(self.profile, self.start_ns)
@@ -178,6 +192,9 @@ class Recorded:
 
     def _keep(self, spans: list[Span]) -> None:
         if self._outbox is not None and self.handover.is_own:
+            if is_interruption(spans[0].site):
+                self._interruptions.note(spans)
+                return
             self._kept.append(spans)
             self._kept_count += len(spans)
             # A request comes first among its spans; those that end after it come alone.
@@ -190,6 +207,7 @@ class Recorded:
         if self._outbox is not None and self.handover.is_own:
             self.handover.note(self._standing())
             for spans in kept:
+                self._interruptions.hit(spans)
                 self._outbox.put(spans)
 
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:

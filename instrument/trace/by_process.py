@@ -15,10 +15,11 @@ import numpy as np
 
 from instrument.recording import spans
 from instrument.recording.remote_parents import LINK, LinkedRequest, link_of
-from instrument.recording.spans import AttributeValue, Span
+from instrument.recording.spans import AttributeValue, Span, is_interruption
 from instrument.trace.apart import ApartFile
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
+from instrument.trace.interruptions import Interruptions
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged, moved_link
 from instrument.trace.of_spans import spans_of
@@ -85,8 +86,14 @@ def _trees(
     of_part = np.repeat(np.arange(len(parts)), [len(part.row) for part in parts])
     own = np.concatenate([np.arange(len(part.row)) for part in parts])
     is_kept = np.concatenate([part.is_kept for part in parts])
-    row = np.concatenate([part.row for part in parts])[is_kept]
-    of_part, own = of_part[is_kept], own[is_kept]
+    row = np.concatenate([part.row for part in parts])
+    interruptions = Interruptions()
+    is_one = is_kept & columns.of_sites(list(map(is_interruption, columns.sites)))[row]
+    for number, part in enumerate(parts):
+        its = is_one & (of_part == number)
+        interruptions.note(_spans_of(part, own[its], row[its], columns, {}, {}, {}))
+    is_kept &= ~is_one
+    row, of_part, own = row[is_kept], of_part[is_kept], own[is_kept]
     order = np.lexsort((columns.span_id[row], -columns.end_ns[row], columns.start_ns[row], columns.root_id[row]))
     roots = columns.root_id[row[order]]
     remotes = {int(columns.root_id[at]): one for at, one in columns.remote.items()}
@@ -104,6 +111,7 @@ def _trees(
         found.sort(key=lambda span: (span.root_id, span.start_ns, -span.end_ns, span.span_id))
         for span in found:
             span.remote = remotes.get(span.root_id)
+        interruptions.hit(found)
         yield found
 
 

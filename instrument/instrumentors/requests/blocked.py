@@ -139,8 +139,8 @@ def _note(recorder: Recorder, callback: Any, run_in_context: Callable[..., Any],
         function, facts = _function_of(callback)
         name = _span_over(recorder, run_in_context, rows, begun_ns, ended_ns) or function
         facts[BLOCKED_BY] = name[:VALUE_LIMIT]
-        # Below no span: it takes no time from whoever ran meanwhile, whose own it is.
-        Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts)
+        # Below no span: it takes no time from what ran meanwhile, a part of which it is.
+        Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
     except Exception as fault:
         FAULTS.note("blocked event loop", fault)
 

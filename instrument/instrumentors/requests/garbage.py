@@ -35,8 +35,8 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
                     "cpython.gc.generation": told["generation"],
                     "instrument.gc.collected": told["collected"],
                 }
-                # Below no span: it takes no time from whoever it interrupts, whose own it is.
-                Context().run(recorder.record, COLLECTION, begun_ns, facts)
+                # Below no span: it takes no time from what it interrupts, a part of which it is.
+                Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
             except Exception as fault:
                 FAULTS.note("garbage collection", fault)
 

@@ -50,6 +50,7 @@ from instrument.recording.mapped_intervals import MappedIntervals
 from instrument.recording.rows import REQUEST_BIT, Row
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
+from instrument.trace.interruptions import Interruptions
 from instrument.trace.of_memory import origin_of
 
 FACTS_S = 1.0
@@ -434,6 +435,7 @@ class _Reading:
         self.times = DeviceTimes(lambda: MappedIntervals(mapped))
         self._requests = requests
         self.keyed = KeyedTrees(requests, facts.ids)
+        self._interruptions = Interruptions()
         self._let_go = LetGo(self.drain.keys, requests, facts.ids)
         self.source = Source(facts.ids, origin, lambda: self._threads, lambda: self._facts.resource)
         self.derived = replace(self.source, counts=Counter())
@@ -535,6 +537,7 @@ class _Reading:
             for request, _ in nested:
                 self._requests.settle_nested(request)
         self._kept.clear()
+        kept = self._interruptions.attach(kept)
         for spans in kept:
             self.metering.note_kept(spans)
         return kept

@@ -1,0 +1,82 @@
+"""Interruptions: blocked loops and collections are shown, and are a part of what they interrupted in every sum."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from otlp_collectors import collecting, take
+
+from instrument.cli import main
+from instrument.recording.spans import is_interruption
+from instrument.report.events_view import events
+from instrument.report.overview_view import overview
+from instrument.report.view import Options, Recording
+from instrument.trace import file
+
+PROGRAM = """
+import asyncio, gc, time, instrument
+from instrument import scope
+
+async def handle(route, work):
+    with scope(route, kind="request"):
+        await asyncio.sleep(0)
+        work()
+
+async def main():
+    await asyncio.gather(handle("GET /slow", lambda: time.sleep(0.05)), handle("GET /waits", lambda: None))
+    await asyncio.sleep(0)
+    await handle("GET /collects", gc.collect)
+
+gc.disable()
+garbage = [[] for _ in range(500_000)]
+instrument.start("profile.yaml")
+asyncio.run(main())
+instrument.stop()
+"""
+
+PROFILE = """
+service: shop
+agent: "{agent}"
+requests: auto
+limits: {{blocked: 2ms}}
+export:
+  recording: {{path: "shop.npz"}}
+  otlp: {{endpoint: "{endpoint}"}}
+"""
+
+EVENTS = {
+    "GET /waits": {"loop blocked"},
+    "GET /slow": {"loop blocked"},
+    "GET /collects": {"garbage collection", "loop blocked"},
+}
+
+
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str, tmp_path: Path) -> None:
+    with collecting(take) as collector:
+        (tmp_path / "profile.yaml").write_text(PROFILE.format(agent=agent, endpoint=collector.settings.endpoint))
+        subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, check=True, timeout=60)
+    sent = [span for its in collector.spans.values() for span in its]
+    assert {span.name: {event.name for event in span.events} for span in sent} == EVENTS
+    (slow,) = (span for span in sent if span.name == "GET /slow")
+    facts = [{one.key: one.value.string_value for one in event.attributes} for event in slow.events]
+    assert "GET /slow" in [its["instrument.blocked_by"] for its in facts]
+
+    assert main(["convert", str(tmp_path / "shop.npz"), "--to", "otlp", "-o", str(tmp_path / "shop.jsonl")]) == 0
+    document = json.loads((tmp_path / "shop.jsonl").read_text())
+    spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert {span["name"]: {event["name"] for event in span.get("events", ())} for span in spans} == EVENTS
+
+    recording = Recording.of_saved(file.load(tmp_path / "shop.npz"))
+    trace = recording.columns
+    interrupts = trace.of_sites(list(map(is_interruption, trace.sites)))
+    assert int(interrupts.sum()) >= 3
+    assert not trace.self_ns[interrupts].any()
+    (block,) = events(recording, Options()).blocks
+    assert block.total_ns == sum(row.self_ns for row in block.rows) == int(trace.total_ns[~interrupts].sum())
+    assert {"loop blocked", "garbage collection"} < {row.name for row in block.rows}
+    assert [(kind.kind, kind.calls) for kind in overview(recording, Options()).kinds] == [("request", 3)]
