@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
-from instrument.cli.output import flush
+from instrument.cli.output import escape, flush
 from instrument.errors import InstrumentError, ProfileError
 
 VERBS: Mapping[str, str] = {
@@ -30,6 +30,7 @@ VERBS: Mapping[str, str] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    escape(sys.stdout)
     try:
         own, host = _split(given)
         options = _read(own)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import TextIO
+
+
+def escape(stream: TextIO | None) -> None:
+    """Have a stream write what its encoding lacks, such as names on an ASCII terminal, as escapes."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def flush(stream: TextIO | None) -> None:

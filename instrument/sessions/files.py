@@ -83,7 +83,12 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
             raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {known}")
         return values[name]
 
-    return re.sub(r"\{(.*?)\}", value, template)
+    name = re.sub(r"\{(.*?)\}", value, template)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # by an ASCII locale; the file has the name that it has by others
+        name = os.fsdecode(name.encode("utf-8", "surrogateescape"))
+    return name
 
 
 def is_main() -> bool:
