@@ -6,6 +6,7 @@ that no signal of a terminal or of a group meets it; and of the service's descri
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -45,11 +46,13 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
 
 def become(listener: socket.socket, run: str, first: int, *, keeps_stderr: bool) -> None:
     """Become the agent, in a process that was forked for it. Does not return."""
+    # Where the caller's streams are closed the listener may have the number of one.
+    listening = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD, 3)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1) if keeps_stderr else (0, 1, 2):
         os.dup2(null, descriptor)
     descriptor = 3
-    os.dup2(listener.fileno(), descriptor)
+    os.dup2(listening, descriptor)
     os.set_inheritable(descriptor, True)  # also where it is that one already
     os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
     os.chdir("/")
