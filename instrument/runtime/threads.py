@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, start_new_thread
@@ -106,6 +111,73 @@ class Pace:
         if time.monotonic() > self._until:
             sleep(REST_S)
             self._until = time.monotonic() + WORK_S
+
+
+def start_unlisted(run: Callable[[], object], name: str) -> None:
+    """Begin a thread that `threading.enumerate()` does not list. Raises RuntimeError where no thread can begin."""
+
+    def run_named() -> None:
+        ident = get_ident()
+        _ours[ident] = name, os.getpid()
+        try:
+            run()
+        finally:
+            _ours.pop(ident, None)
+
+    start_new_thread(run_named, ())
+
+
+_of_libraries: dict[int, int] = {}
+"""Threads by process that libraries of ours have begun."""
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Count the threads that libraries begin in the block as ours, such as those of OpenBLAS as numpy is imported."""
+    before = _count_tasks()
+    try:
+        yield
+    finally:
+        _of_libraries[os.getpid()] = _of_libraries.get(os.getpid(), 0) + _count_tasks() - before
+
+
+def _count_tasks() -> int:
+    try:
+        return len(list(Path("/proc/self/task").iterdir()))
+    except OSError:
+        return 0
+
+
+class _ForkWarning:
+    """A pattern of the warning that a process with threads forks, which takes its filter away as it matches.
+
+    Python 3.12 warns before the hooks of a fork in its parent, later versions after them.
+    """
+
+    def match(self, text: str) -> bool:
+        """Return whether a text is that warning."""
+        found = text.startswith("This process ") and "is multi-threaded" in text
+        if found:
+            end_quiet_fork()
+        return found
+
+
+_QUIET: Any = ("ignore", _ForkWarning(), DeprecationWarning, None, 0)
+_PYTHON_WARNS = sys.version_info >= (3, 12)
+
+
+def quiet_fork() -> None:
+    """Keep Python from warning of threads at the fork that comes where all beside the calling one are ours."""
+    ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
+    if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
+        # Past `filterwarnings`, which would make Python forget what it has warned of.
+        warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
+
+
+def end_quiet_fork() -> None:
+    """Take back what `quiet_fork` did, if it did."""
+    with suppress(ValueError):
+        warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
 
 def _note(name: str, fault: BaseException | None) -> None:

@@ -31,7 +31,7 @@ from instrument.recording import board
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
-from instrument.runtime.threads import Thread
+from instrument.runtime.threads import Thread, end_quiet_fork, quiet_fork
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import is_main
 from instrument.sessions.generation import FORK_WAIT_S, Reload
@@ -338,6 +338,7 @@ def _before_fork() -> None:
     _forking.is_main_thread = get_native_id() == os.getpid()
     held = session is not None and session._generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if held else None
+    quiet_fork()
 
 
 def _after_fork_in_parent() -> None:
@@ -348,6 +349,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _session_lock
+    end_quiet_fork()
     _session_lock = RLock()
     held, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()

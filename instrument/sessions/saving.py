@@ -20,6 +20,7 @@ from instrument.recording.tally import Tally
 from instrument.report.view import Recording
 from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import adopting
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
@@ -177,11 +178,12 @@ class Saving:
         that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
         export = self._session.profile.export
         is_wanted = export.summary is not None or is_asked(export)
-        if is_wanted:
-            prepare_columns()
         shares = bool(os.environ.get(run_folder.VARIABLE)) and self._session.report_of_run() is not None
-        if is_asked(export) or shares:
-            prepare()
+        with adopting():
+            if is_wanted:
+                prepare_columns()
+            if is_asked(export) or shares:
+                prepare()
         problem = why_no_files() if is_wanted else ""
         if problem:
             self._session.account.complain(f"export: {problem}")

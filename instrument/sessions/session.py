@@ -29,7 +29,7 @@ from instrument.recording.spans import COLLECTION
 from instrument.report.summary import prepare
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS, logger
-from instrument.runtime.threads import Thread
+from instrument.runtime.threads import Thread, adopting
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
@@ -131,7 +131,8 @@ class Session(Exporting):
             told = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
             self.account.complain(f"limits.ring_dir: {told}" if folder else told, log=bool(folder))
         if self.profile.export.summary is not None:
-            prepare(self.profile.export.summary.views)
+            with adopting():
+                prepare(self.profile.export.summary.views)
         self._begin()
         try:
             if self.profile.startup == "auto":

@@ -10,8 +10,8 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.thread_names import await_first_span
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread
-from instrument.runtime.unpatched import Event, start_new_thread
+from instrument.runtime.threads import Thread, start_unlisted
+from instrument.runtime.unpatched import Event
 from instrument.sessions.account import Account
 from instrument.sessions.deadline import Deadline
 
@@ -119,7 +119,7 @@ class SessionThreads:
             FAULTS.attempt("board of the run", self._tell_others)
 
         try:
-            start_new_thread(start, ())
+            start_unlisted(start, "instrument-start")
             rests.wait(START_DELAY_S)
         except BaseException:
             begun.set()
