@@ -295,20 +295,21 @@ def test_what_cannot_be_checked_is_one_clear_error(arguments: list[str], environ
     assert "Traceback" not in done.stderr
 
 
-def test_a_signal_to_check_ends_the_command_and_its_verdicts_are_told() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_check_alone_ends_the_command_and_its_verdicts_are_told(number: signal.Signals) -> None:
     write("p.yaml", 'functions: [{match: "checked:busy"}]')
     write("main.py", "import checked, time\nchecked.busy(1)\nprint('ready', flush=True)\ntime.sleep(60)")
     command = [sys.executable, "-m", "instrument", "check", "p.yaml", "--", "main.py"]
-    checking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    checking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert checking.stdout is not None
         assert checking.stdout.readline() == "ready\n"
-        checking.send_signal(signal.SIGTERM)
+        checking.send_signal(number)
         text, _ = checking.communicate(timeout=240)
     finally:
         checking.kill()
     assert checking.returncode == 0
-    assert "command: exit code -15, 1 process reported" in text
+    assert f"command: exit code {-number}, 1 process reported" in text
     assert states(text) == {"checked:busy": "attached"}
 
 

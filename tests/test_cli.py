@@ -229,8 +229,10 @@ def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -
     assert len(traces()) == 1
 
 
-@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("1", "2")), "1 2"])
-def test_a_daemon_with_closed_standard_streams_runs(folder: Path, closed: str) -> None:
+@pytest.mark.parametrize(
+    "closed", ["0 1", *(pytest.param(one, marks=pytest.mark.slow) for one in ("0", "1", "2", "1 2"))]
+)
+def test_a_daemon_with_closed_standard_streams_runs_and_has_an_agent(folder: Path, closed: str) -> None:
     write(folder / "main.py", "from work import step\nstep(1)\nopen('done', 'w').close()\nprint(1)")
     closing = " ".join(f"{number}>&-" for number in closed.split())
     plain = subprocess.run(f"{sys.executable} main.py {closing}", shell=True, check=False)
@@ -239,6 +241,25 @@ def test_a_daemon_with_closed_standard_streams_runs(folder: Path, closed: str) -
     ours = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
     assert (ours.returncode, (folder / "done").exists()) == (plain.returncode, True)
     assert len(traces()) == 1
+    assert ("2" not in closed) == ("Summary of " in ours.stderr)
+    assert "Not observed: agent" not in ours.stderr
+
+
+def test_names_beyond_ascii_are_written_and_printed_by_an_ascii_locale(folder: Path) -> None:
+    profile = "service: größe-🙂\nfunctions: [{match: '__main__:größe'}]\n"
+    profile += "export: {chrome: {path: 'traces/{service}.json'}, summary: {to: stderr}}\n"
+    (folder / "profile.yaml").write_text(profile, "utf-8")
+    (folder / "main.py").write_text("def größe(n): return n\ngröße(1)\n", "utf-8")
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run("run", "--profile", "profile.yaml", "--", "main.py", env=environ)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    (path,) = traces()
+    assert path.name == "größe-_.json"
+    for words in (["report", path, "--view", "events"], ["check", "profile.yaml"]):
+        for encoding in (environ, {**os.environ, "PYTHONIOENCODING": "ascii"}):
+            done = run(*words, env=encoding)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_stop_gives_the_signal_back(folder: Path) -> None:

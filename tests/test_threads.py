@@ -245,3 +245,33 @@ def certified(folder: Path) -> tuple[Path, Path]:
     files = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*make.split(), *files], check=True, capture_output=True)
     return key, certificate
+
+
+FORK = """
+import os, sys, threading, time, warnings
+from instrument.runtime import threads
+threads._PYTHON_WARNS = True
+def warn():  # as Python 3.12 does at a fork
+    warnings.warn("This process (pid=1) is multi-threaded, use of fork() may lead", DeprecationWarning)
+def warned(fork):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        threads.quiet_fork()
+        fork()
+        assert warnings.filters == before
+        return len(found)
+wait = threading.Event()
+ours = threads.Thread(wait.wait, "instrument-test")
+ours.start()
+while len(os.listdir("/proc/self/task")) < 2: time.sleep(0.01)
+print(warned(warn))
+service = threading.Thread(target=wait.wait)
+service.start()
+print(warned(warn))
+"""
+
+
+def test_python_is_kept_from_warning_of_threads_at_a_fork_where_all_of_them_are_ours() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK + "wait.set()"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -101,12 +99,8 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     refuse_what_is_no_host("check", host)
     from tempfile import TemporaryDirectory
 
-    def hand_on(child: subprocess.Popen[bytes], number: int) -> None:
-        if number != signal.SIGINT:  # a terminal's Ctrl-C reaches the command by itself
-            child.send_signal(number)
-
     with TemporaryDirectory(prefix="instrument-check-") as folder:
-        with running(profile, host, {CHECK_FOLDER: folder}, hand_on, to_stderr=to_stderr) as child:
+        with running(profile, host, {CHECK_FOLDER: folder}, [], to_stderr=to_stderr) as child:
             code = child.wait()
         reports = reports_to_check(folder)
     if not reports:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import secrets
 import shutil
@@ -155,14 +154,8 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         print(
             f"instrument: observing; send it requests. The profile is written when the command {how}", file=sys.stderr
         )
-        ended = list[int]()  # by signals that are sent to us alone
-
-        def hand_on(child: subprocess.Popen[bytes], number: int) -> None:
-            if number != signal.SIGINT or not _is_of_terminal():
-                ended.append(number)
-                child.send_signal(number)
-
-        with running(str(profile), words, environ, hand_on, to_stderr=to_stderr) as child:
+        ended = list[int]()
+        with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
             code, is_over_time = _await(child, for_ns)
         await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
         found = observed(folder)
@@ -191,15 +184,6 @@ def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, boo
         print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
         child.kill()
         return child.wait(), True
-
-
-def _is_of_terminal() -> bool:
-    """Whether we run in the foreground of a terminal, whose Ctrl-C reaches the command by itself."""
-    try:
-        with Path("/dev/tty").open("rb") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
 
 
 def _service(words: Sequence[str]) -> str:

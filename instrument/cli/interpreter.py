@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,22 +33,40 @@ def running(
     profile: str,
     host: list[str],
     environ: Mapping[str, str],
-    hand_on: Callable[[subprocess.Popen[bytes], int], None],
+    handed_on: list[int],
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs under a profile, as by `instrument run`. Signals that would end us go to `hand_on`."""
+    """A command that runs under a profile, as by `instrument run`.
+
+    Signals that would end us are handed on to it, and noted in `handed_on`.
+    """
     sys.stdout.flush()
     words = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
     child = subprocess.Popen(  # noqa: S603 - the user's own command
         words, env={**os.environ, **environ}, stdout=sys.stderr.fileno() if to_stderr else None
     )
-    before = {number: signal.signal(number, lambda number, _: hand_on(child, number)) for number in ENDING}
+
+    def hand_on(number: int, _: object) -> None:
+        if number != signal.SIGINT or not _is_of_terminal():
+            handed_on.append(number)
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in ENDING}
     try:
         yield child
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_of_terminal() -> bool:
+    """Return whether we run in the foreground of a terminal, whose Ctrl-C reaches the command by itself."""
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def refuse_what_is_no_host(verb: str, host: list[str]) -> None:
