@@ -4,30 +4,32 @@ In code: `profiled`, `scope` and `loader` name what the service's authors want t
 `start`, `stop`, `summary` and `dump` run a session; `Profiler` looks at the steps of a loop. Without a change in the
 service: ``instrument run --profile profile.yaml -- script.py``.
 
-Importing this package starts nothing and changes nothing; what a session needs is imported by `start`.
+Importing this package starts nothing and changes nothing; each name is loaded as it is first asked for, and what a
+session needs by `start`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
 
-from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
-from instrument.instrumentors.functions import profiled
-from instrument.instrumentors.loaders import loader
-from instrument.recorder.scopes import (
-    annotate,
-    annotate_request,
-    bind,
-    rename_span,
-    scope,
-    scope_end,
-    scope_start,
-    set_status,
-)
-
+TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
 if TYPE_CHECKING:
+    from typing import Any
+
+    from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
+    from instrument.instrumentors.functions import profiled
+    from instrument.instrumentors.loaders import loader
     from instrument.instrumentors.requests.propagation import inject
+    from instrument.recorder.scopes import (
+        annotate,
+        annotate_request,
+        bind,
+        rename_span,
+        scope,
+        scope_end,
+        scope_start,
+        set_status,
+    )
     from instrument.sessions.handlers import export_chrome, export_otlp, print_summary
     from instrument.sessions.process import (
         disable,
@@ -83,29 +85,27 @@ __all__ = [
     "summary",
 ]
 
-_OF_THE_SESSION = frozenset(
-    {"Session", "disable", "dump", "enable", "flush", "prometheus", "reload", "session", "start", "stop", "summary"}
-)
-
-_ROOM_OF = {
-    "Profiler": "sessions.profiler",
-    "export_chrome": "sessions.handlers",
-    "export_otlp": "sessions.handlers",
-    "inject": "instrumentors.requests.propagation",
-    "print_summary": "sessions.handlers",
-    "schedule": "sessions.window",
+_NAMES_OF = {
+    "errors": "ExportError InstrumentError ProfileError StateError TargetError TraceError",
+    "instrumentors.functions": "profiled",
+    "instrumentors.loaders": "loader",
+    "instrumentors.requests.propagation": "inject",
+    "recorder.scopes": "annotate annotate_request bind rename_span scope scope_end scope_start set_status",
+    "sessions.handlers": "export_chrome export_otlp print_summary",
+    "sessions.process": "Session disable dump enable flush prometheus reload session start stop summary",
+    "sessions.profiler": "Profiler",
+    "sessions.window": "schedule",
 }
+_ROOM_OF = {name: room for room, names in _NAMES_OF.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    # A service that only decorates its functions does not pay for the exporters.
-    if name in _OF_THE_SESSION:
-        from instrument.sessions import process
-
-        return getattr(process, name)
-    if name in _ROOM_OF:
-        return getattr(import_module(f"instrument.{_ROOM_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = f"instrument.{_ROOM_OF[name]}"
+    __import__(room)
+    found = globals()[name] = getattr(sys.modules[room], name)
+    return found
 
 
 def __dir__() -> list[str]:

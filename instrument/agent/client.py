@@ -39,6 +39,7 @@ class Asked:
     """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not.
 
     So many processes as are `folded` ended before those of `members` that did, and nothing else is known of them.
+    `unseen` is the sentence on those that record nothing.
     An agent that is of no run, and that nobody has joined, is told of by its socket, in place of a run's name.
     """
 
@@ -49,6 +50,7 @@ class Asked:
     faults: int = 0
     problem: str = ""
     folded: int = 0
+    unseen: str = ""
 
     @property
     def none_joined(self) -> str:
@@ -128,7 +130,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
     return [
         Asked(
             socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"],
-            folded=folded[name],
+            folded=folded[name], unseen=str(end.get("unseen", "")),
         )
         for name in folded
     ]  # fmt: skip

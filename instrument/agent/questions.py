@@ -44,7 +44,8 @@ class Questions:
                 {"run": run.name, "first": run.first, "lost": run.lost, "folded": run.folded_ends.total()}
                 for run in self._runs
             ]
-            self._loop.send(connection, {"end": {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults}})
+            facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": self._runs.unseen()}
+            self._loop.send(connection, {"end": facts})
         elif what == "do":
             self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:

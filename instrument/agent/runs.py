@@ -32,6 +32,7 @@ from instrument.agent.processes import (
     exit_fd_of_another,
     image_of,
 )
+from instrument.agent.unseen import LOOK_S, Unseen
 from instrument.recording import export_place
 from instrument.runtime import run_folder
 
@@ -96,6 +97,7 @@ class Runs:
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
         self._another_fd = -1
+        self._unseen: Unseen | None = None
         self.own_is_over = False
         """Whether the run that is the agent's own is over, and has been told of."""
         if own is None:
@@ -106,6 +108,9 @@ class Runs:
             if own.first_fd >= 0:
                 loop.selector.register(own.first_fd, selectors.EVENT_READ, self._first_exited)
             loop.after(START_S, self._say_if_nobody_joined)
+            if own.first:
+                self._unseen = Unseen(folder / run_folder.SOCKET, own.first)
+                self._look_for_unseen()
         loop.after(AGAIN_S, self._look_again)
         loop.after(0, self._take_over)
 
@@ -234,6 +239,8 @@ class Runs:
             elif has_others:
                 answer["wait"] = True
                 run.waiting = connection
+            else:
+                answer["unseen"] = self.unseen(tells=True)
             run.is_told = run.is_told or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
@@ -249,6 +256,7 @@ class Runs:
         run.waiting = None
 
         def then(answer: Any) -> None:
+            answer = self._with_unseen(answer)
             if self._loop.has(connection):
                 self._loop.send(connection, {"goodbye": answer})
             elif answer.get("report"):
@@ -443,7 +451,10 @@ class Runs:
             self._jobs.start(report, lambda answer: self._told(run, answer))
             return
         if run is self._own:
-            self.own_is_over = self.own_is_over or not self._awaits_another()
+            if not self._awaits_another():
+                if not self.own_is_over and (text := self.unseen(tells=True)):
+                    self._say(run, f"instrument: {text}")
+                self.own_is_over = True
         elif self.exports.waits_for(run):
             return  # it calls again
         else:
@@ -482,8 +493,31 @@ class Runs:
 
     def _told(self, run: Run, answer: Any) -> None:
         if answer.get("report"):
-            self._say(run, str(answer["report"]))
+            self._say(run, str(self._with_unseen(answer)["report"]))
         self._end_of(run)
+
+    def _look_for_unseen(self) -> None:
+        if self._unseen is not None:
+            self._loop.after(LOOK_S, self._look_for_unseen)
+            self._unseen.look({process.pid for run in self for process in run.processes})
+
+    def unseen(self, *, tells: bool = False) -> str:
+        """The sentence on Python processes of the agent's own run that record nothing, "" for none.
+
+        Who `tells` it in the run's report is the last to do so.
+        """
+        if self._unseen is None:
+            return ""
+        self._unseen.look({process.pid for run in self for process in run.processes})
+        text = self._unseen.sentence()
+        if tells:
+            self._unseen = None
+        return text
+
+    def _with_unseen(self, answer: Any) -> Any:
+        """The report of a run, with that sentence below it."""
+        text = self.unseen(tells=True) if answer.get("report") else ""
+        return {**answer, "report": f"{answer['report']}  {text}\n"} if text else answer
 
     def _say_if_nobody_joined(self) -> None:
         run = self._own

@@ -17,13 +17,14 @@ from tempfile import TemporaryDirectory
 from instrument.cli.interpreter import refuse_what_is_no_host, running
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SALT_VARIABLE
+from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.profile.keys import loads
 from instrument.proposal.first_profile import service_name, text_of
 from instrument.proposal.observation import Observation, await_reports, observed
 from instrument.proposal.of_observation import first_profile_of
 from instrument.proposal.own_modules import own_names, patterns_of
 from instrument.recorder.scopes import OFF
+from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
 """How long a command has to end once its time is over."""
@@ -149,7 +150,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
     with TemporaryDirectory(prefix="instrument-init-") as folder:
         profile = Path(folder, "observing.yaml")
         profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")
-        environ = {FOLDER_VARIABLE: folder, SALT_VARIABLE: secrets.token_hex(16)}
+        environ = {INIT_FOLDER: folder, SALT_VARIABLE: secrets.token_hex(16)}
         how = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
         print(
             f"instrument: observing; send it requests. The profile is written when the command {how}", file=sys.stderr

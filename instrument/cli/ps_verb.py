@@ -29,9 +29,10 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         seen = [(run, Looker(run.name).look(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
-            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, **screen.document()}
+            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
+             **screen.document()}
             for run, screen in seen
-        ]
+        ]  # fmt: skip
         json.dump({"runs": documents}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
@@ -49,7 +50,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
             print("\n".join(named_table(header, rows, 0)))
         if run.folded:
             print(f"and {run.folded} more that ended before")
-        for problem in filter(None, [run.none_joined, *screen.problems]):
+        for problem in filter(None, [run.none_joined, run.unseen, *screen.problems]):
             print(safe(problem))
     return 0
 

@@ -16,6 +16,8 @@ from instrument.cli.interpreter import interpreter_flags, refuse_what_is_no_host
 from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
+from instrument.instrumentors.selection import awaited
+from instrument.instrumentors.verdict import CHECK_FOLDER
 from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -24,6 +26,7 @@ from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import environment, run_folder
 from instrument.sessions import autostart, files
+from instrument.sessions.autostart import waiting
 
 
 def add(verbs: Verbs) -> None:
@@ -54,6 +57,10 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
+    environ.pop(waiting.VARIABLE, None)
+    asks_all = CHECK_FOLDER in environ or environment.INIT_FOLDER in environ
+    if profile is not None and not asks_all and (packages := awaited(profile)) is not None:
+        environ[waiting.VARIABLE] = waiting.told(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":
         environ.pop(run_folder.VARIABLE, None)

@@ -29,9 +29,6 @@ from instrument.recorder.annotation import key_text
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
 
-FOLDER_VARIABLE = "INSTRUMENT_INIT_FOLDER"
-"""The variable by which `instrument init` asks the processes of a command to leave what they did."""
-
 SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The variable with the key of the digests, new for each run of `instrument init`."""
 

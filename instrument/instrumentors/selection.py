@@ -1,7 +1,8 @@
 """The profile's rules at work in this process: what each has matched so far, and what it cannot reach.
 
 Targets are found when their module is imported, before the importer can bind their names, or at once where the module
-is there already. Each family of rules knows which modules it wants and what to do with them.
+is there already. Each family of rules knows which modules it wants and what to do with them. A family sleeps, its code
+is not loaded, until one of its packages is imported.
 """
 
 from __future__ import annotations
@@ -10,29 +11,25 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from instrument.instrumentors import decorated
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, ArgumentWatch
-from instrument.instrumentors.comm import Comm
-from instrument.instrumentors.copies import Copies
-from instrument.instrumentors.frameworks import Frameworks
 from instrument.instrumentors.functions import Undo
 from instrument.instrumentors.holders import loaded_modules, namespace
-from instrument.instrumentors.layers import Layers
-from instrument.instrumentors.loaders import Loaders
-from instrument.instrumentors.phases import Phases
-from instrument.instrumentors.requests import Requests
-from instrument.instrumentors.rules import Functions
-from instrument.instrumentors.startup import StartupWatch
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime import imports, main_module
+from instrument.runtime import environment, imports, main_module
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
+
+if TYPE_CHECKING:
+    from instrument.instrumentors.argument_watch import ArgumentWatch
+    from instrument.instrumentors.layers import Layers
+    from instrument.instrumentors.rules import Functions
 
 
 class Probes(Protocol):
@@ -64,18 +61,66 @@ class Probes(Protocol):
         """What became of every rule up to now, in the order of the profile."""
 
 
-FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
-    "functions": Functions,
-    "requests": Requests,  # after functions: the span of a rule for a server's own function lies within the request
-    "layers": Layers,
-    "copies": Copies,
-    "loaders": Loaders,
-    "phases": Phases,
-    "comm": Comm,
-    "frameworks": Frameworks,
-    "startup": StartupWatch,
+class Family(NamedTuple):
+    """Where the code of a family lies, and the top-level packages in which its rules may have targets.
+
+    Packages of the standard library are left out but for `wsgiref`: a service imports something else before it needs
+    what the family does there.
+    """
+
+    room: str
+    name: str
+    packages: frozenset[str]
+
+
+def _family(room: str, name: str, packages: str) -> Family:
+    return Family(f"instrument.instrumentors.{room}", name, frozenset(packages.split()))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "functions": _family("rules", "Functions", ""),  # whose rules name their packages
+    # After functions: the span of a rule for a server's own function lies within the request.
+    "requests": _family(
+        "requests",
+        "Requests",
+        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug grpc ray litserve mosec starlette fastapi"
+        " litestar flask quart django falcon",
+    ),
+    "layers": _family("layers", "Layers", "torch"),
+    "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
+    "loaders": _family("loaders", "Loaders", "torch"),
+    "phases": _family("phases", "Phases", "torch"),
+    "comm": _family("comm", "Comm", "torch"),
+    "frameworks": _family(
+        "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
+    ),
+    "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""
+
+
+def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
+    """The top-level packages in which rules of a key may have targets; None where any module may have some."""
+    if key == "functions":
+        texts = (text.lstrip("!") for rule in profile.functions for text in rule.match)
+        named = {text.partition(":")[0].partition(".")[0] for text in texts}
+        is_anywhere = any("*" in name for name in named) or named.intersection(main_module.MAINS)
+        return None if is_anywhere else frozenset(named)
+    packages = FAMILIES[key].packages
+    if key == "copies" and not any("h2h" in rule.directions for rule in profile.copies):
+        packages -= {"numpy"}
+    return packages
+
+
+def awaited(profile: Profile) -> frozenset[str] | None:
+    """The packages whose import a process may await before it begins to record; None where it may await none."""
+    found: set[str] = set()
+    for key in FAMILIES:
+        packages = packages_of(profile, key) if _rules(profile, key) else frozenset()
+        if packages is None:
+            return None
+        found |= packages
+    return frozenset(found)
 
 
 class Selection:
@@ -91,30 +136,82 @@ class Selection:
         self._lock = RLock()
         self._undo_imports: Undo | None = None
         self._watch: main_module.Watch | None = None
-        self._families: dict[str, Probes] = {}
+        self._families: dict[str, Any] = {}
+        """Those that are awake, in the order of `FAMILIES`; each is one of `Probes`."""
+        self._asleep: dict[str, frozenset[str]] = {}
+        """The packages that wake each of the others."""
         for key in FAMILIES:
-            if rules := _rules(profile, key):
-                self._families[key] = self._made(key, rules)
+            self._lay_down(key)
         self._unfinished: list[ModuleType] = []
         self.late: list[str] = []
         self.noted: Callable[[], object] = lambda: None
 
-    def _made(self, key: str, rules: Sequence[Any]) -> Probes:
-        if key == "frameworks":
-            return Frameworks(rules, self._recorder, self._layers)
-        if key == "functions":
-            return Functions(rules, self._recorder, watches=FOLDER_VARIABLE in os.environ)
-        return FAMILIES[key](rules, self._recorder)
+    def _lay_down(self, key: str) -> None:
+        """Let the rules of a key sleep, or make their family now where any module may have a target."""
+        packages = packages_of(self.profile, key) if _rules(self.profile, key) else frozenset()
+        if packages is None or (key == "functions" and environment.INIT_FOLDER in os.environ):
+            self._make(key)
+        elif packages:
+            self._asleep[key] = packages
 
-    def _layers(self) -> Layers | None:
-        family = self._families.get("layers")
-        return family if isinstance(family, Layers) else None
+    def _make(self, key: str) -> Probes:
+        """Load the code of a family and make it, without a probe yet."""
+        rules = _rules(self.profile, key)
+        options: list[Any] = []
+        if key == "frameworks":
+            options.append(lambda: self._awake("layers"))
+        if key == "functions":
+            options.append(environment.INIT_FOLDER in os.environ)
+        room, name, _ = FAMILIES[key]
+        made: Probes = getattr(import_module(room), name)(rules, self._recorder, *options)
+        self._asleep.pop(key, None)
+        awake = {**self._families, key: made}
+        self._families = {each: awake[each] for each in FAMILIES if each in awake}
+        return made
+
+    def _awake(self, key: str) -> Any:
+        """The family of a key, also where it has slept until now; None where the profile has no such rules."""
+        if key in self._asleep:
+            self._wake(key)
+        return self._families.get(key)
+
+    def _wake(self, key: str) -> None:
+        """Make the family of a key, and attach it to what is imported."""
+        with self._lock:
+            if key not in self._asleep:
+                return
+            family = self._make(key)
+            if self._undo_imports is None:
+                return
+            for _, module in loaded_modules():
+                if _is_wanted(family, module) and not imports.is_asleep(module):
+                    if _is_being_imported(module):
+                        self._unfinished.append(module)
+                    elif family.imported(module):
+                        self.late.append(names_of(module)[0])
+
+    def _wakened_by(self, module_name: str) -> list[str]:
+        """The keys of the families that a module wakes. Triton names a model's module by a number."""
+        package = module_name.partition(".")[0]
+        return [
+            key
+            for key, packages in list(self._asleep.items())
+            if package in packages or (key == "requests" and package.isdigit())
+        ]
+
+    def _wake_all(self) -> None:
+        for key in list(self._asleep):
+            self._wake(key)
 
     def attach(self, *, main: bool = True) -> Undo:
         """Attach to what is imported, watch for the rest; returns the way back.
 
         Without `main` the module that runs as `__main__` is left alone.
         """
+        with self._lock:
+            for _, module in loaded_modules():
+                for key in {key for name in names_of(module) for key in self._wakened_by(name)}:
+                    self._make(key)
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
         self._undo_imports = imports.install(self.wants, self.imported, watch.expect if main else lambda: None)
@@ -137,18 +234,20 @@ class Selection:
         with self._lock:
             before = self._probed()
             loaded = [module for _, module in loaded_modules()]
+            self.profile = profile
+            self._asleep.clear()
             for key in FAMILIES:
                 rules, family = _rules(profile, key), self._families.get(key)
                 if family is not None:
                     if anew or rules != family.rules:
                         family.change(rules, loaded)
-                elif rules:
-                    family = self._made(key, rules)
-                    self._families[key] = family
+                    continue
+                self._lay_down(key)
+                if rules and self._is_wakened(key, loaded):
+                    family = self._families.get(key) or self._make(key)
                     for module in loaded:
                         if _is_wanted(family, module):
                             family.imported(module)
-            self.profile = profile
             # Modules whose import had begun when nobody wanted them: no hook will tell of their end.
             self._unfinished = [
                 module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
@@ -158,6 +257,11 @@ class Selection:
         late = {name.partition(":")[0] for name in attached if ":" in name}
         self.late += sorted(late.difference(self.late))
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
+
+    def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
+        """Whether a family is awake already, or one of these modules wakes it."""
+        names = (name for module in modules for name in names_of(module))
+        return key in self._families or any(key in self._wakened_by(name) for name in names)
 
     def settle(self) -> bool:
         """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
@@ -176,9 +280,8 @@ class Selection:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
-        for family in self._families.values():
-            if isinstance(family, Functions):
-                family.after_fork_in_child()
+        if (functions := self._families.get("functions")) is not None:
+            functions.after_fork_in_child()
 
     def undo(self) -> None:
         """Take every probe off, last first."""
@@ -193,7 +296,9 @@ class Selection:
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
-        """Whether a rule could have a target in that module."""
+        """Whether a rule could have a target in that module, whose families wake where they have slept."""
+        for key in self._wakened_by(module_name) if self._asleep else ():
+            self._wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def imported(self, module: ModuleType) -> bool:
@@ -212,6 +317,7 @@ class Selection:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
         with self._lock:
+            self._wake_all()
             self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
@@ -222,6 +328,7 @@ class Selection:
         """
         names: set[str] = set()
         with self._lock:
+            self._wake_all()
             for key, family in self._families.items():
                 if self.profile.origins.get(key) == "preset" and key != "requests":
                     verdicts = family.verdicts()
@@ -231,20 +338,21 @@ class Selection:
 
     def argument_watch(self) -> ArgumentWatch | None:
         """What looks at the arguments of calls, where `instrument init` asks for it."""
-        family = self._families.get("functions")
-        return family.watch if isinstance(family, Functions) else None
+        functions: Functions | None = self._families.get("functions")
+        return None if functions is None else functions.watch
 
     def sites_of(self, label: str) -> set[Site]:
         """What calls of a function that a rule names, `module:qualname`, are recorded as."""
-        family = self._families.get("functions")
+        functions: Functions | None = self._families.get("functions")
         with self._lock:
-            return family.sites_of(label) if isinstance(family, Functions) else set()
+            return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
         """Take the probes of a function or layer off for a while; gives the way back, None where there are none."""
         with self._lock:
-            for family in self._families.values():
-                if isinstance(family, (Functions, Layers)) and (attach := family.detach(site)) is not None:
+            for key in ("functions", "layers"):
+                family: Functions | Layers | None = self._families.get(key)
+                if family is not None and (attach := family.detach(site)) is not None:
                     return partial(self._attach_again, attach)
             attach = decorated.detach(site)
             return None if attach is None else partial(self._attach_again, attach)

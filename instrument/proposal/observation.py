@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE, SeenPath
+from instrument.instrumentors.argument_watch import SeenPath
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.proposal.packages import imported_packages
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally
+from instrument.runtime.environment import INIT_FOLDER
 
 BEGAN, LEFT = ".began", ".json"
 
@@ -187,7 +188,7 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 def _others(folder: str) -> set[int]:
     """The processes that have our mark in their environment: those of the command."""
-    mark = f"{FOLDER_VARIABLE}={folder}".encode()
+    mark = f"{INIT_FOLDER}={folder}".encode()
     found = set()
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
+"""The variable by which `instrument init` asks the processes of a command to leave what they did."""
+
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 

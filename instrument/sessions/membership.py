@@ -159,9 +159,9 @@ class Membership:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print, or `late` where that was not there in time, or `unheard` where the agent is slow or gone, with those
-        `untold` of whom that one should have told and the count of spans that it had perhaps `unsent`. It is {} where
-        the process has nobody beside it.
+        to print, or `late` where that was not there in time; or `unheard` where the agent is slow or gone, with those
+        `untold` of whom that one should have told and the count of spans that it had perhaps `unsent`. A process that
+        has nobody beside it gets {}, or `unseen`: a note on processes of the run that record nothing.
         """
         if not self.path:
             return {}

@@ -18,7 +18,6 @@ from typing import Any
 
 from instrument import otlp
 from instrument.errors import InstrumentError, StateError
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.document import nearest
@@ -28,6 +27,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recorder.scopes import OFF
 from instrument.recorder.thread_names import await_first_span
 from instrument.recording import board
+from instrument.runtime import environment
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
@@ -69,7 +69,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
-    is_told = wanted is not profile and wanted.export.is_empty and FOLDER_VARIABLE not in os.environ
+    is_told = wanted is not profile and wanted.export.is_empty and environment.INIT_FOLDER not in os.environ
     for remark in wanted.remarks if wanted is not profile and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_told and is_main():

@@ -19,7 +19,6 @@ from functools import partial
 from instrument import otlp
 from instrument.errors import InstrumentError
 from instrument.instrumentors import contexts, graphs
-from instrument.instrumentors.argument_watch import FOLDER_VARIABLE
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
@@ -27,7 +26,7 @@ from instrument.recording import board
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import COLLECTION
 from instrument.report.summary import prepare
-from instrument.runtime import process_context
+from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Thread, adopting
 from instrument.sessions import files
@@ -82,7 +81,7 @@ class Session(Exporting):
         self.onlookers: list[Callable[[], object]] = []
         self._forked = False
         self._is_of_thread = False
-        self._observed_for = os.environ.get(FOLDER_VARIABLE, "")
+        self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self._threads = SessionThreads(
             self.account,
             self._budget,
@@ -172,6 +171,7 @@ class Session(Exporting):
         self._last_undos.append(process_context.withdraw)
         self._join_run()
         self._begin_observation()
+        self._end_with_multiprocessing()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
@@ -398,6 +398,8 @@ class Session(Exporting):
         answer = self._membership.leave(self._facts_told.at_end(), save, deadline)
         if unsent := answer.get("unsent"):
             self.account.complain(UNSENT % unsent)
+        if unseen := answer.get("unseen"):
+            self.account.complain(unseen, log=False)
         if wanted is None or answer.get("others"):
             return
         if answer.get("late"):
@@ -472,10 +474,15 @@ class Session(Exporting):
         self._generations.listen_in_child()
         self._join_run()
         self._begin_observation()
+        self._end_with_multiprocessing()
+
+    def _end_with_multiprocessing(self) -> None:
+        """A child of multiprocessing leaves by os._exit and runs only its own finalisers, which it clears first."""
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.
             util.register_after_fork(self, Session._finish_with_multiprocessing)
+            if sys.modules["multiprocessing.process"].parent_process() is not None:  # it has cleared them
+                self._finish_with_multiprocessing()
 
     def _finish_with_multiprocessing(self) -> None:
         util = sys.modules["multiprocessing.util"]

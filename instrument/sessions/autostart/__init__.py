@@ -1,21 +1,9 @@
-"""The folder that `instrument run` puts on PYTHONPATH, so that each interpreter starts its session by itself."""
+"""The folder that `instrument run` puts on PYTHONPATH, so that each interpreter begins its session by itself."""
 
 from __future__ import annotations
 
 import os
 import sys
-
-
-def start() -> None:
-    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing."""
-    try:
-        from instrument.sessions import process
-
-        if process.start() is not None:
-            process.stop_on_sigterm()
-    except Exception as error:
-        why = str(error) or type(error).__name__
-        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
 
 
 def start_beside_opentelemetry() -> None:
@@ -26,10 +14,10 @@ def start_beside_opentelemetry() -> None:
     """
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return
-    from instrument.sessions import process
+    from instrument.sessions.autostart import waiting
 
-    if process.is_running():
-        return
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]  # noqa: PTH100
-    start()
+    process = sys.modules.get("instrument.sessions.process")
+    if process is None or not process.is_running():
+        waiting.begin_now()

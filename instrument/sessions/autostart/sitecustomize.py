@@ -1,14 +1,16 @@
 """Runs in each interpreter that `instrument run` starts, children included, before the service's first line.
 
-Starts the session that `INSTRUMENT_PROFILE` asks for, takes this folder off `sys.path` again and hands over to the
-`sitecustomize` that would have run without it. Never stops the host from starting.
+Has the process wait for what its run's profile names, takes this folder off `sys.path` again and hands over to the
+`sitecustomize` that would have run without it. Never stops the host from starting. Any Python reads this file, 2.7 too:
+newer syntax stays out of it.
 """
 
 import os
 import sys
 
 
-def _hand_over() -> None:
+def _hand_over():
+    # type: () -> None
     """Run the next `sitecustomize` on the path, as if this one were not there."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]  # noqa: PTH100
@@ -16,62 +18,49 @@ def _hand_over() -> None:
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
-        if error.name != "sitecustomize":
+        is_missing = getattr(error, "name", "sitecustomize") == "sitecustomize"
+        if not is_missing or not str(error).startswith("No module named"):
             raise
         if own is not None:
             sys.modules["sitecustomize"] = own
 
 
-def _start() -> None:
+def _begin():
+    # type: () -> None
+    if sys.version_info < (3, 10):
+        _note_unseen("Python %d.%d" % sys.version_info[:2])
+        return
     try:
-        from instrument.sessions.autostart import start
+        from instrument.sessions.autostart import waiting
     except Exception as error:
-        why = str(error) or type(error).__name__
-        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
+        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "instrument":
+            _note_unseen("without instrument-sdk: " + sys.executable)
+        else:
+            why = str(error) or type(error).__name__
+            sys.stderr.write("instrument: this process is not instrumented: " + why + "\n")
     else:
-        start()
+        waiting.begin()
 
 
-def _is_helper() -> bool:
-    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes, or runs our
-    own command. Within a run, `instrument run` begins another one, whose agent is no process of the service.
-    """
-    words = iter(sys.orig_argv[1:])
-    if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
-        return True
-    for word in words:
-        if word in ("-X", "-W"):
-            next(words, None)
-        elif word == "-m":
-            return next(words, "") == "instrument"
-        elif word == "-c" or not word.startswith("-"):
-            return os.path.basename(word) == "instrument" and _is_own_command(word)  # noqa: PTH119 - as above
-    return False
-
-
-def _is_own_command(script: str) -> bool:
+def _note_unseen(why):
+    # type: (str) -> None
+    """Leave the agent of the run a line on this process, which is not going to be recorded."""
+    agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
-        with open(script, "rb") as file:  # noqa: PTH123 - as above
-            return b"from instrument.cli import main" in file.read(1000)
+        file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)
     except OSError:
-        return False
-
-
-def _is_main_interpreter():
-    # type: () -> bool
-    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
+        return  # no agent asks for it
     try:
-        from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
-    except ImportError:
-        try:
-            import _xxsubinterpreters as known  # type: ignore[import-not-found]
-        except ImportError:
-            return True
-        del sys.modules["_xxsubinterpreters"]  # it is there where the program has imported it
-        return bool(known.get_current() == known.get_main())
-    return bool(_is_main_interpreter())
+        if os.fstat(file).st_size < 1 << 20:
+            os.write(file, ("%d %s\n" % (os.getpid(), why)).encode("utf-8"))
+    finally:
+        os.close(file)
 
 
-if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper() and _is_main_interpreter():
-    _start()
-_hand_over()
+_OFF = ("off", "0", "false", "no")
+
+try:
+    if os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT", "").strip().lower() not in _OFF:
+        _begin()
+finally:
+    _hand_over()

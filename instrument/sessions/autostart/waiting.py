@@ -1,0 +1,188 @@
+"""The wait of a process for the first package in which a rule of its run's profile may have a target.
+
+Most processes that a service starts record nothing: tools, parents that only begin others, helpers. Such a one loads
+this module and an import hook, and nothing else of ours. Its session begins right before the first of the packages is
+imported, or as the service first uses a name of ours. Until then its run's agent does not know it: it has recorded
+nothing, so there is nothing to show or to save of it, and a reload reaches it by the profile as it then is.
+
+The run's first process waits for nothing, for it is the one that reports rules which met nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+VARIABLE = "INSTRUMENT_AWAITED"
+"""The variable that names these packages to the processes of a run, with the state of the profile that it is for."""
+
+FIRST = "first"
+"""The file in the folder of a run that its first process leaves."""
+
+
+def begin() -> None:
+    """Begin the session of this process, or wait for a package that its profile is about. Raises nothing."""
+    global _waiting
+    if _is_helper():
+        return
+    packages = _awaited()
+    if _is_first() or packages is None or not packages.isdisjoint(sys.modules):
+        _start()
+    else:
+        _waiting = Waiting(packages)
+        sys.meta_path.insert(0, _waiting)
+
+
+def begin_now() -> None:
+    """Begin the session of this process now, unless it has one. Raises nothing."""
+    if _waiting is None:
+        _start()
+    else:
+        _waiting.end()
+
+
+def told(profile: str, packages: Collection[str]) -> str:
+    """The value of the variable: what is awaited where the profile is as it is now."""
+    return " ".join([_state_of(profile), *sorted(packages)])
+
+
+def _state_of(profile: str) -> str:
+    try:
+        facts = os.stat(profile)  # noqa: PTH116 - pathlib is not loaded this early
+    except OSError:
+        return "-"
+    return f"{facts.st_mtime_ns}:{facts.st_size}"
+
+
+def _awaited() -> frozenset[str] | None:
+    """The packages to wait for; None where nobody has named any for the profile as it is now."""
+    state, *packages = os.environ.get(VARIABLE, "").split() or [""]
+    return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
+
+
+def _is_first() -> bool:
+    """Whether no process of the run has been here before. The command that a run begins with may be a shell."""
+    is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
+    folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
+    if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
+        return is_first  # its agent was begun by hand, and the folder is none of ours
+    try:
+        os.close(os.open(os.path.join(folder, FIRST), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # noqa: PTH118
+    except OSError:
+        return is_first
+    return True
+
+
+def _is_helper() -> bool:
+    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes, or runs our
+    own command. Within a run, `instrument run` begins another one, whose agent is no process of the service.
+    """
+    words = iter(sys.orig_argv[1:])
+    if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
+        return True
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return next(words, "") == "instrument"
+        elif word == "-c" or not word.startswith("-"):
+            return os.path.basename(word) == "instrument" and _is_own_command(word)  # noqa: PTH119 - as above
+    return False
+
+
+def _is_own_command(script: str) -> bool:
+    try:
+        with open(script, "rb") as file:  # noqa: PTH123 - as above
+            return b"from instrument.cli import main" in file.read(1000)
+    except OSError:
+        return False
+
+
+def _is_main_interpreter() -> bool:
+    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
+    try:
+        from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
+    except ImportError:
+        is_imported = "_xxsubinterpreters" in sys.modules
+        try:
+            import _xxsubinterpreters as known  # type: ignore[import-not-found]
+        except ImportError:
+            return True
+        if not is_imported:
+            del sys.modules["_xxsubinterpreters"]
+        return bool(known.get_current() == known.get_main())
+    return bool(_is_main_interpreter())
+
+
+def _start() -> None:
+    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing."""
+    if not _is_main_interpreter():
+        return
+    try:
+        from instrument.sessions import process
+
+        if process.start() is not None:
+            process.stop_on_sigterm()
+    except Exception as error:
+        why = str(error) or type(error).__name__
+        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
+
+
+class Waiting:
+    """The import hook of a process that waits; it is gone once the session has begun.
+
+    A part of ours is awaited, too: who imports one uses us.
+    """
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self._packages = {*packages, "instrument"}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Have the session begin where the module's package is awaited. The real finders find the module."""
+        package = fullname.partition(".")[0]
+        # Triton names the module of a model by a number.
+        if (package not in self._packages and not package.isdigit()) or not self.end():
+            return None
+        loaded = sys.modules.get(fullname)
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if loaded is not None:
+                    spec.loader = _Loaded(loaded)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+    def end(self) -> bool:
+        """Begin the session, once: another thread that asks meanwhile goes on without it. Whether it was begun."""
+        try:
+            sys.meta_path.remove(self)
+        except ValueError:
+            return False
+        _start()
+        return True
+
+
+class _Loaded:
+    """Loads a module that the session has imported as it began: it is not run again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+_waiting: Waiting | None = None

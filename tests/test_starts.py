@@ -1,0 +1,255 @@
+"""The start of each process of a run: what it loads before it records, when it begins to, and who is not seen."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import instrument
+from instrument.instrumentors import selection
+from instrument.instrumentors.selection import FAMILIES, awaited, packages_of
+from instrument.profile.keys import loads
+from instrument.recorder import scopes
+from instrument.sessions import autostart
+from instrument.sessions.autostart import waiting
+
+SITECUSTOMIZE = Path(autostart.__file__).with_name("sitecustomize.py")
+PROFILE = (
+    "service: shop\nfunctions: [{match: 'engine:*'}]\n"
+    "export: {recording: {path: 'traces/{pid}.npz'}, summary: {to: stderr}}\n"
+)
+MODULES = "import sys; print(*sys.modules)"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("INSTRUMENT")]:
+        monkeypatch.delenv(name)
+    Path("engine.py").write_text("def step(x): return x + 1\n")
+    Path("profile.yaml").write_text(PROFILE)
+
+
+def command(source: str, *options: str) -> list[str]:
+    Path("main.py").write_text(textwrap.dedent(source))
+    return [sys.executable, "-m", "instrument", "run", *options, "--", "main.py"]
+
+
+def run(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    words = command(source, *(options or ("--profile", "profile.yaml")))
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.parametrize("preset", ["", "serving", "training"])
+def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str) -> None:
+    done = run(
+        f"""
+        import os, subprocess, sys
+        for off in ("", "off", " FALSE"):
+            environ = {{**os.environ, "INSTRUMENT": off}}
+            subprocess.run([sys.executable, "-c", {MODULES!r}], env=environ)
+        """,
+        *(("--preset", preset) if preset else ()),
+    )
+    assert done.returncode == 0, done.stderr
+    bare = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, check=True).stdout.split()
+    on, off, off_too = (set(line.split()) - {*bare} for line in done.stdout.splitlines())
+    ours = {"instrument", "instrument.sessions", "instrument.sessions.autostart", waiting.__name__}
+    assert on - {"__future__"} == {"sitecustomize", *ours}
+    assert off | off_too <= {"sitecustomize"}
+
+
+def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:
+    off = next(
+        node.value
+        for node in ast.parse(SITECUSTOMIZE.read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "_OFF"  # type: ignore[attr-defined]
+    )
+    of_scopes = next(
+        node.value
+        for node in ast.parse(Path(scopes.__file__).read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "OFF"  # type: ignore[attr-defined]
+    )
+    assert set(ast.literal_eval(off)) == set(ast.literal_eval(of_scopes.comparators[0]))  # type: ignore[attr-defined]
+
+
+def test_a_session_begins_with_the_first_awaited_package_or_with_the_first_name_of_ours() -> None:
+    done = run("""
+        import os, subprocess, sys
+        WAITS = "import sys; print('instrument.sessions.session' in sys.modules); "
+        for code in ("import engine; print(engine.step(1))",
+                     "import threading\\nt = threading.Thread(target=lambda: __import__('engine').step(1))\\n"
+                     "t.start(); t.join()",
+                     "from instrument import scope\\nwith scope('own'): pass"):
+            subprocess.run([sys.executable, "-c", WAITS + "\\n" + code])
+    """)
+    assert (done.returncode, done.stdout) == (0, "False\n2\nFalse\nFalse\n"), done.stderr
+    traces = [
+        subprocess.run(
+            [sys.executable, "-m", "instrument", "query", str(path), "select distinct name from spans"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for path in Path("traces").glob("*.npz")
+    ]
+    assert sorted(name for trace in traces for name in trace.split()[1:]) == ["own", "step", "step"]
+
+
+def test_a_module_that_the_session_itself_loads_as_it_begins_is_loaded_once() -> None:
+    Path("profile.yaml").write_text(PROFILE.replace("engine:*", "hashlib:new"))
+    done = run("""
+        import subprocess, sys
+        code = (
+            "import hashlib; from instrument.profile import model; "
+            "print(model.sha256 is hashlib.sha256, type(hashlib.__spec__.loader).__name__, hashlib.new.__module__)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+    """)
+    assert (done.returncode, done.stdout) == (0, "True SourceFileLoader hashlib\n"), done.stderr
+
+
+def test_a_profile_that_has_changed_since_is_not_waited_by() -> None:
+    done = run("""
+        import pathlib, subprocess, sys
+        file = pathlib.Path("profile.yaml")
+        file.write_text(file.read_text().replace("engine", "json"))
+        code = "import sys; print('instrument.sessions.session' in sys.modules); import json; json.dumps(1)"
+        subprocess.run([sys.executable, "-c", code])
+    """)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_the_first_python_of_a_run_records_whatever_begins_it() -> None:
+    environ = {"INSTRUMENT_AGENT": "/nowhere/20261128T100000-7/agent.sock", "INSTRUMENT_RUN": "20261128T100000-7"}
+    folder = Path("20261128T100000-7").absolute()
+    folder.mkdir()
+    environ["INSTRUMENT_AGENT"] = str(folder / "agent.sock")
+    code = "from instrument.sessions.autostart import waiting; print(waiting._is_first())"
+    told = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ, "INSTRUMENT_RUN": name},
+                       capture_output=True, text=True, check=True).stdout
+        for name in (environ["INSTRUMENT_RUN"], environ["INSTRUMENT_RUN"], "another")
+    ]  # fmt: skip
+    assert told == ["True\n", "False\n", "False\n"]
+    assert [path.name for path in folder.iterdir()] == [waiting.FIRST]
+
+
+def test_every_package_in_which_a_rule_may_have_targets_is_awaited() -> None:
+    """The table of packages is kept beside the code of the families, for a process that waits loads none of that."""
+    profile = loads(
+        "functions: [{match: 'a.b:f'}, {match: ['c:*', 'd.e:**']}]\nrequests: auto\nlayers: [{match: '**'}]\n"
+        "copies: [{directions: [h2d, d2h, d2d, p2p, h2h]}]\nloaders: auto\nphases: auto\ncomm: auto\nframeworks: auto\n"
+        "startup: auto\n"
+    )
+    assert packages_of(profile, "functions") == {"a", "c", "d"}
+    files = Path(selection.__file__).parent.rglob("*.py")
+    named = {
+        node.value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {
+        text.partition(":")[0] for text in named if text.replace(".", "").replace(":", "").replace("_", "").isalnum()
+    }
+    at_work = selection.Selection(profile)
+    for key in set(FAMILIES) - {"functions"}:
+        family = at_work._make(key)
+        wanted = {name.partition(".")[0] for name in names if family.wants(name)}
+        assert wanted, key
+        left_out = sys.stdlib_module_names | {"opentelemetry", "uvloop"} - {"wsgiref"}
+        assert wanted - left_out <= FAMILIES[key].packages, key
+    for anywhere in ("**:*", "eng*:step", "__main__:main", "*.engine:f"):
+        assert awaited(loads(f"functions: [{{match: '{anywhere}'}}]")) is None, anywhere
+
+
+def test_any_python_can_read_our_sitecustomize() -> None:
+    text = SITECUSTOMIZE.read_text("ascii")
+    tree = ast.parse(text, feature_version=(3, 4))
+    newer = ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.Nonlocal, ast.AsyncFunctionDef, ast.Starred
+    assert not [node for node in ast.walk(tree) if isinstance(node, newer)]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert not [one for one in functions if one.returns or any(argument.annotation for argument in one.args.args)]
+
+
+def test_an_older_python_is_left_alone_counted_and_named() -> None:
+    """As far as one of today can play it; others of this machine are asked, too, where there are any."""
+    roots = Path.home() / ".pyenv/versions"
+    olds = [str(path) for version in ("2.7", "3.6", "3.9") for path in roots.glob(f"{version}.*/bin/python")]
+    old = "import runpy, sys; sys.version_info = (3, 8, 0, 'final', 0); " + f"runpy.run_path({str(SITECUSTOMIZE)!r})"
+    Path("own").mkdir()
+    Path("own/sitecustomize.py").write_text("print('own')\n")
+    done = run(f"""
+        import os, subprocess, sys
+        environ = {{**os.environ, "PYTHONPATH": os.environ["PYTHONPATH"] + os.pathsep + "own"}}
+        for python in {olds!r}:
+            subprocess.run([python, "-c", "print('hello')"], env=environ)
+        bare = {{**environ, "PYTHONPATH": "own"}}
+        subprocess.run([sys.executable, "-S", "-c", {old!r}], env=bare)
+        sys.path.append({str(SITECUSTOMIZE.parents[3])!r})
+        from instrument import scope
+        with scope("main"): pass
+    """)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
+    assert done.stdout == "own\nhello\n" * len(olds) + "own\n"
+    assert "Python 3.8" in summary_of(done)
+    assert [version for version in ("2.7", "3.6", "3.9") if f"Python {version}" not in summary_of(done)] == [
+        version for version in ("2.7", "3.6", "3.9") if not list(roots.glob(f"{version}.*/bin/python"))
+    ]
+
+
+def summary_of(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(done.stderr.split())
+
+
+def test_processes_that_python_isolates_are_counted_and_named() -> None:
+    """They live until the agent has seen them, as `instrument ps` says."""
+    service = subprocess.Popen(
+        command(
+            """
+            import os, subprocess, sys
+            from instrument import scope
+            with scope("main"): pass
+            code = "input()"
+            ways = (["-I"], None), (["-Es"], None), (["-X", "utf8", "-S"], None), ([], {"PATH": os.environ["PATH"]})
+            off = [], {**os.environ, "INSTRUMENT": "off", "PYTHONPATH": ""}
+            seen = ["-u", "-W", "ignore"], None
+            all = [subprocess.Popen([sys.executable, *flags, "-c", code], env=env, stdin=subprocess.PIPE)
+                   for flags, env in (*ways, off, seen)]
+            input()
+            for one in all: one.communicate(b"\\n")
+            """,
+            "--profile",
+            "profile.yaml",
+        ),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told = "4 Python processes of this run were not seen: -E; -I; -S; its own environment"
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        words = [sys.executable, "-m", "instrument", "ps", str(service.pid), "--json"]
+        asked = subprocess.run(words, capture_output=True, text=True, check=False)
+        if asked.returncode == 0 and json.loads(asked.stdout)["runs"][0]["unseen"] == told:
+            break
+    _, errors = service.communicate("\n", timeout=120)
+    assert told in " ".join(errors.split())
+
+
+def test_the_names_of_the_package_are_loaded_as_they_are_asked_for() -> None:
+    code = f"{MODULES.replace('sys.modules', 'sorted(sys.modules)')}; import instrument; {MODULES}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    before, after = (set(line.split()) for line in done.stdout.splitlines())
+    assert after - before <= {"__future__", "instrument"}
+    assert instrument.scope is scopes.scope
