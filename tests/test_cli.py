@@ -475,14 +475,12 @@ BAD: list[tuple[list[str], str]] = [
     (["convert", "empty.json", "--to", "crome"], "did you mean 'chrome'?"),
     (["run", "--profile", "profile.yaml"], "nothing to run"),
     (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
-    (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
-    (
-        ["run", "--profile", "profile.yaml", "--", "serve", "app:app"],
-        "a command by its path: -- {folder}/bin/serve",
-    ),
-    (["run", "--profile", "profile.yaml", "--", "python", "main.py"], "leave it out and give what would follow it"),
-    (["run", "--profile", "profile.yaml", "--", sys.executable, "main.py"], "found machine code; leave it out"),
-    (["run", "--profile", "profile.yaml", "--", "/bin/sh", "main.py"], "give a script or module of Python"),
+    (["run", "--profile", "profile.yaml", "--", "absent", "app:app"], "a module is run with -- -m absent"),
+    (["run", "--profile", "profile.yaml", "--", "python"], "give what you would give a shell"),
+    (["run", "--profile", "profile.yaml", "--", "python", "-I", "main.py"], "found -I before the script"),
+    (["run", "--profile", "profile.yaml", "--", "./profile.sh"], "chmod +x profile.sh gives it"),
+    (["run", "--profile", "profile.yaml", "--", "serve", "app:app"], "runs it; this is "),
+    (["run", "--profile", "profile.yaml", "--", "other/python3", "main.py"], "there, and use its `instrument`"),
     (["run", "--profil", "profile.yaml", "--", "main.py"], "which `instrument run` does not know; did you mean '--p"),
     (["report", "empty.json", "--reqest", "r3"], "did you mean '--request'?"),
     (["reprot", "empty.json"], "asked for the verb 'reprot'; allowed: init, run, "),
@@ -538,8 +536,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     write(folder / "work.py", WORK)
     write(folder / "profile.yaml", PROFILE)
     (folder / "bin").mkdir()
-    (folder / "bin" / "serve").write_text("#!/usr/bin/env python3\n")
+    (folder / "bin" / "serve").write_text(f"#!{folder}/other/python3\n")
     (folder / "bin" / "serve").chmod(0o755)
+    (folder / "other").mkdir()
+    (folder / "other/python3").write_bytes(b"\x7fELF")
+    (folder / "profile.sh").write_text("#!/bin/sh\n")
     (folder / "broken.yaml").write_text("functions: [")
     (folder / "import.yaml").write_text('functions: [{match: "broken_module:f"}]')
     (folder / "broken_module.py").write_text("raise RuntimeError('boom')")
@@ -556,7 +557,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         file.truncate(10 << 30)
     before = sorted(path.name for path in folder.iterdir())
     environ = {name: value for name, value in os.environ.items() if name not in OURS}
-    environ["PATH"] = f"{folder}/bin{os.pathsep}{environ['PATH']}"
+    environ["PATH"] = os.pathsep.join([f"{folder}/bin", str(Path(sys.executable).parent), environ["PATH"]])
     told = tmp_path_factory.mktemp("told") / "told.json"
     command = [sys.executable, "-c", EACH, json.dumps([arguments for arguments, _ in BAD]), str(told)]
     subprocess.run(command, cwd=folder, env=environ, timeout=240, check=True, capture_output=True)

@@ -165,7 +165,7 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
         ([], "init: found no command to observe; give the service's after --"),
         (["-o", "nowhere/p.yaml"], "found no folder"),
         (["--"], "init: nothing to run after --"),
-        (["--", "-m"], "init: nothing to run; give `-- script.py"),
+        (["--", "-m"], "init: nothing to run; give what you"),
         (["--", "absent.py"], "init: asked to run 'absent.py', found no such file"),
         (["--", "killed.py"], "exit code -9 and no process of it told what it did"),
         (["--for", "soon", "--", "x.py"], "allowed: a number and one of ns, us, ms, s"),

@@ -163,15 +163,15 @@ def test_a_module_of_the_standard_library_reads_and_refuses_json(folder: Path) -
     )
 
 
-def test_the_path_of_the_host_is_as_without_us_and_its_environment_has_six_names_more(folder: Path) -> None:
+def test_the_path_of_the_host_is_as_without_us_and_its_environment_has_seven_names_more(folder: Path) -> None:
     write_profile("")
     run_both("-m", "site")
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     plain, ours = (json.loads(run("-c", show, instrumented=instrumented).out) for instrumented in (False, True))
     changed = {name for name in {*plain, *ours} if plain.get(name) != ours.get(name)}
     assert changed == {
-        "INSTRUMENT_AGENT", "INSTRUMENT_PROFILE", "INSTRUMENT_RUN", "INSTRUMENT_RUN_BOARD", "INSTRUMENT_RUN_PID",
-        "PYTHONPATH",
+        "INSTRUMENT_AGENT", "INSTRUMENT_AWAITED", "INSTRUMENT_PROFILE", "INSTRUMENT_RUN", "INSTRUMENT_RUN_BOARD",
+        "INSTRUMENT_RUN_PID", "PYTHONPATH",
     }  # fmt: skip
     assert ours["PYTHONPATH"].split(os.pathsep)[1:] == list(filter(None, [plain.get("PYTHONPATH")]))
 

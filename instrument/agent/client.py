@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def _meant(run: Asked, name: str) -> list[Asked]:
     if run.name.startswith(name) and not name.isdecimal():
         return [run]
     its = [member for member in run.members if str(member.pid) == name]
-    return [Asked(run.socket, run.name, its, run.agent, run.faults)] if its else []
+    return [replace(run, members=its, folded=0)] if its else []
 
 
 def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:

@@ -111,6 +111,7 @@ class Run:
     name: str
     first: int = 0
     first_fd: int = -1
+    first_has_joined: bool = False
     processes: list[Process] = field(default_factory=list)
     is_told: bool = False
     waiting: Connection | None = None
@@ -144,6 +145,7 @@ class Run:
     def is_last(self, leaving: Process) -> bool:
         """Whether nobody else will be there to print the run's report: the first process, or one that has recorded.
 
+        A first process that has not joined, such as a shell, prints none.
         Where the service wrote its errors to a file and this one writes them elsewhere, it is for the agent to tell.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
@@ -153,7 +155,7 @@ class Run:
             if (process.pid == self.first or process.look()) and not process.has_exited():
                 return False
         has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
-        return leaving.pid == self.first or has_left or not self.first_lives()
+        return leaving.pid == self.first or has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
         """Those that have recorded anything, the oldest first."""

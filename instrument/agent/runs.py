@@ -184,6 +184,7 @@ class Runs:
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
+        run.first_has_joined = run.first_has_joined or pid == run.first
         if not run.stderr or pid == run.first:
             run.stderr = str(facts.get("stderr", ""))
         if process.exit_fd >= 0:

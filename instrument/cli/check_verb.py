@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from instrument.cli.check_facts import facts_document, print_verdicts
-from instrument.cli.interpreter import refuse_what_is_no_host, running
+from instrument.cli.interpreter import host_of, running
 from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
@@ -26,8 +26,7 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "check",
         help="load a profile, import what it names, show what each rule matches and what it cannot reach",
-        usage="instrument check [--json] [--strict] [P [module ...] | --preset NAME] "
-        "[-- script.py [argument ...] | -- -m module ...]",
+        usage="instrument check [--json] [--strict] [P [module ...] | --preset NAME] [-- command [argument ...]]",
         description="With a command it runs as under `instrument run`, and what is shown is what became of the rules "
         "at its end, in all of its processes. States: "
         + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
@@ -96,7 +95,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     """Run a command as `instrument run` does; what its processes say that became of the rules."""
     if OFF:
         raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
-    refuse_what_is_no_host("check", host)
+    host_of("check", host)
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="instrument-check-") as folder:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import refuse_what_is_no_host, running
+from instrument.cli.interpreter import host_of, running
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
@@ -51,7 +49,7 @@ def add(verbs: Verbs) -> None:
         "init",
         allow_abbrev=False,
         help="write a first profile for a service, with the reason of each rule",
-        usage="instrument init [--for TIME] [-o FILE] [--force] -- script.py [argument ...] | -m module ...",
+        usage="instrument init [--for TIME] [-o FILE] [--force] -- command [argument ...]",
         description="Runs the service's command with all functions of its own recorded, and proposes rules for where "
         "the time went when it ends; send it requests meanwhile. The service runs as it would under `python`; the last "
         "line names its exit code.",
@@ -82,8 +80,8 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
             "init: found no command to observe; give the service's after --, as in `instrument init -- server.py`"
         )
     named = "profile.yaml" if prints else str(path)
-    words = _as_python(host)
-    refuse_what_is_no_host("init", words)
+    host_of("init", host)
+    words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe(words, options.for_ns, to_stderr=prints)
     first = first_profile_of(observation, words, _service(words), named)
     text = text_of(first)
@@ -107,38 +105,6 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
             file.write(text)
     except OSError as error:
         raise InstrumentError(f"init: cannot write {path}: {error.strerror}; -o - prints the profile") from None
-
-
-def _as_python(host: Sequence[str]) -> list[str]:
-    """The words of a command as `instrument run` takes them: without `python`, and a shell's `uvicorn app:app` as a
-    module, or by its path."""
-    words = list(host)
-    if re.fullmatch(r"python[\d.]*", Path(words[0]).name) and not Path(words[0]).is_dir():
-        found = shutil.which(words[0])
-        if found is not None and Path(found).parent.resolve() != Path(sys.executable).parent.resolve():
-            raise InstrumentError(
-                f"init: asked to run {words[0]}, found {found}; this is {sys.executable}. Leave {words[0]} out to run "
-                "the service by this one, or install instrument-sdk for that one and use it there"
-            )
-        words = words[1:]
-        if not words:
-            raise InstrumentError("init: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
-    if not words[0].startswith("-") and not Path(words[0]).exists() and "/" not in words[0]:
-        command = shutil.which(words[0])
-        if command is not None and _is_of_python(Path(command)):
-            spec = PathFinder.find_spec(words[0])
-            folders = spec.submodule_search_locations if spec is not None else None
-            has_main = any(Path(folder, "__main__.py").exists() for folder in folders or ())
-            words[:1] = ["-m", words[0]] if has_main else [command]
-    return words
-
-
-def _is_of_python(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return re.match(rb"#!.*python", file.read(256)) is not None
-    except OSError:
-        return False
 
 
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:

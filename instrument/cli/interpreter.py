@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from instrument.errors import InstrumentError
 from instrument.recorder.scopes import OFF
@@ -69,12 +70,56 @@ def _is_of_terminal() -> bool:
         return False
 
 
-def refuse_what_is_no_host(verb: str, host: list[str]) -> None:
-    """Raise `InstrumentError` for words that this interpreter cannot run, or not so that a session starts."""
-    if not host or host in (["-m"], ["-c"]):
-        raise InstrumentError(f"{verb}: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
-    words = iter(() if OFF else host)
-    for word in words:
+class Command(NamedTuple):
+    """The command that a user gave: the `words` that run it, and a `note` on what is not recorded, "" for none."""
+
+    words: list[str]
+    note: str = ""
+
+
+def host_of(verb: str, given: list[str]) -> Command:
+    """The command as it is run: by this interpreter where it is of Python, else by itself in our environment.
+
+    Takes what a shell takes, and what follows `python` there. Raises `InstrumentError` for what cannot be run, or not
+    so that a session starts.
+    """
+    if not given:
+        raise InstrumentError(f"{verb}: {_NOTHING}")
+    if given[0].startswith("-"):
+        return _python_of(verb, given)
+    path = _path_of(verb, given[0])
+    head = b"" if path.is_dir() else _head(path)
+    if _INTERPRETER.fullmatch(path.name) and not path.is_dir():
+        _refuse_another(verb, given[0], path)
+        return _python_of(verb, given[1:])
+    if head.startswith(b"\x7fELF"):
+        is_shell = path.name in _SHELLS
+        note = f"{path.name} is machine code: Python in it and below it is recorded, all else is not"
+        return Command([str(path), *given[1:]], "" if is_shell else note)
+    if path.suffix in (".sh", ".bash") and not head.startswith(b"#!"):
+        return Command(["/bin/sh", str(path), *given[1:]])
+    if not head.startswith(b"#!") or (of_python := _OF_PYTHON.match(head)):
+        if str(path) != given[0] and of_python and (interpreter := os.fsdecode(of_python[1])).startswith("/"):
+            _refuse_another(verb, given[0], Path(interpreter))
+        return _python_of(verb, [str(path), *given[1:]])
+    if not os.access(path, os.X_OK):
+        raise InstrumentError(f"{verb}: asked to run {given[0]!r}, found no right to run it; chmod +x {path} gives it")
+    return Command([str(path.absolute()), *given[1:]])
+
+
+_NOTHING = "nothing to run; give what you would give a shell: `-- python server.py`, `-- uvicorn app:app`"
+_INTERPRETER = re.compile(r"python[\d.]*")
+_SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
+_OF_PYTHON = re.compile(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
+"""The first lines of a script of Python, with its interpreter: its path, or a name that `env` looks up."""
+
+
+def _python_of(verb: str, words: list[str]) -> Command:
+    """The command of words that follow `python`."""
+    if not words or words in (["-m"], ["-c"]):
+        raise InstrumentError(f"{verb}: {_NOTHING}")
+    options = iter(() if OFF else words)
+    for word in options:
         found = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
         if found is None:
             break
@@ -87,31 +132,43 @@ def refuse_what_is_no_host(verb: str, host: list[str]) -> None:
         if last in ("m", "c"):
             break
         if last and not rest:
-            next(words, None)  # what -W or -X means
-    if not host[0].startswith("-"):
-        _refuse_what_is_no_script(verb, host[0])
+            next(options, None)  # what -W or -X means
+    return Command([sys.executable, *interpreter_flags(), *words])
 
 
-def _refuse_what_is_no_script(verb: str, word: str) -> None:
+def _path_of(verb: str, word: str) -> Path:
+    """The file or folder that a word of a command names: here, or where a shell looks for commands."""
     path = Path(word)
-    is_python = re.fullmatch(r"python[\d.]*", path.name) is not None
-    if not path.exists():
-        found, hint = f"no such file in {Path.cwd()}", f"a module is run with -- -m {word}"
-        command = shutil.which(word)
-        if command is not None and re.match(rb"#!.*python", _head(Path(command), 256), re.DOTALL):
-            hint += f", a command by its path: -- {command}"
-    elif _head(path, 4) == b"\x7fELF":
-        found, hint = "machine code", "give a script or module of Python"
-    else:
+    if path.is_file() or (path.is_dir() and ("/" in word or (path / "__main__.py").exists())):
+        return path
+    command = None if "/" in word else shutil.which(word)
+    if command is None:
+        raise InstrumentError(
+            f"{verb}: asked to run {word!r}, found no such file in {Path.cwd()}, and no such command; a module is run "
+            f"with -- -m {word}"
+        )
+    return Path(command)
+
+
+def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
+    """Raise `InstrumentError` for an interpreter of another environment, in which we need not be installed.
+
+    A script that chooses among several, such as a version manager has, is none.
+    """
+    own = Path(sys.executable)
+    if OFF or interpreter.parent.resolve() == own.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):
         return
-    if is_python:
-        hint = f"leave it out and give what would follow it: -- script.py or -- -m module, not -- {word} ..."
-    raise InstrumentError(f"{verb}: asked to run {word!r}, found {found}; {hint}")
+    environments = [(each.parent.parent / "pyvenv.cfg").exists() for each in (interpreter, own)]
+    if any(environments) or not interpreter.samefile(own):
+        raise InstrumentError(
+            f"{verb}: asked to run {word!r}, found that {interpreter} runs it; this is {own}. Install instrument-sdk "
+            "there, and use its `instrument`"
+        )
 
 
-def _head(path: Path, size: int) -> bytes:
+def _head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(size)
+            return file.read(256)
     except OSError:
-        return b""  # a folder, which Python can run, or what it will complain about
+        return b""  # what Python will complain about

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from instrument.agent import launch
 from instrument.cli import first_process
-from instrument.cli.interpreter import interpreter_flags, refuse_what_is_no_host
+from instrument.cli.interpreter import host_of
 from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
@@ -34,9 +34,11 @@ def add(verbs: Verbs) -> None:
         "run",
         allow_abbrev=False,
         help="run a Python service under a profile",
-        usage="instrument run [--profile P | --preset NAME] -- script.py [argument ...] | -m module [argument ...]",
-        description="The service runs as it would under `python`, with its own exit code and signals. Child processes "
-        f"that inherit the environment are instrumented too. Without a profile the preset {PRESETS[0]} is taken.",
+        usage="instrument run [--profile P | --preset NAME] -- command [argument ...]",
+        description="The command is what a shell takes: `uvicorn app:app`, `python server.py`, `./start.sh`; or what "
+        "follows `python`: `server.py`, `-m module`. It runs as it would without us, with its own exit code and "
+        "signals. Child processes that inherit the environment are instrumented too. Without a profile the preset "
+        f"{PRESETS[0]} is taken.",
     )
     parser.add_argument("--profile", metavar="P", help=f"profile.yaml ({DEFAULT})")
     parser.add_argument("--preset", **one_of(PRESETS), help="a profile that comes with the package")
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     profile = None if OFF or not host else load(path)
     if profile is not None:
         _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
-    refuse_what_is_no_host("run", host)
+    command = host_of("run", host)
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
@@ -66,16 +68,16 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         environ.pop(run_folder.VARIABLE, None)
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
         listener = _listener_of_agent(environ, name)
-    for line in [WITHOUT_PROFILE] * (is_unnamed and not OFF) + ([] if profile is None else _remarks(profile)):
+    notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
+    for line in notes + ([] if profile is None else _remarks(profile)):
         print(f"instrument: {line}", file=sys.stderr)
     flush(sys.stdout)
     flush(sys.stderr)
-    words = [sys.executable, *interpreter_flags(), *host]
     if listener is not None and os.getpid() == 1:
-        return first_process.serve(listener, name, words, environ)
+        return first_process.serve(listener, name, command.words, environ)
     if listener is not None:
         _begin_agent(listener, name, environ)
-    return _become(words, environ)
+    return _become(command.words, environ)
 
 
 def _new_run() -> str:

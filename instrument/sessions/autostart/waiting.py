@@ -35,7 +35,7 @@ def begin() -> None:
     if _is_first() or packages is None or not packages.isdisjoint(sys.modules):
         _start()
     else:
-        _waiting = Waiting(packages)
+        _waiting = Wait(packages)
         sys.meta_path.insert(0, _waiting)
 
 
@@ -134,7 +134,7 @@ def _start() -> None:
         sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
 
 
-class Waiting:
+class Wait:
     """The import hook of a process that waits; it is gone once the session has begun.
 
     A part of ours is awaited, too: who imports one uses us.
@@ -185,4 +185,4 @@ class _Loaded:
         module.__spec__ = self._spec
 
 
-_waiting: Waiting | None = None
+_waiting: Wait | None = None
