@@ -83,8 +83,8 @@ FAMILIES: Mapping[str, Family] = {
     "requests": _family(
         "requests",
         "Requests",
-        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug grpc ray litserve mosec starlette fastapi"
-        " litestar flask quart django falcon",
+        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
+        " mosec starlette fastapi litestar flask quart django falcon bottle",
     ),
     "layers": _family("layers", "Layers", "torch"),
     "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),

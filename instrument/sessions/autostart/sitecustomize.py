@@ -30,6 +30,8 @@ def _begin():
     if sys.version_info < (3, 10):
         _note_unseen("Python %d.%d" % sys.version_info[:2])
         return
+    if not _is_main_interpreter():
+        return
     try:
         from instrument.sessions.autostart import waiting
     except Exception as error:
@@ -40,6 +42,21 @@ def _begin():
             sys.stderr.write("instrument: this process is not instrumented: " + why + "\n")
     else:
         waiting.begin()
+
+
+def _is_main_interpreter():
+    # type: () -> bool
+    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
+    try:
+        from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
+    except ImportError:
+        try:
+            import _xxsubinterpreters as known  # type: ignore[import-not-found]
+        except ImportError:
+            return True
+        del sys.modules["_xxsubinterpreters"]  # it is there where the program has imported it
+        return bool(known.get_current() == known.get_main())
+    return bool(_is_main_interpreter())
 
 
 def _note_unseen(why):

@@ -104,26 +104,8 @@ def _is_own_command(script: str) -> bool:
         return False
 
 
-def _is_main_interpreter() -> bool:
-    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
-    try:
-        from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
-    except ImportError:
-        is_imported = "_xxsubinterpreters" in sys.modules
-        try:
-            import _xxsubinterpreters as known  # type: ignore[import-not-found]
-        except ImportError:
-            return True
-        if not is_imported:
-            del sys.modules["_xxsubinterpreters"]
-        return bool(known.get_current() == known.get_main())
-    return bool(_is_main_interpreter())
-
-
 def _start() -> None:
     """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing."""
-    if not _is_main_interpreter():
-        return
     try:
         from instrument.sessions import process
 
