@@ -188,7 +188,7 @@ BAD_ROWS: dict[str, str] = {
     "[0,1,2,3,4,5,6,]": "no JSON",
     "[0,1,2,3,4,5,,6]": "no JSON",
     "[0,1,2,3,4,5,\u0661]": "no JSON",
-    "[0,1,2,3,4,5,NaN]": "NaN, which is not JSON",
+    "[0,1,2,3,4,5,NaN]": "has nan where int belongs",
     "[0,1,2,3,4,5,6],": "no JSON",
     ",[0,1,2,3,4,5,6]": "no JSON",
     "[0,1,2,3,4,5,6][0,1,2,3,4,5,6]": "no JSON",

@@ -163,14 +163,153 @@ def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(tmp_path: Path)
 
 @pytest.mark.parametrize("ts", ["999999999999999999", "-999999999999999999", "9007199254740992", "1.5", None])
 @pytest.mark.parametrize("dur", ["999999999999999999", "9007199254740990", "0.5", None])
-def test_times_beyond_all_and_those_that_are_missing_are_refused(
+def test_slices_beyond_all_times_and_those_without_one_are_left_out(
     tmp_path: Path, ts: str | None, dur: str | None
 ) -> None:
     path = tmp_path / "torch.json"
     when = "".join(f',"{key}":{value}' for key, value in (("ts", ts), ("dur", dur)) if value)
     lane = '{"ph":"X","name":"f","pid":9,"tid":7'
     path.write_text(f'[{lane},"ts":5.5,"dur":1}},{lane}{when}}}]')
-    assert outcome(path)[0] == ("loaded" if (ts, dur) == ("1.5", "0.5") else "refused")
+    trace, _ = chrome.load(path)
+    is_sound = (ts, dur) == ("1.5", "0.5")
+    assert len(trace.spans) == 1 + is_sound
+    assert [(count, what.partition(", the first at ")[2]) for what, count in trace.losses.items()] == [
+        (1, "event 2")
+    ] * (not is_sound)
+
+
+def event_text(**changes: Any) -> str:
+    facts = {"ph": "X", "cat": "cpu_op", "name": "g", "pid": 9, "tid": 7, "ts": 2, "dur": 1.5, **changes}
+    return json.dumps({key: value for key, value in facts.items() if value is not ...}, ensure_ascii=False)
+
+
+FIRST = event_text(name="f", ts=1, dur=5)
+LATE = event_text(ts=1615207264505000, dur=6)
+IN = [("f", 1000, 5000, None), ("g", 2000, 1500, "f")]
+ONE = IN[:1]
+
+BOTH = f"{FIRST},{event_text()}"
+
+
+def second(**changes: Any) -> str:
+    """A file of two events, of which the second is changed."""
+    return f"[{FIRST},{event_text(**changes)}]"
+
+
+def inner(name: str) -> list[Any]:
+    return [*ONE, (name, 2000, 1500, "f")]
+
+
+NAMES_LEFT_OUT = "names of threads and processes that are no text"
+UNSOUND: dict[str, tuple[str | bytes, list[Any], dict[str, int]]] = {
+    "a line end in a text": (f"[{BOTH}]".replace('"g"', '"g\n(1)"'), inner("g\n(1)"), {}),
+    "a tab in a text": (f"[{BOTH}]".replace('"g"', '"g\th"'), inner("g\th"), {}),
+    "backslashes that escape nothing": (
+        f"[{BOTH}]".replace('"g"', '"a\\cuda\\__init__.py \\"x\\" \\u12"'), inner('a\\cuda\\__init__.py "x" \\u12'), {},
+    ),
+    "half of a character": (f"[{BOTH}]".replace('"g"', '"a\\ud83d"'), inner("a\ufffd"), {}),
+    "latin 1": (second(name="fée").encode("latin-1"), inner("f\ufffde"), {"characters that are no UTF-8": 1}),
+    "a comma behind the last event": (f"[{BOTH},\n]", IN, {}),
+    "a comma behind the last key": (f'{{"traceEvents":[{BOTH}],}}', IN, {}),
+    "no commas": (f"[{FIRST}\n{event_text()}]", IN, {}),
+    "no bracket at the end": (f"[{BOTH}", IN, {"closing brackets that are missing": 1}),
+    "no brackets at the end": (f'{{"traceEvents":[{BOTH}', IN, {"closing brackets that are missing": 2}),
+    "an event that is cut off": (
+        f"[{BOTH[:-20]}", ONE, {"events that are cut off @ event 2": 1, "closing brackets that are missing": 1}
+    ),
+    "another document behind it": (f"[{BOTH}]\n[{BOTH}]", IN, {"what follows its end": 1}),
+    "no length": (second(dur=...), ONE, {"slices of no length @ event 2": 1}),
+    "a negative length": (f"[{event_text(dur=-1)},{FIRST}]", ONE, {"slices of a negative length @ event 1": 1}),
+    "an endless length": (second(dur=1.8e16), ONE, {"slices of no length @ event 2": 1}),
+    "no time": (second(ts=...), ONE, {"slices without a time @ event 2": 1}),
+    "times as texts": (second(ts="2", dur="1.5"), IN, {}),
+    "a word for a time": (second(ts="soon"), ONE, {"slices without a time @ event 2": 1}),
+    "a number for a phase": (second(ph=5), ONE, {"events without a phase @ event 2": 1}),
+    "a thread as a float": (second(tid=7.0), IN, {}),
+    "a list as a thread": (second(tid=[7]), [*ONE, ("g", 2000, 1500, None)], {}),
+    "a number as a name": (second(name=5), inner("5"), {}),
+    "a number as a category": (second(cat=5), IN, {}),
+    "a text for arguments": (second(args="x"), IN, {"arguments of events that are no object @ event 2": 1}),
+    "no arguments": (second(args=None), IN, {}),
+    "NaN in arguments": (second(args={"x": float("nan")}), IN, {}),
+    "NaN for a device": (second(cat="kernel", args={"device": float("nan"), "stream": 7}), IN, {}),
+    "a number for an event": (f"[{FIRST},5,{event_text()},null]", IN, {"events that are no object @ event 2": 2}),
+    "a thread's name that is missing": (
+        f'[{FIRST},{{"ph":"M","name":"thread_name","pid":9,"tid":7}},{event_text()}]', IN,
+        {f"{NAMES_LEFT_OUT} @ event 2": 1},
+    ),
+    "a number for a thread's name": (
+        f'[{BOTH},{{"ph":"M","name":"thread_name","pid":9,"tid":7,"args":{{"name":100}}}}]', IN,
+        {f"{NAMES_LEFT_OUT} @ event 3": 1},
+    ),
+    "a text for the time of day": (f'{{"baseTimeNanoseconds":"1778650000000000000","traceEvents":[{BOTH}]}}', IN, {}),
+    "no number for the time of day": (
+        f'{{"baseTimeNanoseconds":[],"traceEvents":[{BOTH}]}}', IN,
+        {"times of day that are no number @ the key 'baseTimeNanoseconds'": 1},
+    ),
+    "an allocation without a time": (
+        f'[{BOTH},{{"ph":"i","name":"[memory]","pid":9,"tid":7,"args":{{"Bytes":5}}}}]', IN,
+        {"allocations that say no time or size @ event 3": 1},
+    ),
+    "time 0 among absolute times": (
+        f"[{event_text(ts=0)},{LATE},{event_text(ts=0)}]", [("g", 1615207264505000000, 6000, None)],
+        {"slices at time 0 among absolute times @ event 1": 2},
+    ),
+}  # fmt: skip
+"""Files by what is wrong with them: the slices with their parents, and what is left out, with its place."""
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+@pytest.mark.parametrize("block_bytes", [1 << 17, 7])
+def test_of_a_file_that_is_not_sound_what_is_sound_is_taken_and_the_rest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
+) -> None:
+    for block in ("BLOCK_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(json_blocks, block, block_bytes)
+    content, slices, left_out = UNSOUND[name]
+    path = tmp_path / "other.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    trace, _ = chrome.load(path)
+    names = {span.span_id: span.site.name for span in trace.spans}
+    found = [(one.site.name, one.start_ns, one.total_ns, names.get(one.parent_id)) for one in trace.spans]
+    assert found == slices
+    assert trace.end_ns - trace.start_ns < 10**9
+    told = {what.replace(", the first at ", " @ "): count for what, count in trace.losses.items()}
+    assert {what.partition(" @ byte ")[0]: count for what, count in told.items()} == left_out
+
+
+@pytest.mark.parametrize("base", ["0", "1778650000123456", "4398046511103", "4398046511105"])
+def test_a_slice_is_as_long_as_it_says_wherever_it_lies(tmp_path: Path, base: str) -> None:
+    """A float has no nanoseconds of the time since 1970: a sum of two would be off by a quarter of a microsecond."""
+    path = tmp_path / "other.json"
+    texts = [
+        f'{{"ph":"X","name":"f","pid":9,"tid":7,"ts":{base}.{at:03},"dur":0.{length:03}}}'
+        for at, length in ((1, 997), (2, 13), (15, 400), (415, 583))
+    ]
+    path.write_text(f"[{','.join(texts)}]")
+    spans = chrome.load(path)[0].spans
+    assert [(one.start_ns - int(base) * 1000, one.total_ns) for one in spans] == [
+        (1, 997),
+        (2, 13),
+        (15, 400),
+        (415, 583),
+    ]
+    assert [one.parent_id for one in spans] == [0, 1, 1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 20_000)), min_size=1, max_size=20))
+def test_slices_with_parts_of_a_nanosecond_lie_in_what_holds_them(
+    tmp_path: Path, slices: list[tuple[int, int]]
+) -> None:
+    """Begin and length are rounded each, by which one may end a nanosecond behind what holds it."""
+    path = tmp_path / "drawn.json"
+    outer = {"ph": "X", "name": "outer", "pid": 9, "tid": 7, "ts": 0.0004, "dur": 60.0004}
+    inner = [{**outer, "name": "f", "ts": (at + 5) / 10_000, "dur": length / 10_000} for at, length in slices]
+    last = {**outer, "name": "last", "ts": 59.9, "dur": 0.1008}
+    path.write_text(json.dumps([outer, *inner, last]))
+    spans = chrome.load(path)[0].spans
+    assert all(one.parent_id for one in spans[1:])
+    assert [one.total_ns for one in spans if one.site.name == "outer"] == [60_000]
 
 
 def torch_like(**more: Any) -> list[dict[str, Any]]:
@@ -325,7 +464,9 @@ def test_a_reader_goes_when_it_has_read(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text(json.dumps(events))
     readers: list[weakref.ref[Foreign]] = []
     make = Foreign.__init__
-    monkeypatch.setattr(Foreign, "__init__", lambda self: (readers.append(weakref.ref(self)), make(self))[1])
+    monkeypatch.setattr(
+        Foreign, "__init__", lambda self, *more: (readers.append(weakref.ref(self)), make(self, *more))[1]
+    )
     outcome(path)
     gc.collect()
     assert [reader() for reader in readers] == [None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import chain
 from typing import Annotated, Any
 
@@ -23,21 +23,24 @@ LENGTH = 7
 """Numbers of an allocation; the last may be left out."""
 
 EXACT_US = 1 << 42
-"""Below it nanoseconds are whole numbers that a float has."""
+"""Microseconds below which a float tells one nanosecond from the next."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
+
+
+Scalar = int | str | float | bool | None
 
 
 class TraceEvent(msgspec.Struct, gc=False):
     """One event; what it says of itself in `args` stays text, for what there is depends on what it is."""
 
     ph: str = ""
-    ts: int | float | None = None
-    dur: int | float | None = None
-    pid: int | str | float | bool | None = None
-    tid: int | str | float | bool | None = None
-    cat: Any = None
-    name: Any = None
+    ts: Any = None
+    dur: Any = None
+    pid: Scalar = None
+    tid: Scalar = None
+    cat: Scalar = None
+    name: Scalar = None
     id: Any = None
     id2: Any = None
     args: msgspec.Raw = NO_ARGUMENTS
@@ -48,49 +51,26 @@ _decode_allocations = msgspec.json.Decoder(
 ).decode
 _decode = msgspec.json.Decoder(list[TraceEvent]).decode
 
-_LONE_SURROGATE = re.compile(
-    rb"(\\(?:[^u]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])))|\\u[dD][89a-fA-F]..",
-    re.DOTALL,
-)
 
-
-def next_events(text: Json) -> list[TraceEvent]:
-    """The events of a list that come next: as many as are at hand."""
-    found = text.values("{")
+def decoded_events(found: bytes) -> list[TraceEvent] | None:
+    """The events of a text, None where one of them is none, or is not as it should be."""
     try:
         return _decode(b"[%b]" % found)
-    except UnicodeDecodeError:
-        raise
-    except msgspec.MsgspecError as problem:
-        # Rare: either it is refused, and told why, or texts in it have what UTF-8 has not.
-        for event in text.decoded(b"[%b]" % found, text.passed - len(found) - 1):
-            refuse(event)
-        try:
-            return _decode(b"[%b]" % _LONE_SURROGATE.sub(lambda known: known[1] or b"\\ufffd", found))
-        except msgspec.MsgspecError:
-            raise ValueError(f"{problem}; write or copy it again") from problem
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
-def refuse(event: Any) -> None:
-    """Raise `ValueError` for an event that is none, or has what does not belong there."""
-    checked(event, dict)
-    checked(event.get("ph", ""), str)
-    for key in ("pid", "tid"):
-        checked(event.get(key), int, str, float, bool, type(None))
-    for key in ("ts", "dur"):
-        if event.get(key) is not None:
-            nanoseconds(event[key])
-
-
-def times_ns(times_us: Sequence[float | None], limit_ns: int) -> NDArray[np.int64]:
+def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
     """Microseconds as nanoseconds, exact for three decimals, as `nanoseconds` has them; those of `limit_ns` and beyond
     are refused."""
-    if not {float, int}.issuperset(map(type, times_us)):
+    kinds = set(map(type, times_us))
+    if not kinds <= {float, int, Decimal}:
         for time in times_us:
             checked(time, float, int)
-    times = np.array(times_us, dtype=np.float64)
-    if not len(times) or np.abs(times).max() < EXACT_US:
-        return np.asarray(np.rint(times * 1000).astype(np.int64))
+    if Decimal not in kinds:
+        times = np.array(times_us, dtype=np.float64)
+        if not len(times) or np.abs(times).max() < EXACT_US:
+            return np.asarray(np.rint(times * 1000).astype(np.int64))
     found = list(map(nanoseconds, times_us))
     if not -limit_ns < min(found) <= max(found) < limit_ns:
         raise ValueError("it has a time that no clock reads; write times relative to the start")

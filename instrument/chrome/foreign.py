@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from itertools import count
-from operator import add
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +20,7 @@ from msgspec import UNSET
 from instrument.chrome import paddle_traces
 from instrument.chrome.events import TraceEvent, times_ns
 from instrument.chrome.lanes import SPARE_TIDS
+from instrument.chrome.mending import are_sound, lane_of, sound_slices, text_of
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
 from instrument.recording import spans
@@ -30,8 +31,9 @@ from instrument.trace.columns import DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.intervals import lengths_by_group
+from instrument.trace.json_blocks import LeftOut
 from instrument.trace.kernel_columns import KernelColumns
-from instrument.trace.text import LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, end_of, nanoseconds
+from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 
 OPERATOR = "cpu_op"
 """Category of torch's operators."""
@@ -55,6 +57,12 @@ NAMELESS = "(no name)"
 
 
 FARTHEST_NS = LIMIT_US * 1000
+_LONGEST_EPOCH = 20
+_PARTS_NS = 1e-3
+
+ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
+"""Microseconds from which on a clock counts from 1970, so that 0 is no time of it; and slices that wait for it."""
+
 AT_ONCE = 10_000
 """Rows of which the numbers are objects at a time."""
 
@@ -102,9 +110,15 @@ class Foreign:
     A row is a slice, in the order of the file. Those nest that lie on one line: a lane, or the lane of an async key.
     """
 
-    def __init__(self) -> None:
-        self.epoch_ns = 0
-        self.host = ""
+    def __init__(self, left_out: LeftOut | None = None) -> None:
+        self._left_out = left_out or LeftOut()
+        self._epoch_ns = 0
+        self._host = ""
+        self._seen = 0
+        # Slices at time 0, with their numbers, of which later ones say what they are; and the latest time.
+        self._at_zero: list[tuple[int, TraceEvent]] | None = []
+        self._latest_us = 0.0
+        self._rounding_ns = 0
         self._start_ns, self._end_ns, self._thread_id = array("q"), array("q"), array("q")
         self._task_id, self._line, self._site = array("q"), array("q"), array("q")
         # Begins, each with its row, and ends, with none: all of a lane or of an async key have one number.
@@ -142,23 +156,70 @@ class Foreign:
         """How many events have said something."""
         return self._count + len(self._allocations) // Allocations.ROW.size
 
+    def add_fact(self, key: str, value: Any) -> None:
+        """Take what stands beside the events."""
+        if key == "host_name" and isinstance(value, str):
+            self._host = value
+        elif key == "baseTimeNanoseconds":
+            text = str(value)[:_LONGEST_EPOCH]
+            is_time = text.isdecimal() and int(text) < FARTHEST_NS
+            if is_time:
+                self._epoch_ns = int(text)
+            else:
+                self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
+
     def add(self, events: list[TraceEvent]) -> None:
         """Read events, which come after those that have been read."""
         # The slice of "Trace" is how long torch.profiler watched, which is no call.
+        first, self._seen = self._seen + 1, self._seen + len(events)
         slices = [one for one in events if one.ph in _SLICES and not (one.cat == "Trace" and one.pid == "Spans")]
         self._count += len(slices)
         if self._count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+        if slices and not are_sound(slices):
+            wanted = {id(one) for one in slices}
+            numbered = [one for one in enumerate(events, first) if id(one[1]) in wanted]
+            slices = [event for _, event in sound_slices(numbered, self._left_out)]
+        self._add_sound(self._without_zeros(slices, events, first))
+        for number, event in enumerate(events, first):
+            if event.ph == "M" and event.name in ("process_name", "thread_name"):
+                self._add_name(event, number)
+            elif event.ph == "i" and event.name == "[memory]":
+                self._add_allocation(event, number)
+
+    def _without_zeros(self, slices: list[TraceEvent], events: list[TraceEvent], first: int) -> list[TraceEvent]:
+        """The slices without those at time 0, which wait until it is known whether others have absolute times."""
+        if not slices or self._at_zero is None:
+            return slices
+        starts_us = [one.ts for one in slices]
+        self._latest_us = max(self._latest_us, float(max(starts_us)))
+        if 0 in starts_us:
+            numbers = {id(one): number for number, one in enumerate(events, first)}
+            self._at_zero += [(numbers[id(one)], one) for one in slices if not one.ts]
+            slices = [one for one in slices if one.ts]
+        if self._latest_us >= ABSOLUTE_US:
+            for number, _ in self._at_zero:
+                self._left_out.add("slices at time 0 among absolute times", f"event {number}")
+            self._at_zero = []
+        elif len(self._at_zero) > MOST_AT_ZERO:
+            self._add_sound([one for _, one in self._at_zero])
+            self._at_zero = None
+        return slices
+
+    def _add_sound(self, slices: list[TraceEvent]) -> None:
         self._add_slices([one for one in slices if one.ph != "E" and one.ph != "e"])
         if any(one.ph != "X" for one in slices):
             self._add_marks(slices)
-        for event in events:
-            if event.ph == "M" and event.name in ("process_name", "thread_name"):
-                name = paddle_traces.thread_name(checked(_arguments(event)["name"], str))
-                thread = paddle_traces.thread_of(event.tid) if event.name == "thread_name" else None
-                self._names[event.pid, thread] = name
-            elif event.ph == "i" and event.name == "[memory]":
-                self._add_allocation(event)
+
+    def _add_name(self, event: TraceEvent, number: int) -> None:
+        """The name of a process or of a thread."""
+        args = json.loads(bytes(event.args)) if bytes(event.args).startswith(b"{") else {}
+        name = args.get("name") if isinstance(args, dict) else None
+        if not isinstance(name, str):
+            self._left_out.add("names of threads and processes that are no text", f"event {number}")
+            return
+        thread = paddle_traces.thread_of(lane_of(event.tid)) if event.name == "thread_name" else None
+        self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
     def _add_slices(self, slices: list[TraceEvent]) -> None:
         """Slices that are complete, or begin, as columns."""
@@ -168,12 +229,10 @@ class Foreign:
         known = [self._facts.get((one.cat, one.name)) or self._facts_of(one.cat, one.name) for one in slices]
         starts_us: list[Any] = [one.ts for one in slices]
         lengths_us: list[Any] = [one.dur if one.ph == "X" else 0 for one in slices]
-        start_ns = times_ns(starts_us, FARTHEST_NS)
-        if None in lengths_us:
-            checked(None, float, int)
-        end_ns = times_ns(list(map(add, starts_us, lengths_us)), FARTHEST_NS)
-        if (end_ns < start_ns).any():
-            end_of(0, -1)
+        start_ns, length_ns = times_ns(starts_us, FARTHEST_NS), times_ns(lengths_us, FARTHEST_NS)
+        end_ns = start_ns + length_ns
+        if not self._rounding_ns and any(map(_has_parts, (starts_us, lengths_us), (start_ns, length_ns))):
+            self._rounding_ns = 1
         texts = [bytes(one.args) for one in slices]
         everything = b"".join(texts)
         are_simple = len(max(texts, key=len)) < LONGEST_PLAIN and everything.count(b"{") == len(texts)
@@ -192,7 +251,7 @@ class Foreign:
             if facts.asks:
                 asking.append(at)
         self._attributes.add_all([first + at for at in rows], [texts[at] for at in rows])
-        told = _decode_asked(b"[%b]" % b",".join([texts[at] for at in asking]))
+        told = _asked([texts[at] for at in asking])
         for at, args in zip(asking, told, strict=True):
             if slices[at].ph == "X":
                 self._add_work(first + at, known[at], args, lanes[at], int(start_ns[at]), int(end_ns[at]))
@@ -247,13 +306,12 @@ class Foreign:
         elif attributes:
             self._attributes.add(at, written(attributes))
         if event.ph == "X" and facts.asks:
-            told = {key: args[key] for key in ("correlation", "correlation id", "device", "stream") if key in args}
-            self._add_work(at, facts, msgspec.convert(told, _Asked), lane, start_ns, end_ns)
+            self._add_work(at, facts, msgspec.convert(_asking(args), _Asked), lane, start_ns, end_ns)
         return start_ns, end_ns
 
     def _facts_of(self, of: object, named: object) -> _Facts:
         """What is known of a slice by its category and its name."""
-        kind, text = checked(of or "", str), NAMELESS if named is None else checked(named, str)
+        kind, text = text_of(of) or "", NAMELESS if named is None else f"{text_of(named)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
         known = None if step is not None else paddle_traces.meaning(kind, text)
@@ -279,26 +337,23 @@ class Foreign:
     def _add_work(self, row: int, facts: _Facts, args: _Asked, lane: _Lane, start_ns: int, end_ns: int) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
         known = args.paddles_correlation if args.correlation is UNSET else args.correlation
-        correlation = known if isinstance(known, int) else None
+        correlation = known if _is_number(known) else None
         if facts.work is not None:
             self._device_rows.add(lane.row)
             device = lane.row[0] if args.device is UNSET else args.device
             stream = lane.row[1] if args.stream is UNSET else args.stream
-            if isinstance(device, int) and isinstance(stream, int):
+            if _is_number(device) and _is_number(stream):
                 work = self._work.setdefault((facts.name, facts.work), len(self._work))
                 self._work_numbers.extend((work, device, stream, start_ns, end_ns, correlation or 0))
         elif correlation is not None and facts.launches:
             self._launches[correlation] = row
 
-    def _add_allocation(self, event: TraceEvent) -> None:
-        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
-        args = _arguments(event) if bytes(event.args).startswith(b"{") else {}
-        is_torchs = "Bytes" in args
-        found = (
-            _allocation(event, args, lane.thread_id)
-            if is_torchs
-            else paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
-        )
+    def _add_allocation(self, event: TraceEvent, number: int) -> None:
+        try:
+            found = self._allocation_of(event)
+        except (ValueError, TypeError, ArithmeticError, RecursionError):
+            self._left_out.add("allocations that say no time or size", f"event {number}")
+            return
         if found is not None:
             self._allocations += Allocations.of([found]).rows
         elif event.cat not in paddle_traces.RESERVING:
@@ -306,9 +361,16 @@ class Foreign:
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
+    def _allocation_of(self, event: TraceEvent) -> Allocation | None:
+        event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
+        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
+        args = _arguments(event) if bytes(event.args).startswith(b"{") else {}
+        if "Bytes" in args:
+            return _allocation(event, args, lane.thread_id)
+        return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
+
     def _lane(self, event: TraceEvent) -> _Lane:
-        for known in (event.pid, event.tid):
-            checked(known, int, str, type(None))
+        event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
         row: tuple[Any, Any] = event.pid, paddle_traces.thread_of(event.tid)
         if row not in self._thread_ids:
             usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
@@ -323,6 +385,8 @@ class Foreign:
 
     def trace(self) -> tuple[columns.Trace, spans.Trace]:
         """The slices as columns, and all else as a trace without spans."""
+        at_zero, self._at_zero = self._at_zero or [], None
+        self._add_sound([one for _, one in at_zero])
         start_ns, end_ns = column(self._start_ns), column(self._end_ns)
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
         order_in_file, strays = self._close_marks(end_ns, clipped)
@@ -330,7 +394,7 @@ class Foreign:
         # Those that begin and end at once stay as they stand in the file.
         order = np.lexsort((order_in_file, -end_ns, start_ns))
         start_ns, end_ns = start_ns[order], end_ns[order]
-        parent = _parents(start_ns, end_ns, column(self._line)[order])
+        parent = _parents(start_ns, end_ns, column(self._line)[order], self._rounding_ns)
         rank = rank_of(order)
         task_id, site = column(self._task_id)[order], column(self._site)[order].astype(np.int32)
         self._task_id, self._site, self._line = array("q"), array("q"), array("q")  # which are as large as columns
@@ -379,12 +443,12 @@ class Foreign:
             pid=next((pid for pid in host_pids if isinstance(pid, int)), 0),
             service=self._names.get((pids[0], None), "") if pids else "",
             monotonic_ns=0,
-            realtime_ns=self.epoch_ns,
+            realtime_ns=self._epoch_ns,
             recorder="other",
-            host=self.host,
+            host=self._host,
         )
         counted = {"slice ends without a begin": strays, "[memory] events without a size": self._unsized}
-        losses = {what: count for what, count in counted.items() if count}
+        losses = {**{what: count for what, count in counted.items() if count}, **self._left_out.losses()}
         trace = spans.Trace(origin, first_ns, last_ns, [], threads, losses)
         found = Allocations(self._allocations).in_order()
         if self._work or found:
@@ -464,6 +528,22 @@ def are_attributes(args: bytes) -> bool:
     return is_flat and not any(mark in args for mark in _NOT_PLAIN)
 
 
+def _asked(texts: list[bytes]) -> list[_Asked]:
+    """What arguments say of the work of a device."""
+    try:
+        return _decode_asked(b"[%b]" % b",".join(texts))
+    except msgspec.MsgspecError:  # for a number that JSON has not, such as NaN
+        return [msgspec.convert(_asking(json.loads(text)), _Asked) for text in texts]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and -INT64 <= value < INT64
+
+
+def _asking(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: args[key] for key in ("correlation", "correlation id", "device", "stream") if key in args}
+
+
 def _arguments(event: TraceEvent) -> dict[str, Any]:
     """The arguments of an event, numbers of any length among them."""
     found = event.args
@@ -471,13 +551,19 @@ def _arguments(event: TraceEvent) -> dict[str, Any]:
         args = msgspec.json.decode(found)
     except msgspec.MsgspecError:
         args = json.loads(bytes(found))
-    if not isinstance(args, dict):
-        raise TypeError("arguments are no object")
-    return args
+    return args if isinstance(args, dict) else {}
 
 
-def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s:
-    """Of each row, by begin, that which began last of those on its line that hold it.
+def _has_parts(times_us: Sequence[Any], found_ns: Int64s) -> bool:
+    """Whether one of some times has parts of a nanosecond, as far as floats tell."""
+    if not times_us or type(times_us[0]) is Decimal:
+        return any(type(time) is Decimal and time * 1000 % 1 for time in times_us)
+    exact_ns = np.array(times_us, dtype=np.float64) * 1000
+    return bool((np.abs(exact_ns - found_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
+
+
+def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
+    """Of each row, by begin, that which began last of those on its line that hold it, up to what rounding adds.
 
     One that crosses another lies beside it: a range of torch.profiler with stacks begins within a call of Python
     (`__enter__`) and ends within another.
@@ -490,7 +576,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s:
         for row, (start, end, its) in enumerate(zip(*columns_of_some, strict=True), first):
             stack = opened[its]
             # What it crosses holds nothing from here on that it does not hold itself.
-            while stack and (stack[-1][0] <= start or stack[-1][0] < end):
+            while stack and (stack[-1][0] <= start or stack[-1][0] < end - rounding_ns):
                 stack.pop()
             parents.append(stack[-1][1] if stack else NONE)
             stack.append((end, row))

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import TraceEvent, next_allocations, next_events
+from instrument.chrome.events import TraceEvent, next_allocations
 from instrument.chrome.foreign import Foreign
+from instrument.chrome.mending import next_events
 from instrument.chrome.own import Own
 from instrument.errors import TraceError
 from instrument.recording.spans import Trace
@@ -83,8 +84,6 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
     except OSError as problem:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
-    except UnicodeDecodeError as problem:
-        why, cause = "it is not UTF-8 text; give a Chrome trace in JSON", problem
     except ValueError as problem:
         why, cause = str(problem), problem
     except (LookupError, TypeError, AttributeError, ArithmeticError) as problem:
@@ -141,7 +140,7 @@ def _unpacking(read: Callable[[int], bytes], packed_bytes: int) -> Callable[[int
 
 
 def _content(text: Json) -> Saved:
-    foreign = Foreign()
+    foreign = Foreign(text.left_out)
     own: Own | None = None
     void = 0
     for key, value in _members(text):
@@ -156,11 +155,12 @@ def _content(text: Json) -> Saved:
             if foreign.slices:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
             own = Own(Metadata(value))
-        elif key == "baseTimeNanoseconds":
-            foreign.epoch_ns = checked(value, int)
-        elif key == "host_name":
-            foreign.host = checked(value, str)
+        else:
+            foreign.add_fact(key, value)
     found, facts = (own or foreign).trace()
+    if (own or not len(found)) and (losses := text.left_out.losses()):
+        why = ", ".join(f"{count} {what}" for what, count in losses.items())
+        raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
     return Saved(found, facts, own.metadata.tally() if own else None)
 
 
@@ -171,8 +171,11 @@ def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
     if text.take("{[") == "[":
         yield from _events(text)
     else:
-        end, has_events, keys = text.take("}") if text.peek() == "}" else ",", False, 0
-        while end == ",":
+        has_events, keys = False, 0
+        while (mark := text.peek()) != "}" and (mark or not has_events):
+            if mark == "," and keys:
+                text.take(",")
+                continue
             keys = _counted_key(keys)
             key = checked(text.value(), str)
             text.take(":")
@@ -182,11 +185,19 @@ def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
                 has_events = True
             else:
                 yield key, _facts(text) if key == "instrument" and text.peek() == "{" else text.value()
-            end = text.take(",}")
+        _take_end(text, "}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek():
-        raise ValueError("something follows its end; write or copy it again")
+        text.left_out.add("what follows its end", f"byte {text.passed}")
+
+
+def _take_end(text: Json, bracket: str) -> None:
+    """Pass over the bracket at the end, which a writer that was killed leaves out."""
+    if text.peek():
+        text.take(bracket)
+    else:
+        text.left_out.add("closing brackets that are missing", f"byte {text.passed}")
 
 
 def _facts(text: Json) -> dict[str, Any]:
@@ -217,10 +228,20 @@ def _counted_key(keys: int) -> int:
 
 
 def _events(text: Json) -> Iterator[tuple[None, list[TraceEvent]]]:
-    end = text.take("]") if text.peek() == "]" else ","
-    while end == ",":
-        yield None, next_events(text)
-        end = text.take(",]")
+    count = 0
+    while (mark := text.peek()) not in ("]", ""):
+        if mark == ",":
+            text.take(",")
+        elif mark == "{":
+            events = next_events(text, count + 1)
+            count += len(events)
+            yield None, events
+        else:
+            text.value()
+            count += 1
+            text.left_out.add("events that are no object", f"event {count}")
+            yield None, [TraceEvent()]
+    _take_end(text, "]")
 
 
 def _refuse_endless(found: columns.Trace) -> None:

@@ -27,6 +27,7 @@ DEEPEST = 900
 _BLANKS = re.compile(rb"[ \t\n\r]*")
 _WORD = re.compile(rb'[^\s"{}\[\],:]*')
 _QUOTE_OR_ESCAPE = re.compile(rb'["\\]')
+_REPLACED = "\ufffd".encode()
 _QUOTE, _BACKSLASH = b'"\\'
 _MARKS = bytes(mark in b'"[]{}' for mark in range(256))
 """Of each byte whether it is a quote or a bracket."""
@@ -35,18 +36,35 @@ _STEPS = np.array([(mark in b"[{") - (mark in b"]}") for mark in range(256)], dt
 """By how much each byte goes deeper."""
 
 
+class LeftOut:
+    """What of a file was not taken, or not as it is: how often for each reason, and the place of the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Any]] = {}
+
+    def add(self, what: str, place: str, count: int = 1) -> None:
+        """Count something that is left out."""
+        self._found.setdefault(what, [0, place])[0] += count
+
+    def losses(self) -> dict[str, int]:
+        """The numbers by reason and place of the first."""
+        return {f"{what}, the first at {place}": count for what, (count, place) in self._found.items()}
+
+
 class Json:
     """JSON text that is taken value by value, or many at once, so that one block of it is in memory.
 
-    `read` returns the next bytes, about as many as asked for; more than `limit_bytes` in all are refused.
+    `read` returns the next bytes, about as many as asked for; more than `limit_bytes` in all are refused. What is no
+    UTF-8 is replaced, and counted in `left_out`.
     """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int) -> None:
         self._read = read
         self._limit_bytes = limit_bytes
         self._seen_bytes = 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+        self.left_out = LeftOut()
         self._text = b""
         self._at = 0
         self._passed = 0
@@ -120,7 +138,7 @@ class Json:
     def _length_of_brackets(self, *, only_one: bool) -> int:
         """How long the first of the values at hand is, which are in brackets, or several of them; of one that is cut
         off all there is."""
-        depths, length = _Depths(), 0
+        depths, length = Depths(), 0
         while True:
             piece = self._text[self._at + length : self._at + length + PIECE_BYTES]
             places, depth = depths.follow(piece)
@@ -167,17 +185,26 @@ class Json:
         block = self._read(max(BLOCK_BYTES, held))
         self._seen_bytes += len(block)
         self.refuse_beyond_limit(self._seen_bytes)
-        self._utf8.decode(block, final=not block)
         self._passed += self._at
-        self._text = self._text[self._at :] + block
+        self._text = self._text[self._at :] + self._as_utf8(block)
         self._at = 0
         return bool(block)
+
+    def _as_utf8(self, block: bytes) -> bytes:
+        if block.isascii() and not self._utf8.getstate()[0]:
+            return block
+        text = self._utf8.decode(block, final=not block)
+        found = text.encode()
+        replaced = found.count(_REPLACED) - block.count(_REPLACED)
+        if replaced > 0:
+            self.left_out.add("characters that are no UTF-8", f"byte {self.passed}", replaced)
+        return found
 
     def _wrong(self, why: str, at: int) -> ValueError:
         return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
 
 
-class _Depths:
+class Depths:
     """How deep brackets lie in one another, followed from the begin of a value through pieces of its text."""
 
     def __init__(self) -> None:
@@ -213,7 +240,3 @@ class _Depths:
         escapes = slashes & ((numbers - first) % 2 == 0)
         self._is_escaped = bool(escapes[-1])
         return np.asarray(escapes[:-1])
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}, which is not JSON; write it with finite numbers")

@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
 INT64 = 1 << 63
@@ -87,7 +88,7 @@ def microseconds(time_ns: int) -> str:
 
 def nanoseconds(time_us: object) -> int:
     """Microseconds as nanoseconds, exact for three decimals."""
-    time: float = checked(time_us, float, int)
+    time = time_us if type(time_us) is Decimal else checked(time_us, float, int)
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
     return round(time * 1000)
