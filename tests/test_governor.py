@@ -16,6 +16,7 @@ from instrument.instrumentors import decorated
 from instrument.instrumentors.loaders import _recorded
 from instrument.recorder.governor import Budget, Governor
 from instrument.recorder.recorder import RECORDER
+from instrument.recorder.wrapping import bare_of
 from instrument.recording.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
@@ -496,7 +497,7 @@ def test_a_decorated_function_is_taken_off_and_put_on_again_wherever_it_is_held(
         vars(module),
     )
     hot, engine = vars(module)["hot"], vars(module)["Engine"]
-    bare = hot.__wrapped__
+    bare = bare_of(hot)
     vars(module)["bare"] = bare
     vars(other)["copied"] = hot
     vars(other)["table"] = {"hot": (hot,)}
@@ -515,7 +516,7 @@ def test_a_decorated_function_is_taken_off_and_put_on_again_wherever_it_is_held(
         attach_step()
         assert vars(module)["hot"] is vars(other)["copied"] is vars(other)["table"]["hot"][0] is hot
         assert vars(other)["later"] is hot
-        assert (hot.counter, hot.__wrapped__, vars(module)["bare"]) == (1, bare, bare)
+        assert (hot.counter, bare_of(hot), vars(module)["bare"]) == (1, bare, bare)
         assert engine.step() == 3
         assert RECORDER.calls == 2
     finally:

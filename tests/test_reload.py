@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ from instrument import ProfileError, StateError, chrome
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
+from instrument.recorder.wrapping import bare_of
 from instrument.sessions import control, control_client
 from instrument.sessions.control import CALLERS, REQUEST_BYTES, ControlServer
 from instrument.sessions.control_client import Request
@@ -122,6 +124,16 @@ def test_a_rule_that_asks_for_the_same_in_other_words_keeps_its_probe() -> None:
     assert (module.first, module.second, vars(module.Engine)["step"]) == held
 
 
+def test_a_function_that_somebody_has_wrapped_since_gets_no_second_probe() -> None:
+    module = work()
+    session = begin('functions: [{match: "reloaded:first"}]')
+    probe = module.first
+    module.first = functools.wraps(probe)(lambda *args: probe(*args))
+    session.reload(loads('functions: [{match: ["reloaded:first", "reloaded:second"]}]', environ={}))
+    module.first(1)
+    assert calls(session) == {"first": 1}
+
+
 def test_another_name_or_kind_makes_another_probe() -> None:
     module = work()
     original = module.first
@@ -130,7 +142,7 @@ def test_another_name_or_kind_makes_another_probe() -> None:
     assert done.attached == done.undone == ("reloaded:first",)
     module.first(1)
     assert calls(session) == {"one": 1}
-    assert module.first.__wrapped__ is original
+    assert bare_of(module.first) is original
 
 
 def test_the_first_rule_still_has_a_target_when_a_reload_puts_another_before_it() -> None:

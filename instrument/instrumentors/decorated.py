@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from instrument.instrumentors import holders
+from instrument.recorder.wrapping import bare_of
 from instrument.recording.spans import Site
 
 _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary()
@@ -33,7 +34,7 @@ def detach(site: Site) -> Callable[[], None] | None:
     calling the wrapper.
     """
     wrapper = _decorated.get(site)
-    bare = None if wrapper is None else vars(wrapper).get("__wrapped__")
+    bare = None if wrapper is None else bare_of(wrapper)
     if type(bare) is not FunctionType:
         return None
     taken = _TakenOff(wrapper, _twin(bare, wrapper))

@@ -72,8 +72,8 @@ class Probe:
     @property
     def parts(self) -> Iterator[Any]:
         """What holds the function in what was made of it."""
-        yield vars(self.wrapped)
         if type(self.wrapped) is FunctionType:
+            yield vars(self.wrapped)
             yield from self.wrapped.__closure__ or ()
 
     def _name_property(self) -> None:

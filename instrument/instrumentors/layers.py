@@ -308,9 +308,7 @@ class Layers:
         self._patches[owner] = replace(owner, "forward", self._wrap(forward))
 
     def _wrap(self, forward: FunctionType) -> Any:
-        made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling, self._evaluate)
-        made.__instrument_layers__ = True
-        return made
+        return self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
         """Whether a layer records, and as what: once for each instance, as soon as its path is known."""

@@ -262,7 +262,7 @@ class Functions:
             if isinstance(framework, str):
                 self._tell(index, "attached", label, f"frameworks: {framework} has it")
                 continue
-            existing = targets.site_on(thing.function)
+            existing = targets.site_on(thing.function) or self._site_inside(thing)
             if existing is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = (
@@ -276,6 +276,16 @@ class Functions:
                 self._tell(index, "attached", label, f"it is the same function as {first}")
                 continue
             yield index, thing
+
+    def _site_inside(self, target: Target) -> Site | None:
+        """The site of the target's own probe, around which somebody has put a function since (`functools.wraps`)."""
+        probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
+        inner: Any = target.function
+        for _ in range(targets.INSIDE if probes else 0):
+            inner = (holders.own_names(inner) or {}).get("__wrapped__")
+            if id(inner) in probes:
+                return probes[id(inner)].site
+        return None
 
     def _attach(self, index: int, target: Target) -> Probe | None:
         rule = self.rules[index]

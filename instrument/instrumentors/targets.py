@@ -26,11 +26,13 @@ from re import compile as compile_pattern
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any
 
+from instrument import native
 from instrument.instrumentors import holders
 from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.recording.spans import Site
 from instrument.runtime.main_module import names_of
 
+_NATIVE = native.find("_recorder")
 _CACHED = type(lru_cache(lambda: None))
 _MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
 _CONTEXT_MANAGERS = tuple(
@@ -265,7 +267,10 @@ def _records(function: Any) -> bool:
 
 def site_on(function: Any) -> Site | None:
     """The site of the probe that a function carries."""
-    site = (own_names(function) or {}).get("__instrument__")
+    if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
+        site = getattr(function, "__instrument__", None)
+    else:
+        site = (own_names(function) or {}).get("__instrument__")
     return site if type(site) is Site else None
 
 

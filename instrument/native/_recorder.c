@@ -56,6 +56,7 @@
 #include "_recorder_scopes.h"
 #include "_recorder_stepped.h"
 #include "_recorder_generators.h"
+#include "_recorder_functions.h"
 #include "_recorder_renaming.h"
 #include "_recorder_shelf.h"
 #include "_recorder_requests.h"
@@ -93,12 +94,13 @@ execute(PyObject *made)
         return -1;
     }
 #endif
-    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &ScopeMethodType, &BoundMethodType};
+    if (ready_stand_ins() < 0)
+        return -1;
+    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
-    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType, &ShelfType,
-                             &StretchType};
+    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType, &ShelfType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;

@@ -241,8 +241,6 @@ static PyMethodDef Core_methods[] = {
     {"rename", (PyCFunction)(void (*)(void))Core_rename, METH_FASTCALL,
      "Let an open span be one of another site of its kind from now on."},
     {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
-    {"stepped", (PyCFunction)(void (*)(void))Core_stepped, METH_FASTCALL,
-     "What awaits a coroutine inside a span: stepped(site, coroutine, attributes, results)."},
     {"stepped_in", (PyCFunction)(void (*)(void))Core_stepped_in, METH_FASTCALL,
      "What awaits something for an open span, which learns how long it was suspended: stepped_in(frame, awaitable)."},
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},

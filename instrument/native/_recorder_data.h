@@ -198,6 +198,7 @@ typedef struct stepped {
     int64_t waited_ns;
     int64_t suspended_ns; /* since when it is, or 0 */
     char has_begun, is_running;
+    PyObject *weak_references;
 } Stepped;
 
 struct core;
@@ -371,13 +372,14 @@ typedef struct {
     uint32_t known_slots; /* a power of two */
     char is_followed; /* whether `sites` tells when it changes */
     char muted; /* whether calls pass without a span */
+    char form; /* what its calls are */
     path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     Pass *pass; /* what counts them, or NULL */
     PyObject *site, *decide, *evaluate;
     PyObject *works; /* tells the device timer by a call's arguments what the call works on, or NULL */
     PyObject *attributes, *results; /* tell by its arguments, and by what it gives, what its span bears; or NULL */
-    PyObject *dict;
+    PyObject *passes; /* says by its positional arguments whether a call passes without a span, or NULL */
     PyObject *weak_references;
 } Function;
 
@@ -392,8 +394,11 @@ struct scope {
 typedef struct stretch {
     PyObject_HEAD
     Core *core;
+    PyObject *body; /* the generator that it stands for */
+    PyObject *weak_references;
     struct stretch *previous, *next; /* all of the core's */
     char listed;
+    char is_running;
     PyObject *site, *attributes;
     Frame *frame;
     frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
@@ -406,8 +411,20 @@ typedef struct stretch {
     int64_t waited_told_ns; /* of what that waited: counted against who resumed it */
 } Stretch;
 
+/* What is awaited for one step of an async generator. */
+typedef struct {
+    PyObject_HEAD
+    Stretch *generator;
+    PyObject *awaitable, *steps; /* what the body gives for it, and what steps that once it has begun */
+    char closes;  /* whether the generator ends by it */
+    char has_begun, is_ours; /* is_ours: the body is in this step, inside its span */
+} AsyncStep;
+
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
-    SteppedType, StretchType;
+    SteppedType, CoroutineType, GeneratorType, AwaitableType, AsyncGeneratorType, AsyncStepType, StandInType;
+
+/* What the calls of a function are: spans of their own (as a scope is where one may be a request's), or what they give is. */
+enum { CALL, SCOPE, COROUTINE, GENERATOR, AWAITABLE, ASYNC_GENERATOR };
 
 #define SELDOM __attribute__((noinline, cold)) /* kept out of what each call runs */
 
@@ -446,4 +463,5 @@ static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dund
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
     *str_error_key, *str_told, *str_attributes, *str_key, *str_key_word, *str_batch_word, *str_bind_innermost,
     *str_batch_keys, *str_batch_weights, *str_outcome, *str_cancelled, *str_closed_early, *str_stopped;
+static PyTypeObject *cached_type; /* of what `functools.lru_cache` makes */
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

@@ -1,18 +1,16 @@
 /* Hot: spans of generators, and of what is awaited as one: they are current only while the body runs. A part of `_recorder.c`. */
 
+/* What stands for the generator that a function has given, inside a span of a site. NULL without memory, with an exception. */
 static PyObject *
-Stretch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
 {
-    static char *words[] = {"recorder", "site", "attributes", NULL};
-    PyObject *core, *site, *attributes = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|O:Stretch", words, &CoreType, &core, &site, &attributes))
-        return NULL;
     Stretch *self = (Stretch *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
+    self->body = Py_NewRef(body);
     self->core = (Core *)Py_NewRef(core);
     self->site = Py_NewRef(site);
-    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
+    self->attributes = Py_XNewRef(attributes);
     self->next = self->core->stretches;
     if (self->next != NULL)
         self->next->previous = self;
@@ -39,11 +37,19 @@ drop_inner(Stretch *self)
     }
 }
 
-#define HELD_BY_STRETCH(EACH) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
+#define HELD_BY_STRETCH(EACH) EACH(body) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
+
+static void end_dropped_body(Stretch *);
 
 static void
 Stretch_dealloc(Stretch *self)
 {
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
+    if (self->frame != NULL && self->frame->frame->state != CLOSED) {
+        Py_SET_REFCNT(self, 1); /* the host's code may run, and the collector look at it */
+        end_dropped_body(self);
+    }
     PyObject_GC_UnTrack(self);
     if (self->listed) {
         if (self->previous != NULL)
@@ -99,16 +105,16 @@ follow_steps(frame_t *frame)
     self->waited_before_ns = stepping->waited_ns - self->waited_before_ns;
 }
 
-static PyObject *Stretch_finish(Stretch *, PyObject *);
+static int finish(Stretch *, PyObject *);
 
-/* True where its site is muted: it has begun no span then, or has ended the one that it had, and the generator goes on
- * without. One that has scopes open inside waits until they are closed. */
-static PyObject *
-Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
+/* The body goes on; -1 with an exception of the host's. Where its site is muted it has begun no span then, or has ended the
+ * one that it had, and goes on without. One that has scopes open inside waits until they are closed. */
+static int
+resume(Stretch *self)
 {
     Core *core = self->core;
     if (self->lost)
-        Py_RETURN_NONE;
+        return 0;
     Pass *pass = pass_of(core, self->site);
     if (pass != NULL && (self->frame == NULL || self->inner == self->frame->frame)) {
         if (self->frame == NULL) {
@@ -116,37 +122,40 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
             count_passed(pass);
         } else {
             pass->cut++;
-            if (told(Stretch_finish(self, Py_None)) < 0)
-                return NULL;
+            return finish(self, Py_None);
         }
-        Py_RETURN_TRUE;
+        return 0;
     }
     if (self->frame == NULL) {
+        if (at_hand.uid == core->uid && is_stack_used_up(at_hand.ring)) {
+            PyErr_SetString(PyExc_RecursionError, "the C stack is used up by steps of instrumented generators");
+            return -1;
+        }
         self->frame = open_frame(core, self->site, self->attributes, OPEN);
         if (self->frame == NULL) {
             self->lost = 1;
             if (lose(core) < 0)
-                return NULL;
-            Py_RETURN_NONE;
+                return -1;
+            return 0;
         }
         self->frame->stretch = self;
         leave_stepped(self->frame); /* who resumes it may wait while it stands still */
         self->resumed_ns = self->frame->frame->start_ns;
-        Py_RETURN_NONE;
+        return 0;
     }
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL) { /* the span goes on, but is not current during this step */
         if (forgive() < 0)
-            return NULL;
-        Py_RETURN_NONE;
+            return -1;
+        return 0;
     }
     frame_t *own = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
     frame_t *frame = self->inner;
     if (frame == NULL) /* finished already */
-        Py_RETURN_NONE;
+        return 0;
     totals_t *totals = totals_here(ring, own->node);
     if (totals != NULL)
         totals->steps++;
@@ -172,8 +181,8 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     Py_DECREF(current);
     Py_DECREF(ring);
     if (own->pair != NULL && tell_pair(str_resume, &own->pair, 1) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+        return -1;
+    return 0;
 }
 
 /* The span that is current here, as other contexts know it; a new reference, NULL without one. */
@@ -193,12 +202,12 @@ parent_here(Current *current)
     return first;
 }
 
-static PyObject *
-Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
+static int
+suspend(Stretch *self)
 {
     Core *core = self->core;
     if (self->frame == NULL || self->inner != NULL)
-        Py_RETURN_NONE;
+        return 0;
     frame_t *own = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
@@ -206,8 +215,8 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     Current *current = current_of(core, &ring);
     if (current == NULL) {
         if (forgive() < 0)
-            return NULL;
-        Py_RETURN_NONE;
+            return -1;
+        return 0;
     }
     self->active_ns += step_ns;
     self->suspended_ns = now_ns;
@@ -215,7 +224,7 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     while (frame != NULL && frame != own)
         frame = frame->above;
     if (frame == NULL)
-        Py_RETURN_NONE; /* ended elsewhere */
+        return 0; /* ended elsewhere */
     self->inner = current->top;
     current->top = own->above;
     frame_t *caller = own->above;
@@ -246,17 +255,18 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     }
     Py_DECREF(current);
     if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+        return -1;
+    return 0;
 }
 
 /* The body stands still, for it has yielded an item. */
-static PyObject *
-Stretch_yielded(Stretch *self, PyObject *Py_UNUSED(none))
+static int
+yielded(Stretch *self)
 {
-    PyObject *none = Stretch_suspend(self, NULL);
-    if (none == NULL || self->inner == NULL)
-        return none;
+    if (suspend(self) < 0)
+        return -1;
+    if (self->inner == NULL)
+        return 0;
     int64_t gap_ns = self->suspended_ns - self->last_item_ns;
     self->last_item_ns = self->suspended_ns;
     if (gap_ns > self->longest_gap_ns) { /* always for the first item, since `last_item_ns` is 0 then */
@@ -266,7 +276,7 @@ Stretch_yielded(Stretch *self, PyObject *Py_UNUSED(none))
             self->longest_gap_ns = gap_ns;
     }
     self->items++;
-    return none;
+    return 0;
 }
 
 /* Tell of its items, but for what the service has set by the same names. -1 with an exception of the host's. */
@@ -301,26 +311,25 @@ tell_items(Stretch *self)
     return forgive();
 }
 
-static PyObject *
-Stretch_finish(Stretch *self, PyObject *error)
+static int
+finish(Stretch *self, PyObject *error)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED)
-        Py_RETURN_NONE;
+        return 0;
     frame_t *frame = self->frame->frame;
     if (self->inner == NULL) { /* a signal handler has ended it in the middle of a step */
         PyObject *pair = frame->pair;
         frame->pair = NULL;
-        PyObject *none = Stretch_suspend(self, NULL);
+        int failed = suspend(self);
         frame->pair = pair;
-        if (none == NULL)
-            return NULL;
-        Py_DECREF(none);
+        if (failed < 0)
+            return -1;
         if (frame->state == CLOSED)
-            Py_RETURN_NONE;
+            return 0;
     }
     int64_t end_ns = read_clock(self->core);
     if (self->items > 0 && tell_items(self) < 0)
-        return NULL;
+        return -1;
     frame->state = CLOSED;
     PyObject *published = take_published(frame);
     if (published != NULL) {
@@ -332,8 +341,8 @@ Stretch_finish(Stretch *self, PyObject *error)
     Ring *ring = ring_of(self->core);
     if (ring == NULL) {
         if (lose(self->core) < 0)
-            return NULL;
-        Py_RETURN_NONE;
+            return -1;
+        return 0;
     }
     Py_INCREF(ring);
     PyObject *name = error == Py_None || is_no_error(self->core, frame, error)
@@ -347,8 +356,8 @@ Stretch_finish(Stretch *self, PyObject *error)
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(ring);
     if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+        return -1;
+    return 0;
 }
 
 /* What awaits a step of the body, which may be suspended in it. */
@@ -361,7 +370,7 @@ Stretch_stepped(Stretch *self, PyObject *awaitable)
     if (iterator == NULL)
         return NULL;
     if (self->stepped == NULL) {
-        self->stepped = new_stepped(self->core, iterator);
+        self->stepped = new_stepped(self->core, &SteppedType, iterator);
         if (self->stepped == NULL)
             return NULL;
         self->frame->stepped = (Stepped *)Py_NewRef((PyObject *)self->stepped);
@@ -372,30 +381,376 @@ Stretch_stepped(Stretch *self, PyObject *awaitable)
     return Py_NewRef((PyObject *)self->stepped);
 }
 
-static PyMethodDef Stretch_methods[] = {
-    {"resume", (PyCFunction)Stretch_resume, METH_NOARGS,
-     "The body goes on. True where the site is muted, and the span has ended or never begins."},
-    {"suspend", (PyCFunction)Stretch_suspend, METH_NOARGS, "The body stands still, or has ended."},
-    {"yielded", (PyCFunction)Stretch_yielded, METH_NOARGS, "The body stands still, for it has yielded an item."},
-    {"stepped", (PyCFunction)Stretch_stepped, METH_O, "What awaits a step of the body, which may be suspended in it."},
-    {"finish", (PyCFunction)Stretch_finish, METH_O, "The generator has ended, with this exception or None."},
+
+/* Whether its steps are the body's alone. */
+static inline int
+has_no_span(const Stretch *self)
+{
+    return self->is_running /* the body says so itself */ || self->lost ||
+           (self->frame != NULL && self->frame->frame->state == CLOSED);
+}
+
+/* A step of the body has ended. Returns how, or that our end of its span has raised. */
+static PySendResult
+end_body_step(Stretch *self, PySendResult ended, PyObject **result)
+{
+    PyObject *type = NULL, *raised = NULL, *traceback = NULL;
+    self->is_running = 0;
+    if (ended == PYGEN_NEXT) {
+        if ((Py_TYPE(self) == &AwaitableType ? suspend(self) : yielded(self)) == 0)
+            return ended;
+        ended = PYGEN_ERROR;
+    }
+    if (ended == PYGEN_ERROR) {
+        Py_CLEAR(*result);
+        PyErr_Fetch(&type, &raised, &traceback);
+        PyErr_NormalizeException(&type, &raised, &traceback);
+    }
+    int is_end = type == NULL || PyErr_GivenExceptionMatches(type, PyExc_GeneratorExit) ||
+                 PyErr_GivenExceptionMatches(type, PyExc_StopAsyncIteration);
+    if (suspend(self) == 0 && finish(self, is_end || raised == NULL ? Py_None : raised) == 0) {
+        PyErr_Restore(type, raised, traceback);
+        return ended;
+    }
+    Py_CLEAR(*result);
+    Py_XDECREF(type);
+    Py_XDECREF(raised);
+    Py_XDECREF(traceback);
+    return PYGEN_ERROR;
+}
+
+static PySendResult
+Generator_step(Stretch *self, PyObject *value, PyObject **result)
+{
+    *result = NULL;
+    if (has_no_span(self) || (self->frame == NULL && value != Py_None))
+        return PyIter_Send(self->body, value, result);
+    if (resume(self) < 0)
+        return PYGEN_ERROR;
+    if (has_no_span(self))
+        return PyIter_Send(self->body, value, result);
+    self->is_running = 1;
+    PySendResult ended = PyIter_Send(self->body, value, result);
+    return end_body_step(self, ended, result);
+}
+
+static PyObject *
+Generator_send(Stretch *self, PyObject *value)
+{
+    PyObject *result;
+    PySendResult ended = Generator_step(self, value, &result);
+    return as_of_iterator(ended, result);
+}
+
+static PyObject *
+Generator_next(Stretch *self)
+{
+    PyObject *result;
+    PySendResult ended = Generator_step(self, Py_None, &result);
+    return as_of_iterator(ended, result);
+}
+
+static PyObject *
+Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *result = NULL;
+    if (self->frame == NULL || has_no_span(self))
+        return as_of_iterator(thrown(self->body, args, nargs, &result), result);
+    if (resume(self) < 0)
+        return NULL;
+    self->is_running = 1;
+    PySendResult ended = thrown(self->body, args, nargs, &result);
+    ended = end_body_step(self, ended, &result);
+    return as_of_iterator(ended, result);
+}
+
+static PyObject *
+Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    if (self->frame == NULL || has_no_span(self))
+        return close_body(self->body);
+    if (resume(self) < 0)
+        return NULL;
+    self->is_running = 1;
+    PyObject *given = close_body(self->body);
+    end_body_step(self, given == NULL ? PYGEN_ERROR : PYGEN_RETURN, &given);
+    return given;
+}
+
+/* Nobody is left who could go on: what closes the body is its own, and what that raises is said by it. */
+static void
+end_dropped_body(Stretch *self)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (Py_TYPE(self) != &AsyncGeneratorType && !self->is_running && resume(self) < 0)
+        PyErr_WriteUnraisable(NULL);
+    Py_CLEAR(self->body);
+    if (suspend(self) < 0 || finish(self, Py_None) < 0)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, raised, traceback);
+}
+
+/* ------------------------------------------------------------------ async generators */
+
+/* What a step of an async generator gives to be awaited. Takes the reference of what the body gives, which goes as it is where
+ * there is no memory. */
+static PyObject *
+new_async_step(Stretch *generator, PyObject *awaitable, int closes)
+{
+    AsyncStep *self = awaitable == NULL ? NULL : (AsyncStep *)AsyncStepType.tp_alloc(&AsyncStepType, 0);
+    if (self == NULL) {
+        if (awaitable != NULL && lose(generator->core) < 0)
+            Py_CLEAR(awaitable);
+        return awaitable;
+    }
+    self->awaitable = awaitable;
+    self->generator = (Stretch *)Py_NewRef((PyObject *)generator);
+    self->closes = (char)closes;
+    return (PyObject *)self;
+}
+
+/* -1 with an exception. */
+static int
+begin_async_step(AsyncStep *self, int may_begin)
+{
+    Stretch *generator = self->generator;
+    self->has_begun = 1;
+    if (!has_no_span(generator) && (generator->frame != NULL || (may_begin && !self->closes))) {
+        if (resume(generator) < 0)
+            return -1;
+        generator->is_running = self->is_ours = (char)!has_no_span(generator);
+    }
+    self->steps = self->is_ours ? Stretch_stepped(generator, self->awaitable) : iterator_of(self->awaitable);
+    return self->steps == NULL ? -1 : 0;
+}
+
+/* As `end_body_step`: what is given is an item, but by `aclose`. */
+static PySendResult
+end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
+{
+    if (ended == PYGEN_NEXT || !self->is_ours)
+        return ended;
+    self->is_ours = 0;
+    int is_item = ended == PYGEN_RETURN && !self->closes;
+    ended = end_body_step(self->generator, is_item ? PYGEN_NEXT : ended, result);
+    return ended == PYGEN_NEXT ? PYGEN_RETURN : ended;
+}
+
+static PySendResult
+AsyncStep_step(AsyncStep *self, PyObject *value, PyObject **result)
+{
+    *result = NULL;
+    if (!self->has_begun && begin_async_step(self, 1) < 0)
+        return end_async_step(self, PYGEN_ERROR, result);
+    PySendResult ended = PyIter_Send(self->steps, value, result);
+    return end_async_step(self, ended, result);
+}
+
+static PyObject *
+AsyncStep_send(AsyncStep *self, PyObject *value)
+{
+    PyObject *result;
+    PySendResult ended = AsyncStep_step(self, value, &result);
+    return as_of_iterator(ended, result);
+}
+
+static PyObject *
+AsyncStep_next(AsyncStep *self)
+{
+    return AsyncStep_send(self, Py_None);
+}
+
+static PyObject *
+AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *result = NULL;
+    if (!self->has_begun && begin_async_step(self, 0) < 0) {
+        end_async_step(self, PYGEN_ERROR, &result);
+        return NULL;
+    }
+    PySendResult ended = thrown(self->steps, args, nargs, &result);
+    ended = end_async_step(self, ended, &result);
+    return as_of_iterator(ended, result);
+}
+
+static PyObject *
+AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *given = close_body(self->steps != NULL ? self->steps : self->awaitable);
+    if (self->is_ours) {
+        self->is_ours = 0;
+        end_body_step(self->generator, given == NULL ? PYGEN_ERROR : PYGEN_RETURN, &given);
+    }
+    return given;
+}
+
+static void
+AsyncStep_dealloc(AsyncStep *self)
+{
+    if (self->is_ours) { /* given up in the middle */
+        Py_SET_REFCNT(self, 1);
+        PyObject *type, *raised, *traceback, *none;
+        PyErr_Fetch(&type, &raised, &traceback);
+        none = AsyncStep_close(self, NULL);
+        if (none == NULL)
+            PyErr_WriteUnraisable(self->awaitable);
+        Py_XDECREF(none);
+        PyErr_Restore(type, raised, traceback);
+    }
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->steps);
+    Py_CLEAR(self->awaitable);
+    Py_CLEAR(self->generator);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int
+AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->steps);
+    Py_VISIT(self->awaitable);
+    Py_VISIT(self->generator);
+    return 0;
+}
+
+static PyObject *
+AsyncGenerator_next(Stretch *self)
+{
+    return new_async_step(self, Py_TYPE(self->body)->tp_as_async->am_anext(self->body), 0);
+}
+
+static PyObject *
+async_step_by(Stretch *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int closes)
+{
+    PyObject *method = PyObject_GetAttrString(self->body, name);
+    PyObject *awaitable = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, NULL);
+    Py_XDECREF(method);
+    return new_async_step(self, awaitable, closes);
+}
+
+static PyObject *
+AsyncGenerator_asend(Stretch *self, PyObject *value)
+{
+    return async_step_by(self, "asend", &value, 1, 0);
+}
+
+static PyObject *
+AsyncGenerator_athrow(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return async_step_by(self, "athrow", args, nargs, 0);
+}
+
+static PyObject *
+AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    return async_step_by(self, "aclose", NULL, 0, 1);
+}
+
+/* ------------------------------------------------------------------ as the body that each stands for */
+
+static PyObject *
+Stretch_getattro(Stretch *self, PyObject *name)
+{
+    return get_through((PyObject *)self, name, self->body);
+}
+
+static int
+Stretch_setattro(Stretch *self, PyObject *name, PyObject *value)
+{
+    return PyObject_SetAttr(self->body, name, value);
+}
+
+static PyObject *
+Stretch_repr(Stretch *self)
+{
+    return PyObject_Repr(self->body);
+}
+
+static PyTypeObject *stood_for(PyTypeObject *);
+
+static PyObject *
+Stretch_class(Stretch *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)stood_for(Py_TYPE(self)));
+}
+
+static PyGetSetDef Stretch_getset[] = {
+    {"__class__", (getter)Stretch_class, NULL, NULL, NULL},
     {NULL},
 };
 
-static PyMemberDef Stretch_members[] = {
-    {"frame", T_OBJECT, offsetof(Stretch, frame), READONLY, "its span's frame, None before the first step"},
+static PyMethodDef Generator_methods[] = {
+    {"send", (PyCFunction)Generator_send, METH_O, "Go on with a value."},
+    {"throw", (PyCFunction)(void (*)(void))Generator_throw, METH_FASTCALL, "Go on with an exception."},
+    {"close", (PyCFunction)Generator_close, METH_NOARGS, "Go on no more."},
     {NULL},
 };
 
-static PyTypeObject StretchType = {
+static PyMethodDef AsyncGenerator_methods[] = {
+    {"asend", (PyCFunction)AsyncGenerator_asend, METH_O, "Go on with a value."},
+    {"athrow", (PyCFunction)(void (*)(void))AsyncGenerator_athrow, METH_FASTCALL, "Go on with an exception."},
+    {"aclose", (PyCFunction)AsyncGenerator_aclose, METH_NOARGS, "Go on no more."},
+    {NULL},
+};
+
+static PyMethodDef AsyncStep_methods[] = {
+    {"send", (PyCFunction)AsyncStep_send, METH_O, "Go on with a value."},
+    {"throw", (PyCFunction)(void (*)(void))AsyncStep_throw, METH_FASTCALL, "Go on with an exception."},
+    {"close", (PyCFunction)AsyncStep_close, METH_NOARGS, "Go on no more."},
+    {NULL},
+};
+
+static PyAsyncMethods Generator_async = {.am_send = (sendfunc)Generator_step};
+static PyAsyncMethods Awaitable_async = {.am_send = (sendfunc)Generator_step, .am_await = PyObject_SelfIter};
+static PyAsyncMethods AsyncGenerator_async = {.am_aiter = PyObject_SelfIter, .am_anext = (unaryfunc)AsyncGenerator_next};
+static PyAsyncMethods AsyncStep_async = {.am_send = (sendfunc)AsyncStep_step, .am_await = PyObject_SelfIter};
+
+#define STRETCH_TYPE(name)                                                                                         \
+    PyVarObject_HEAD_INIT(&StandInType, 0)                                                                         \
+    .tp_name = name,                                                                                               \
+    .tp_basicsize = sizeof(Stretch),                                                                               \
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,                       \
+    .tp_dealloc = (destructor)Stretch_dealloc,                                                                     \
+    .tp_traverse = (traverseproc)Stretch_traverse,                                                                 \
+    .tp_repr = (reprfunc)Stretch_repr,                                                                             \
+    .tp_getattro = (getattrofunc)Stretch_getattro,                                                                 \
+    .tp_setattro = (setattrofunc)Stretch_setattro,                                                                 \
+    .tp_weaklistoffset = offsetof(Stretch, weak_references),                                                       \
+    .tp_getset = Stretch_getset
+
+static PyTypeObject GeneratorType = {
+    STRETCH_TYPE("generator"),
+    .tp_as_async = &Generator_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)Generator_next,
+    .tp_methods = Generator_methods,
+};
+
+/* Of `types.coroutine`: what it yields is for the event loop, and no item. */
+static PyTypeObject AwaitableType = {
+    STRETCH_TYPE("generator"),
+    .tp_as_async = &Awaitable_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)Generator_next,
+    .tp_methods = Generator_methods,
+};
+
+static PyTypeObject AsyncGeneratorType = {
+    STRETCH_TYPE("async_generator"),
+    .tp_as_async = &AsyncGenerator_async,
+    .tp_methods = AsyncGenerator_methods,
+};
+
+static PyTypeObject AsyncStepType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Stretch",
-    .tp_basicsize = sizeof(Stretch),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "A generator's span: current only while the body runs, its active time against whoever resumed it.",
-    .tp_new = Stretch_new,
-    .tp_dealloc = (destructor)Stretch_dealloc,
-    .tp_traverse = (traverseproc)Stretch_traverse,
-    .tp_methods = Stretch_methods,
-    .tp_members = Stretch_members,
+    .tp_name = "async_generator_asend",
+    .tp_basicsize = sizeof(AsyncStep),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)AsyncStep_dealloc,
+    .tp_traverse = (traverseproc)AsyncStep_traverse,
+    .tp_as_async = &AsyncStep_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)AsyncStep_next,
+    .tp_methods = AsyncStep_methods,
 };

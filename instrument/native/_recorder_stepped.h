@@ -2,6 +2,17 @@
  * the span of the coroutine and for those that begin inside it. Cold, at the end: what throws into it, closes and shows
  * it. A part of `_recorder.c`. */
 
+/* What an object has by a name, or what it stands for has. */
+static PyObject *
+get_through(PyObject *self, PyObject *name, PyObject *stood_for)
+{
+    PyObject *found = PyObject_GenericGetAttr(self, name);
+    if (found != NULL || stood_for == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(stood_for, name);
+}
+
 /* What `await` would step: a coroutine itself, or the iterator of what else can be awaited. A new reference; NULL with an
  * exception. */
 static PyObject *
@@ -18,16 +29,16 @@ is_awaitable(PyObject *object)
     return PyCoro_CheckExact(object) || (methods != NULL && methods->am_await != NULL);
 }
 
-/* Of the iterator it takes the reference. NULL without memory, with an exception. */
+/* Of one of both types. Of the iterator it takes the reference. NULL without memory, with an exception. */
 static Stepped *
-new_stepped(Core *core, PyObject *iterator)
+new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
 {
-    Stepped *self = free_stepped_count > 0 ? free_stepped[--free_stepped_count]
-                                           : (Stepped *)SteppedType.tp_alloc(&SteppedType, 0);
+    Stepped *self = free_stepped_count > 0 ? free_stepped[--free_stepped_count] : (Stepped *)type->tp_alloc(type, 0);
     if (self == NULL) {
         Py_DECREF(iterator);
         return NULL;
     }
+    Py_SET_TYPE((PyObject *)self, type);
     self->core = (Core *)Py_NewRef(core);
     self->awaited = iterator;
     return self;
@@ -72,14 +83,22 @@ leave_awaited(Stepped *self)
     PyErr_Restore(type, raised, traceback);
 }
 
+static PyObject *Stepped_close(Stepped *, PyObject *);
+
 /* As a scope that is given up, also while its span is open: nobody is left who could go on. */
 static void
 Stepped_dealloc(Stepped *self)
 {
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
     Py_SET_REFCNT(self, 1);
     if (self->own != NULL) {
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
+        PyObject *none = Stepped_close(self, NULL);
+        if (none == NULL)
+            PyErr_WriteUnraisable(self->awaited);
+        Py_XDECREF(none);
         if (end_own(self, NULL) < 0)
             PyErr_WriteUnraisable(NULL);
         PyErr_Restore(type, raised, traceback);
@@ -106,20 +125,20 @@ told(PyObject *none)
     return none == NULL ? -1 : 0;
 }
 
-/* Close what is not awaited any more, as a coroutine that is closed does. -1 with an exception. */
-static int
-close_awaited(Stepped *self)
+/* Close what goes on no more, as a coroutine that is closed does. What that gives, or NULL with an exception. */
+static PyObject *
+close_body(PyObject *body)
 {
-    PyObject *method = PyObject_GetAttrString(self->awaited, "close"), *none;
-    if (method == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError))
-        return -1;
+    PyObject *method = PyObject_GetAttrString(body, "close");
     if (method == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+            return NULL;
         PyErr_Clear();
-        return 0;
+        return Py_NewRef(Py_None);
     }
-    none = PyObject_CallNoArgs(method);
+    PyObject *given = PyObject_CallNoArgs(method);
     Py_DECREF(method);
-    return told(none);
+    return given;
 }
 
 /* Begin its span. -1 with an exception of the host's. */
@@ -143,7 +162,7 @@ begin_own(Stepped *self)
             return 0;
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
-        if (close_awaited(self) < 0)
+        if (told(close_body(self->awaited)) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
         PyErr_Restore(type, raised, traceback);
         return -1;
@@ -216,6 +235,8 @@ Stepped_step(Stepped *self, PyObject *value, PyObject **result)
 {
     Stepped *around;
     *result = NULL;
+    if (self->is_running) /* it says so itself */
+        return PyIter_Send(self->awaited, value, result);
     if (begin_step(self, &around) < 0)
         return PYGEN_ERROR;
     PySendResult ended = PyIter_Send(self->awaited, value, result);
@@ -228,6 +249,11 @@ as_of_iterator(PySendResult ended, PyObject *result)
 {
     if (ended != PYGEN_RETURN)
         return result;
+    if (result == Py_None) {
+        Py_DECREF(result);
+        PyErr_SetNone(PyExc_StopIteration);
+        return NULL;
+    }
     PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result); /* not SetObject alone: a tuple would be arguments */
     if (stop != NULL)
         PyErr_SetObject(PyExc_StopIteration, stop);
@@ -250,23 +276,20 @@ Stepped_next(Stepped *self)
     return Stepped_send(self, Py_None);
 }
 
-/* stepped(site, coroutine, attributes, results): what awaits a coroutine inside a span of a site. */
+/* What stands for the coroutine that a function has given, inside a span of a site. The same where it cannot be awaited. NULL
+ * with an exception. */
 static PyObject *
-Core_stepped(Core *self, PyObject *const *args, Py_ssize_t nargs)
+stepped_coroutine(Core *core, PyObject *site, PyObject *coroutine, PyObject *attributes, PyObject *results)
 {
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "stepped(site, coroutine, attributes, results)");
-        return NULL;
-    }
-    if (!is_awaitable(args[1]))
-        return Py_NewRef(args[1]);
-    PyObject *iterator = iterator_of(args[1]);
-    Stepped *made = iterator == NULL ? NULL : new_stepped(self, iterator);
+    if (!is_awaitable(coroutine))
+        return Py_NewRef(coroutine);
+    PyObject *iterator = iterator_of(coroutine);
+    Stepped *made = iterator == NULL ? NULL : new_stepped(core, &CoroutineType, iterator);
     if (made == NULL)
         return NULL;
-    made->site = Py_NewRef(args[0]);
-    made->attributes = args[2] == Py_None ? NULL : Py_NewRef(args[2]);
-    made->results = args[3] == Py_None ? NULL : Py_NewRef(args[3]);
+    made->site = Py_NewRef(site);
+    made->attributes = Py_XNewRef(attributes);
+    made->results = Py_XNewRef(results);
     return (PyObject *)made;
 }
 
@@ -289,7 +312,7 @@ Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
         Py_SETREF(made->awaited, iterator);
         return Py_NewRef((PyObject *)made);
     }
-    made = new_stepped(self, iterator);
+    made = new_stepped(self, &SteppedType, iterator);
     if (made == NULL)
         return NULL;
     leave_stepped(frame);
@@ -300,18 +323,35 @@ Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 
 /* Cold from here on: what a stand-in for a coroutine must have besides, for who cancels, closes or looks at it. */
 
-/* What is awaited is thrown into by whoever steps, or has no way to be, and then raises what is thrown. */
-static PyObject *
-thrown(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
+/* The exception that is raised is a StopIteration: what it gives is the result. */
+static PySendResult
+returned(PyObject **result)
 {
-    PyObject *method = PyObject_GetAttrString(self->awaited, "throw");
+    PyObject *type, *stop, *traceback;
+    PyErr_Fetch(&type, &stop, &traceback);
+    PyErr_NormalizeException(&type, &stop, &traceback);
+    *result = stop == NULL ? NULL : PyObject_GetAttrString(stop, "value");
+    Py_XDECREF(type);
+    Py_XDECREF(stop);
+    Py_XDECREF(traceback);
+    return *result != NULL ? PYGEN_RETURN : PYGEN_ERROR;
+}
+
+/* Throw into what is stepped. What has no way for that raises what is thrown. */
+static PySendResult
+thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
+{
+    PyObject *method = PyObject_GetAttrString(body, "throw");
+    *result = NULL;
     if (method != NULL) {
-        PyObject *result = PyObject_Vectorcall(method, args, (size_t)nargs, NULL);
+        *result = PyObject_Vectorcall(method, args, (size_t)nargs, NULL);
         Py_DECREF(method);
-        return result;
+        if (*result != NULL)
+            return PYGEN_NEXT;
+        return PyErr_ExceptionMatches(PyExc_StopIteration) ? returned(result) : PYGEN_ERROR;
     }
     if (!PyErr_ExceptionMatches(PyExc_AttributeError))
-        return NULL;
+        return PYGEN_ERROR;
     PyErr_Clear();
     if (nargs > 0 && PyExceptionInstance_Check(args[0]))
         PyErr_SetObject((PyObject *)Py_TYPE(args[0]), args[0]);
@@ -319,27 +359,19 @@ thrown(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetObject(args[0], nargs > 1 ? args[1] : Py_None);
     else
         PyErr_SetString(PyExc_TypeError, "throw(exception)");
-    return NULL;
+    return PYGEN_ERROR;
 }
 
 static PyObject *
 Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Stepped *around;
+    PyObject *result;
+    if (self->is_running || (self->site != NULL && !self->has_begun)) /* no step of its body: there is no span */
+        return as_of_iterator(thrown(self->awaited, args, nargs, &result), result);
     if (begin_step(self, &around) < 0)
         return NULL;
-    PyObject *result = thrown(self, args, nargs), *stop = NULL;
-    PySendResult ended = result != NULL ? PYGEN_NEXT : PYGEN_ERROR;
-    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) { /* it has a result */
-        PyObject *type, *traceback;
-        PyErr_Fetch(&type, &stop, &traceback);
-        PyErr_NormalizeException(&type, &stop, &traceback);
-        Py_XDECREF(type);
-        Py_XDECREF(traceback);
-        result = stop == NULL ? NULL : PyObject_GetAttrString(stop, "value");
-        Py_XDECREF(stop);
-        ended = result != NULL ? PYGEN_RETURN : PYGEN_ERROR;
-    }
+    PySendResult ended = thrown(self->awaited, args, nargs, &result);
     ended = end_step(self, around, ended, &result);
     return as_of_iterator(ended, result);
 }
@@ -349,12 +381,12 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
     static PyObject *closed; /* what a coroutine that is closed is told */
     Stepped *around;
-    if (!self->has_begun)
-        return close_awaited(self) < 0 ? NULL : Py_NewRef(Py_None);
+    if (!self->has_begun || self->is_running)
+        return close_body(self->awaited);
     if ((closed == NULL && (closed = PyObject_CallNoArgs(PyExc_GeneratorExit)) == NULL) || begin_step(self, &around) < 0)
         return NULL;
     PyObject *result = NULL;
-    if (close_awaited(self) < 0) {
+    if (told(close_body(self->awaited)) < 0) {
         end_step(self, around, PYGEN_ERROR, &result);
         return NULL;
     }
@@ -369,17 +401,38 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 
 /* What shows of coroutines that await one another where each stands: of what is awaited here, as if we were it. */
 static PyObject *
-Stepped_shown(Stepped *self, void *name)
+Stepped_getattro(Stepped *self, PyObject *name)
 {
-    return PyObject_GetAttrString(self->awaited, name);
+    return get_through((PyObject *)self, name, self->awaited);
 }
 
-static PyGetSetDef Stepped_getset[] = {
-    {"cr_await", (getter)Stepped_shown, NULL, "of what is awaited", "cr_await"},
-    {"cr_code", (getter)Stepped_shown, NULL, "of what is awaited", "cr_code"},
-    {"cr_frame", (getter)Stepped_shown, NULL, "of what is awaited", "cr_frame"},
-    {"cr_origin", (getter)Stepped_shown, NULL, "of what is awaited", "cr_origin"},
-    {"cr_running", (getter)Stepped_shown, NULL, "of what is awaited", "cr_running"},
+static int
+Stepped_setattro(Stepped *self, PyObject *name, PyObject *value)
+{
+    return PyObject_SetAttr(self->awaited, name, value);
+}
+
+static PyObject *
+Stepped_repr(Stepped *self)
+{
+    return PyObject_Repr(self->awaited);
+}
+
+static PyObject *
+Coroutine_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)&PyCoro_Type);
+}
+
+/* As a coroutine has it: what can be iterated, for whoever steps it by hand. */
+static PyObject *
+Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
+{
+    return (PyObject *)new_stepped(self->core, &SteppedType, Py_NewRef((PyObject *)self));
+}
+
+static PyGetSetDef Coroutine_getset[] = {
+    {"__class__", (getter)Coroutine_class, NULL, NULL, NULL},
     {NULL},
 };
 
@@ -387,6 +440,14 @@ static PyMethodDef Stepped_methods[] = {
     {"send", (PyCFunction)Stepped_send, METH_O, "Go on with a value."},
     {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
     {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
+    {NULL},
+};
+
+static PyMethodDef Coroutine_methods[] = {
+    {"send", (PyCFunction)Stepped_send, METH_O, "Go on with a value."},
+    {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
+    {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
+    {"__await__", (PyCFunction)Coroutine_await, METH_NOARGS | METH_COEXIST, "Steps it, as an iterator."},
     {NULL},
 };
 
@@ -400,12 +461,31 @@ static PyTypeObject SteppedType = {
     .tp_name = "instrument.native._recorder.Stepped",
     .tp_basicsize = sizeof(Stepped),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_doc = "What a coroutine awaits, stepped and timed: it knows how long it was suspended.",
+    .tp_doc = "What is awaited, stepped and timed: it knows how long it was suspended.",
     .tp_dealloc = (destructor)Stepped_dealloc,
     .tp_traverse = (traverseproc)Stepped_traverse,
+    .tp_getattro = (getattrofunc)Stepped_getattro,
     .tp_as_async = &Stepped_async,
     .tp_iter = PyObject_SelfIter,
     .tp_iternext = (iternextfunc)Stepped_next,
+    .tp_weaklistoffset = offsetof(Stepped, weak_references),
     .tp_methods = Stepped_methods,
-    .tp_getset = Stepped_getset,
+};
+
+/* What a function gives that makes coroutines: as one of its own, which nobody can iterate. */
+static PyTypeObject CoroutineType = {
+    PyVarObject_HEAD_INIT(&StandInType, 0)
+    .tp_name = "coroutine",
+    .tp_basicsize = sizeof(Stepped),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)Stepped_dealloc,
+    .tp_traverse = (traverseproc)Stepped_traverse,
+    .tp_repr = (reprfunc)Stepped_repr,
+    .tp_getattro = (getattrofunc)Stepped_getattro,
+    .tp_setattro = (setattrofunc)Stepped_setattro,
+    .tp_as_async = &Stepped_async,
+    .tp_iternext = (iternextfunc)Stepped_next,
+    .tp_weaklistoffset = offsetof(Stepped, weak_references),
+    .tp_methods = Coroutine_methods,
+    .tp_getset = Coroutine_getset,
 };

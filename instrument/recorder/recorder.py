@@ -124,7 +124,7 @@ class _Recording(Renaming, Readback):
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
-        functions = self._mutable.get(vars(function).get("__instrument__"))
+        functions = self._mutable.get(function.__instrument__)
         if functions is not None:
             functions.discard(function)
         wrapping.retire(function)
@@ -216,7 +216,9 @@ class _Recording(Renaming, Readback):
         not compiled.
         """
         made = self.make_method(function, sites, decide, is_traced, evaluate)
-        functools.update_wrapper(made, function)
+        if not self.native:
+            functools.update_wrapper(made, function)
+            made.__instrument_layers__ = True
         return made  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------- life
@@ -451,8 +453,12 @@ else:
             works: wrapping.Attributes | None = None,
             attributes: wrapping.Attributes | None = None,
             results: wrapping.Results | None = None,
+            passes: wrapping.Passes | None = None,
+            form: int = 0,
         ) -> Any:
-            return _native.Function(self, function, site, works=works, attributes=attributes, results=results)
+            return _native.Function(
+                self, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
+            )
 
         def make_method(
             self,
@@ -467,9 +473,6 @@ else:
 
         def new_pass(self) -> Any:
             return _native.Pass(self)
-
-        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
-            return _native.Stretch(self, site, attributes)
 
         def shelf(self, sample: float, spans_per_request: int) -> Any:
             return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)

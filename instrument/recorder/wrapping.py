@@ -4,8 +4,9 @@ A coroutine's span stays current while it is suspended, for its task has a conte
 tells what of its time it was suspended. A generator runs in the context of whoever resumes it, so its span is current
 only while its body runs.
 
-A wrapper takes the very parameters of its function: the body of a coroutine or generator begins after the call, and a
-call with wrong arguments must fail at once (servers find out by such a call what kind of application they have).
+The native recorder has no frame of its own: its wrapper, and what that gives, stand for the function and the coroutine
+or generator. Those of the recorder in Python take the very parameters of the function: a call with wrong arguments must
+fail at once (servers find out by such a call what kind of application they have).
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"
 Results = Callable[[Any], "dict[Any, Any] | None"]
 """Gives attributes of a call's span from what the call gives, None for none; never raises."""
 
+FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator")
+"""What calls are that become spans, in the order in which the native recorder numbers them."""
+
 Passes = Callable[[tuple[Any, ...]], bool]
 """Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
 
@@ -45,11 +49,11 @@ def wrap(
 ) -> Function:
     """The function with a span of the recorder around each call.
 
-    The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
-    doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call, whose span
-    then carries them, and `results` of what it gives, which generators have not. `passes`, which is asked first, takes
-    a plain function off the fast path. `works` tells, as an attribute that no reader sees, what a call works on whose
-    device time is asked for.
+    The result looks as the function from outside: its kind, signature, names, code and attributes are those, and so is
+    its `__wrapped__` where it has one. It has its site as `__instrument__`. `attributes` is asked before each call,
+    whose span then carries them, and `results` of what it gives, which generators have not. `passes`, which is asked
+    first, takes a plain function off the fast path. `works` tells, as an attribute that no reader sees, what a call
+    works on whose device time is asked for.
     """
     told = attributes or works
     if attributes is not None and works is not None:
@@ -57,34 +61,45 @@ def wrap(
     told_of_call = attributes is not None or results is not None
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
-        shape = "generator"
+        form, shape = "async generator", "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
-        made = _make(_COROUTINE, recorder, function, site, told, passes, results)
-        shape = "coroutine"
+        form = shape = "coroutine"
     elif inspect.isgeneratorfunction(function):
-        made = _make(_GENERATOR, recorder, function, site, told, passes)
-        shape = "generator"
+        form, shape = "awaitable" if _is_awaitable(function) else "generator", "generator"
     elif site.kind == "request" or passes is not None or (told_of_call and not recorder.native):
-        template = _OPENING if results is None else _ANSWERED_OPENING
-        made = _make(template, recorder, function, site, told, passes, results)
-        shape = "wrapper"
-    elif told_of_call:
-        made = recorder.make_function(function, site, works, attributes, results)
-        shape = "wrapper"  # which costs about as much
+        form, shape = "scope", "wrapper"
     else:
-        made = recorder.make_function(function, site, works)
-        shape = "call"
+        form, shape = "call", "wrapper" if told_of_call else "call"  # which costs about as much
+    if form == "call":
+        made = recorder.make_function(function, site, works, *((attributes, results) if recorder.native else ()))
+    elif recorder.native:
+        made = recorder.make_function(function, site, None, told, results, passes, FORMS.index(form))
+    else:
+        template = _ANSWERED_OPENING if form == "scope" and results is not None else _TEMPLATES[form]
+        made = _make(template, recorder, function, site, told, passes, results)
     if site.kind == "step":  # a schedule that counts them would stand still
         recorder.note_shape(site, shape)
     else:
         recorder.may_mute(site, made, shape)
+    if not recorder.native:
+        _show_as(made, function, site)
+    return made  # type: ignore[no-any-return]
+
+
+def _show_as(made: Any, function: Any, site: Site) -> None:
+    """Let a wrapper made in Python look as its function, but for its code."""
     functools.update_wrapper(made, function)
     for name in ("cache_info", "cache_clear"):  # of functools.lru_cache: methods of its type, which are not copied
         if hasattr(function, name) and not hasattr(made, name):
             setattr(made, name, getattr(function, name))
+    made.__wrapped__ = getattr(function, "__wrapped__", function)
     made.__instrument__ = site
-    return made  # type: ignore[no-any-return]
+    made.__instrument_function__ = function
+
+
+def bare_of(made: Any) -> Any:
+    """The function that `wrap` has made a wrapper of."""
+    return made.__instrument_function__
 
 
 def _both(attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
@@ -132,13 +147,14 @@ def retire(made: Any) -> None:
 
     For one that has been taken off and that somebody still holds. Calls that are under way end as they began.
     """
-    vars(made).pop("__instrument__", None)
+    if type(made) is FunctionType:
+        vars(made).pop("__instrument__", None)
     turn(made, _OFF if type(made) is FunctionType else False)
 
 
-# What wrappers are made of. `{i}` begins the names that are ours, so that a parameter may have any name. A wrapper lets
-# go of the arguments before it waits: the host's function may drop a large one early. It has the globals of the host's
-# function, which resolve the names in its annotations; the bodies need none.
+# What the wrappers of the recorder in Python are made of. `{i}` begins the names that are ours, so that a parameter may
+# have any name. A wrapper lets go of the arguments before it waits: the host's function may drop a large one early. It
+# has the globals of the host's function, which resolve the names in its annotations; the bodies need none.
 
 _OPENING = """
 def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
@@ -278,6 +294,15 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
 """
 
 
+_TEMPLATES = {
+    "scope": _OPENING,
+    "coroutine": _COROUTINE,
+    "generator": _GENERATOR,
+    "awaitable": _AWAITABLE,
+    "async generator": _ASYNC_GENERATOR,
+}
+
+
 class _NoStretch:
     """Stands for the span of an async generator that began while recording was off."""
 
@@ -310,16 +335,13 @@ def _make(
     results: Results | None = None,
 ) -> Any:
     """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
-    is_awaitable = template is _GENERATOR and _is_awaitable(function)
-    if is_awaitable:
-        template = _AWAITABLE
     code = getattr(function, "__code__", None)
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
     made = _template(template, shape, may_pass=passes is not None)(
         function, recorder, recorder, site, attributes, _NO_STRETCH, passes, results
     )
-    if is_awaitable:
+    if template is _AWAITABLE:
         made = types.coroutine(made)
     if not is_plain:
         return made
