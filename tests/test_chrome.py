@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from raw_spans import counted
 
 from instrument import chrome
-from instrument.chrome import reading
 from instrument.errors import TraceError
 from instrument.profile.kinds import KINDS
 from instrument.recording.remote_parents import RemoteParent
@@ -41,6 +40,7 @@ from instrument.recording.spans import (
     Trace,
 )
 from instrument.recording.tally import Tally
+from instrument.trace import file
 from instrument.trace.of_spans import trace_of
 
 BASE_NS = 123_456_789_012_345
@@ -331,20 +331,39 @@ def test_a_file_without_a_tally_has_it_counted_from_its_spans(tmp_path: Path) ->
     assert rows_of(tally) == rows_of(counted(original.spans))
 
 
+def nest(sites: Sequence[Site]) -> Trace:
+    return trace(*(span(at, at, 900 - at, site=site, parent=at - 1) for at, site in enumerate(sites, 1)))
+
+
 def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = trace(*(span(number, number, 900 - number, parent=number - 1) for number in range(1, 41)))
-    path = chrome.dump(tmp_path / "trace.json", original)
+    path = chrome.dump(tmp_path / "trace.json", nest([Site(f"f{number}") for number in range(40)]))
     loaded, tally = chrome.load(path)
     again, make_tally = chrome.read(path)
     assert [span.span_id for span in again.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
     assert rows_of(make_tally()) == rows_of(tally)
-    monkeypatch.setattr(reading, "LIMIT_LINKS", 820)
+    monkeypatch.setattr(file, "LIMIT_LINKS", 820)
     chrome.read(path)
-    monkeypatch.setattr(reading, "LIMIT_LINKS", 819)
+    monkeypatch.setattr(file, "LIMIT_LINKS", 779)
     with pytest.raises(TraceError, match="deeper than any program's"):
         chrome.read(path)
+    monkeypatch.setattr(file, "DEEPEST", 38)
+    monkeypatch.setattr(file, "LIMIT_LINKS", 820)
+    with pytest.raises(TraceError, match="deeper than any program's"):
+        chrome.read(path)
+
+
+def test_what_recurs_is_read_however_often_and_deep_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call paths are short, also where the spans have many others around them."""
+    monkeypatch.setattr(file, "LIMIT_LINKS", 200)
+    original = nest([Site("walk")] * 40)
+    for known in (counted(original.spans), None):
+        path = chrome.dump(tmp_path / "trace.json", original, known)
+        saved = chrome.load_columns(path)
+        assert rows_of(saved.counted()) == rows_of(counted(original.spans))
+        again = file.load(file.write(tmp_path / "trace.npz", saved.columns, saved.facts, known))
+        assert rows_of(again.counted()) == rows_of(saved.counted())
 
 
 @pytest.mark.parametrize(("start_ns", "length_ns"), [(2**63 - 50, 10), (5, 2**63 - 1), (5, -1)])

@@ -20,9 +20,9 @@ from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
 from instrument.trace import columns
-from instrument.trace.file import Saved
+from instrument.trace.file import Saved, without_endless
 from instrument.trace.json_blocks import Json
-from instrument.trace.metadata import LIMIT_LINKS, Metadata
+from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, LIMIT_SPANS, LIMIT_VALUE, checked
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
@@ -66,8 +66,8 @@ def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES
     with _refusals(path):
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
-        _refuse_endless(saved.columns)
-    return saved
+        _refuse_backward(saved.columns)
+        return without_endless(saved)
 
 
 @contextmanager
@@ -78,6 +78,8 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
         return
+    except TraceError as problem:
+        why, cause = f"{problem}", problem
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
     except compression.damages() as problem:
@@ -244,8 +246,7 @@ def _events(text: Json) -> Iterator[tuple[None, list[TraceEvent]]]:
     _take_end(text, "]")
 
 
-def _refuse_endless(found: columns.Trace) -> None:
-    """Raise if call paths are so long that views would take endless memory or time."""
-    backward = np.count_nonzero(found.parent > np.arange(len(found)))
-    if backward > LIMIT_BACKWARD or int(found.level.sum()) + len(found) > LIMIT_LINKS:
-        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+def _refuse_backward(found: columns.Trace) -> None:
+    """Raise for parents that begin after their children, beyond a few, for which views would take endless time."""
+    if np.count_nonzero(found.parent > np.arange(len(found))) > LIMIT_BACKWARD:
+        raise ValueError("parents in it begin after their children; it is damaged")

@@ -26,11 +26,18 @@ from instrument.trace.self_times import waiting_times
 _STARTS = np.array([bucket_start(index) for index in range(LAST_BUCKET + 1)], dtype=np.int64)
 
 
+_TOO_DEEP = "its calls lie in one another deeper than any program's; it is damaged"
+
+
 class _Paths:
     """Call paths as nodes, each with its site's number and the node above it, and of each call of a site in one, its
-    node: `recurring` are those in which a call may have another one of the same node around it."""
+    node: `recurring` are those in which a call may have another one of the same node around it.
 
-    def __init__(self) -> None:
+    Raises `ValueError` where it has gone over more than `limit_links` nodes to find such.
+    """
+
+    def __init__(self, limit_links: int | None) -> None:
+        self._links_left = limit_links
         self.site: list[int] = []
         self.parent: list[int] = []
         self.depth: list[int] = []
@@ -49,6 +56,7 @@ class _Paths:
         if site in self._known_sites:
             on_path = [parent]
             while (node := on_path[-1]) != NONE:
+                self._go_over_link()
                 if self.site[node] == site:
                     self.recurring.update(on_path)
                     return node
@@ -58,6 +66,12 @@ class _Paths:
         self.parent.append(parent)
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
+
+    def _go_over_link(self) -> None:
+        if self._links_left is not None:
+            self._links_left -= 1
+            if self._links_left < 0:
+                raise ValueError(_TOO_DEEP)
 
     def all(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
         """The path of each node, the topmost site first."""
@@ -75,12 +89,12 @@ def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_li
     tally, names = Tally(), dict(threads or {})
     if not len(trace):
         return tally
-    paths = _Paths()
+    paths = _Paths(limit_links)
     node_of = _nodes(trace, paths)
     cell_of, rows = numbered(node_of, numbered(trace.thread_id)[0])
     nodes = node_of[rows]
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
-        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+        raise ValueError(_TOO_DEEP)
     totals = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
     path_of = paths.all(trace.sites)
     node_numbers, thread_ids = nodes.tolist(), trace.thread_id[rows].tolist()

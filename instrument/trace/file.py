@@ -40,6 +40,9 @@ LAYOUT = 2
 LIMIT_BYTES = 2 << 30
 """Most bytes that `load` unpacks."""
 
+DEEPEST = 100_000
+"""Most calls in one another, of which even a recursion has fewer."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -160,10 +163,20 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         names = [checked(name, str) for name in more["kernel_names"]]
         facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
         facts.allocations = unpacked_allocations(arrays, about.base_ns)
-        saved = Saved(columns, facts, about.tally())
-        if saved.tally is None and int(columns.level.sum(dtype=np.int64)) > LIMIT_LINKS:
-            saved = replace(saved, tally=saved.counted())
-        return saved
+        return without_endless(Saved(columns, facts, about.tally()))
+
+
+def without_endless(saved: Saved) -> Saved:
+    """The recording, whose totals are counted at once where that could take long: what recurs is short by call path.
+
+    Raises `ValueError` and `TraceError` for calls that lie in one another deeper than any program's.
+    """
+    level = saved.columns.level
+    if int(level.max(initial=0)) > DEEPEST:
+        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+    if saved.tally is None and int(level.sum(dtype=np.int64)) > LIMIT_LINKS:
+        return replace(saved, tally=saved.counted())
+    return saved
 
 
 def facts_of(path: str | os.PathLike[str]) -> spans.Trace:
