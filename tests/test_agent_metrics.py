@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
-from otlp_collectors import Collector, collecting, take
+from otlp_collectors import Collector, collecting, refuse_with, take
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 
 from instrument.agent.exports import EXPORTER
@@ -97,6 +98,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
 
 DURATION, CALLS = "http.server.request.duration", "instrument.call.duration"
 FIRST, BATCH = "gen_ai.server.time_to_first_token", "instrument.batch.size"
+QUEUED = "gen_ai.server.time_in_queue"
 
 
 @pytest.fixture(params=["cumulative", "delta"])
@@ -305,3 +307,71 @@ def test_numbers_without_an_end_in_what_a_process_tells_are_taken_as_not_told(na
     told = export_facts.told(Ids(), {}, Capture(), 1)
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
     assert export_facts.facts_from(json.loads(json.dumps(told))) is None
+
+
+NESTED = """
+import os, sys, time
+from instrument import scope
+
+asked, answered = os.pipe(), os.pipe()
+if os.fork() == 0:
+    while key := os.read(asked[0], 4).decode():
+        with scope("accept", phase="accept", key=key):
+            pass
+        time.sleep(0.001)
+        with scope("step", kind="step", batch=[key]):
+            time.sleep(0.001)
+        os.write(answered[1], b".")
+        if key == "last":
+            sys.exit()
+
+def ask(key):
+    with scope("submit", key=key):
+        os.write(asked[1], key.encode())
+    os.read(answered[0], 1)
+
+for number in range(10, 20):
+    with scope("outer", kind="request"):
+        with scope("inner", kind="request"):
+            ask(f"i-{number}")
+        ask(f"o-{number}")
+ask("last")
+os.wait()
+"""
+
+
+def in_queue(collector: Collector) -> dict[str, int]:
+    """The requests whose time in the queue the collector knows, by name."""
+    found = {}
+    for metric in collector.metrics:
+        for point in metric.exponential_histogram.data_points if metric.name == QUEUED else ():
+            (name,) = [one.value.string_value for one in point.attributes if one.key == "instrument.span.name"]
+            found[name] = point.count
+    return found
+
+
+@pytest.mark.slow
+def test_at_the_end_of_a_run_the_time_in_the_queue_of_requests_in_others_is_sent_too(collector: Collector) -> None:
+    Path("profile.yaml").write_text(
+        "requests: auto\ncapture: {sample: 0}\n"
+        f"export: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}}}\n"
+    )
+    done = run(NESTED)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    assert in_queue(collector) == {"outer": 10, "inner": 10}
+    assert "has reached the collector" not in done.stderr
+
+
+@pytest.mark.slow
+def test_metrics_that_a_collector_does_not_take_at_the_end_of_a_run_are_reported() -> None:
+    Path("engine.py").write_text(ENGINE)
+    with collecting(take, metrics=refuse_with(400)) as server, Path("errors").open("w") as errors:
+        Path("profile.yaml").write_text(PROFILE % server.server_port)
+        Path("main.py").write_text("import engine\nengine.work()\n")
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        subprocess.run(command, check=True, timeout=60, stderr=errors, env={**os.environ, "IMPATIENT": "1"})
+        until(lambda: not run_folder.found())
+    assert re.search(
+        "reached the collector: .*points of metrics that the collector did not take", Path("errors").read_text()
+    )

@@ -28,6 +28,7 @@ from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, session_threads
+from instrument.sessions import session as session_module
 from instrument.sessions.generation import Generations
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
@@ -125,6 +126,44 @@ def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(collector: Co
     waiting.join(120)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(False, 2)]
     place.close()
+
+
+def test_the_end_waits_for_an_agent_whose_exporter_has_yet_to_begin(collector: Collector, agent: socket.socket) -> None:
+    session = begin(collector)
+    serve(3)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(session._flush_by_agent(math.inf, 0.05)), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert not found
+    place = taken()
+    write(place, seen=3, kept=3, exported=3)
+    waiting.join(120)
+    assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(True, 0)]
+    place.close()
+
+
+def test_the_end_waits_for_no_agent_that_has_gone(collector: Collector, agent: socket.socket) -> None:
+    session = begin(collector)
+    serve(3)
+    connection, _ = agent.accept()
+    connection.close()
+    assert session._flush_by_agent(math.inf, 0.05)[1] == 3
+
+
+def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
+    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
+    monkeypatch.setattr(session_module, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(session_threads, "START_DELAY_S", 0)
+    begin(collector)
+    place = taken()
+    serve(3)
+    write(place, seen=1)
+    instrument.stop()
+    place.close()
+    assert "at its end: 2 spans on their way by the agent of the run" in caplog.text
 
 
 def test_a_session_whose_threads_begin_too_late_sends_its_metrics_all_the_same(

@@ -170,8 +170,11 @@ class Trees:
         self._capture, self._spans_per_request = capture, spans_per_request
         self._shelf.change(capture.sample, spans_per_request)
 
-    def take(self) -> list[tuple[int, int]]:
-        """Sort new rows into their trees. Returns start and end of each request that ended, in the order of ends."""
+    def take(self, *, is_last: bool = False) -> list[tuple[int, int]]:
+        """Sort new rows into their trees. Returns start and end of each request that ended, in the order of ends.
+
+        The last time no request waits for what others keep.
+        """
         loose: dict[int, list[Span]] = {}
         ended: list[Held] = []
         for thread_id, rows in self._cursor.read():
@@ -189,7 +192,7 @@ class Trees:
         for row, thread_id in ended:
             self._end_request(row, thread_id)
         self._judge_early()
-        self._judge_lingering()
+        self._judge_lingering(is_last=is_last)
         for root_id, spans in loose.items():
             if self._strays is not None and root_id & REQUEST_BIT and root_id not in self._remotes:
                 self._strays.take(spans)
@@ -310,7 +313,7 @@ class Trees:
         """Whether there are requests that others may still keep."""
         return bool(self._lingering)
 
-    def _judge_lingering(self) -> None:
+    def _judge_lingering(self, *, is_last: bool) -> None:
         """Keep what others keep by now; what nobody has kept in time is let go."""
         now_ns, waiting = time.monotonic_ns(), self._lingering
         self._lingering = deque()
@@ -325,7 +328,7 @@ class Trees:
                 self._decide(row, keep=True)
                 self._hand_over(root, held, remote_of((row[ATTRIBUTES] or {}).get(REMOTE)))
             else:
-                is_over = (now_ns >= until_ns and None not in decided) or self._lingering_rows > HELD_ROWS
+                is_over = (now_ns >= until_ns and None not in decided) or self._lingering_rows > HELD_ROWS or is_last
                 if is_over:
                     self._let_go(root, held)
             if is_over:

@@ -41,10 +41,11 @@ UNTOLD, DERIVED_LOST, UNQUEUED = "untold", "derived lost", "unqueued"
 OPEN_FATES = {"to tell": UNTOLD, "deriving": DERIVED_LOST, "queueing": UNQUEUED}
 """What becomes of these where who exports them is killed."""
 
-UNLINKED, MISPLACED, BATCHES_LEFT_OUT = "unlinked", "misplaced", "batches left out"
+UNLINKED, MISPLACED, BATCHES_LEFT_OUT, METRICS_LOST = "unlinked", "misplaced", "batches left out", "metrics lost"
 """Beside the fates: keys that were forgotten while their requests were open, spans that were not sent in the trace of
-their request, for this was not known, or not decided about, as the tree of the request around them was sent, and
-batches outside of the sample that were too many to wait for the ends of their requests."""
+their request, for this was not known, or not decided about, as the tree of the request around them was sent, batches
+outside of the sample that were too many to wait for the ends of their requests, and points of metrics that the
+collector did not take."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -214,6 +215,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "keys of open requests beyond those that the OTLP export knows": UNLINKED,
         "spans in the tree of another request that the OTLP export did not send with their own": MISPLACED,
         "batches outside of the sample that may have served kept requests": BATCHES_LEFT_OUT,
+        "points of metrics that the collector did not take": METRICS_LOST,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
         "requests that batches served without their time in the queue among the metrics": UNQUEUED,
     }

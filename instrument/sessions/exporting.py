@@ -464,8 +464,8 @@ class Exporting(Recorded):
 
         Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
 
-        Of an agent that for `patience_s` takes no notice of what it has not seen, and has nothing to send before that,
-        nothing more is awaited.
+        Of an agent that exports, and for `patience_s` takes no notice of what it has not seen, and has nothing to send
+        before that, nothing more is awaited. One whose exporter has yet to begin has all the time.
         """
         recorded, asked_ns = self._recorded(), time.monotonic_ns()
         if self._timing is not None:  # the agent waits for device times, too
@@ -479,13 +479,18 @@ class Exporting(Recorded):
             sent = {fate: fates[fate] for fate in export_place.SENT}
             pending = fates["kept"] - sum(sent.values())
             now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
-            seen_at = now if seen != before or pending else seen_at
+            is_awaited = seen != before or pending or self._is_agent_starting()
+            seen_at = now if is_awaited else seen_at
             settled = seen >= recorded and not pending and self._are_metrics_settled(asked_ns)
             is_over = now >= end or self.handover.is_here
             if settled or is_over or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
                 return found, max(recorded - seen, 0) + pending
             time.sleep(FLUSH_S)
+
+    def _is_agent_starting(self) -> bool:
+        """Whether an agent is there that does not export yet what this process records."""
+        return not self.handover.is_taken() and self._membership.is_agent_there()
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
         """Whether what had been counted and read by a time was told by the agent, or given up."""

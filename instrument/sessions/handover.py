@@ -166,7 +166,7 @@ class Handover:
                 self.give_back()
             return
         self._joined = joined  # of an agent that did not export nothing more is expected
-        if self._is_taken():
+        if self.is_taken():
             self._since = time.monotonic()
         elif self._insists or time.monotonic() - self._since > (NEGLECTED_S if joined else ALONE_S):
             self.take_over()
@@ -182,7 +182,8 @@ class Handover:
             raise OSError("the service has closed the recording")
         return ExportPlace(memory)
 
-    def _is_taken(self) -> bool:
+    def is_taken(self) -> bool:
+        """Whether anybody exports what is recorded."""
         try:
             with closing(self._opened()) as place:
                 return place.is_taken()
@@ -197,7 +198,7 @@ class Handover:
         """
         end = time.monotonic() + LAST_READ_S
         while True:
-            is_taken, found = self._is_taken(), self.progress()
+            is_taken, found = self.is_taken(), self.progress()
             left = recorded - found.fates["seen"] - found.fates["missed"]
             awaits_metrics = metered and recorded > 0 and not found.is_told and self._metered_rows() < recorded
             if found.is_told or (left <= 0 and not awaits_metrics):

@@ -99,7 +99,7 @@ class Membership:
             **self._facts(),
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
-            "stderr": _target_of(2),
+            "stderr": target_of(2),
             "image": _image(),
         }
 
@@ -111,6 +111,15 @@ class Membership:
     def is_joined(self) -> bool:
         """Whether the agent holds the other end, as far as is known."""
         return self.fileno() >= 0
+
+    def is_agent_there(self) -> bool:
+        """Whether the agent has not closed the other end."""
+        descriptor = self.fileno()
+        if descriptor < 0:
+            return False
+        closed = poll()
+        closed.register(descriptor, 0)  # its end is reported unasked
+        return not closed.poll(0)
 
     def fileno(self) -> int:
         """The connection's descriptor, -1 where there is none: a daemon closes all that it finds open, and a service
@@ -254,7 +263,7 @@ def _image() -> str:
         return ""
 
 
-def _target_of(descriptor: int) -> str:
+def target_of(descriptor: int) -> str:
     """What a descriptor of this process leads to, "" where that cannot be told."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())

@@ -36,7 +36,7 @@ from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import UNREAD
 from instrument.sessions.lock import SessionLock
-from instrument.sessions.membership import Membership, RunFacts
+from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
 
@@ -44,8 +44,8 @@ SETTLE_S = 1.0
 """How long a process of a run that is to print a summary waits at its end for the agent to send what it recorded, to
 say what was lost. The first process waits as long as it may: where it is in a container, that may go with it."""
 
-UNSEEN_S = 0.5
-"""How long it then waits for an agent that takes no notice: one that is stopped."""
+UNSEEN_S = 1.0
+"""Seconds that it then waits for an agent that exports and takes no notice: one that is stopped."""
 
 LAST_SEND_S = 1.0
 """So much of that time is left to send what was read last, where the session reads its recording."""
@@ -393,6 +393,8 @@ class Session(Exporting):
         agent, and one whose summary is a file, tells of itself.
         """
         wanted = self.profile.export.summary
+        if wanted is None:
+            self._say_unsent()
         shares = wanted is not None and wanted.to in files.STREAMS
         save = self._facts_told.save if shares else None
         answer = self._membership.leave(self._facts_told.at_end(), save, deadline)
@@ -412,6 +414,16 @@ class Session(Exporting):
                 if untold := answer.get("untold"):
                     self.account.complain(UNTOLD % ", ".join(map(str, untold)), log=False)
             self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
+
+    def _say_unsent(self) -> None:
+        """Say what of the spans has not been sent where no summary does: the agent can open no pipe after the end."""
+        lost = dict(self.handover.losses())
+        if self._exporter is not None and self.handover.is_own:
+            lost |= {reason: count for reason, count in self.losses().items() if "OTLP export" in reason}
+        is_for_agent = self.handover.has_agent and not self.handover.undelivered and target_of(2).startswith("/")
+        if lost and not is_for_agent:
+            told = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+            logger.warning("not all that this process recorded had reached the collector at its end: %s", told)
 
     def _has_little_to_tell(self) -> bool:
         """Whether only collections of garbage were recorded here, and rules are at work in other processes of the run.

@@ -34,6 +34,7 @@ from instrument.recording.distributions import Metric
 from instrument.recording.export_place import (
     BATCHES_LEFT_OUT,
     DERIVED_LOST,
+    METRICS_LOST,
     MISPLACED,
     SENT,
     UNLINKED,
@@ -195,7 +196,7 @@ class Exported:
             self._exporter.offer(spans, reading.source)
         for spans in reading.keyed.stages.due(at_once=is_last or at_once):
             self._exporter.offer(spans, reading.derived)
-        reading.queues.due(at_once=is_last or at_once or self._requests.are_over)
+        reading.queues.due(at_once=(is_last or at_once or self._requests.are_over) and not reading.may_be_kept)
         self.note_settled()
         return drain.has_more
 
@@ -401,6 +402,7 @@ class Exported:
                 found[UNLINKED] += self._requests.forgotten()
                 found[MISPLACED] += self._requests.misplaced()
                 found[BATCHES_LEFT_OUT] += self._requests.left_out()
+                found[METRICS_LOST] += reading.metering.lost_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 found["unread"] += export_place.unread(self._place)  # nobody counts it once this is told
             progress.is_told, progress.before = True, Progress().before
@@ -470,6 +472,11 @@ class _Reading:
             self._trees.change(facts.capture, facts.spans_per_request)
 
     @property
+    def may_be_kept(self) -> bool:
+        """Whether other processes may still keep requests: which of these are several in one is not known yet."""
+        return self._trees.lingers
+
+    @property
     def lingers(self) -> bool:
         """Whether there are requests that other processes may still keep, or spans that wait for theirs."""
         return self._trees.lingers or self.keyed.waiting > 0 or len(self.keyed.stages) > 0 or len(self.queues) > 0
@@ -516,7 +523,7 @@ class _Reading:
         settled_ns, now_ns = self._mapped.settled_ns(), time.monotonic_ns()
         until_ns = max(settled_ns, now_ns - SETTLE_NS)
         self.drain.left = (until_ns, now_ns) if settled_ns and waits and until_ns < now_ns else (0, 0)
-        self._trees.take()
+        self._trees.take(is_last=is_last or self._requests.are_over)
         if not is_sound():
             self.is_spoilt = True
             return None
