@@ -22,6 +22,7 @@ from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, RequestsRule, Summary
 from instrument.profile.presets import PRESETS, path_of, text_of
+from instrument.sessions.files import Destination
 
 SCHEMA = json.loads(Path(instrument.profile.keys.__file__).with_name("profile.schema.json").read_text("utf-8"))
 HEALTH = loads(text_of("serving"), environ={}).requests[0].ignore
@@ -58,7 +59,15 @@ class TestEveryPreset:
         export = read(f"preset: {preset}").export
         assert (export.summary, export.otlp) == (Summary(), None)
         assert export.chrome == Chrome()
-        assert "{pid}" in Chrome().path
+
+    def test_a_container_that_starts_again_leaves_the_trace_of_its_first_life(
+        self, preset: str, tmp_path: Path
+    ) -> None:
+        chrome = read(f"preset: {preset}").export.chrome
+        assert chrome is not None
+        lives = ("20261123T160205-2", "20261123T160930-2")
+        paths = {Destination(tmp_path, "shop", run, is_first=True).path(chrome.path) for run in lives}
+        assert len(paths) == 2
 
     def test_it_is_shipped(self, preset: str) -> None:
         root = Path(__file__).parent.parent

@@ -314,7 +314,7 @@ class Control:
 class Chrome:
     """Chrome traces, one file a window; `path` may hold `{service}`, `{run}`, `{pid}` and `{window}`."""
 
-    path: str = "traces/{service}-{pid}-{window}.json.gz"
+    path: str = "traces/{service}-{run}-{window}.json.gz"
 
 
 @dataclass(frozen=True, slots=True)
