@@ -196,7 +196,8 @@ class Exported:
             self._exporter.offer(spans, reading.source)
         for spans in reading.keyed.stages.due(at_once=is_last or at_once):
             self._exporter.offer(spans, reading.derived)
-        reading.queues.due(at_once=(is_last or at_once or self._requests.are_over) and not reading.may_be_kept)
+        at_once = is_last or at_once or self._requests.are_over
+        reading.queues.due(at_once=at_once, may_be_kept=reading.may_be_kept)
         self.note_settled()
         return drain.has_more
 

@@ -106,14 +106,20 @@ class QueueTimes:
         now_ns = time.monotonic_ns()
         self._waiting.extend(_Ended(request, span, now_ns, self._look) for request, span in nested)
 
-    def due(self, *, at_once: bool = False) -> None:
-        """Count those that have waited long enough, or `at_once` all that all recordings were read for."""
-        now_ns, found = time.monotonic_ns(), list[_Ended]()
+    def due(self, *, at_once: bool = False, may_be_kept: bool = False) -> None:
+        """Count those that have waited long enough, or `at_once` all that all recordings were read for.
+
+        Where others may still keep requests, those that hold others wait: these are not known yet.
+        """
+        now_ns, found, undecided = time.monotonic_ns(), list[_Ended](), list[_Ended]()
         waits_ns = LATEST_NS if self._requests.are_behind else WAIT_NS + self._requests.lag_ns
         while self._waiting and self._waiting[0].look + LOOKS <= self._look:
             if not (at_once or now_ns - self._waiting[0].since_ns >= waits_ns):
                 break
-            found.append(self._waiting.popleft())
+            one = self._waiting.popleft()
+            is_early = may_be_kept and now_ns - one.since_ns < waits_ns
+            (undecided if is_early and _is_for_others(one.request) else found).append(one)
+        self._waiting.extendleft(reversed(undecided))
         self._look += 1
         if found:
             self._requests.note_work(at_once=at_once)
@@ -157,11 +163,14 @@ class QueueTimes:
         if not has_time.any():
             return None
         first_ns, phases = int(starts[has_time].min()), self._requests.work_of(request)
-        # A single key is of the one around them.
-        is_for_others = request.is_around_others and len(request.borne) > 1 and not request.is_apart
-        if phases.missing_ns <= first_ns or is_for_others:
+        if phases.missing_ns <= first_ns or _is_for_others(request):
             self.left_out += 1
             return None
         pairs = pairs[has_time & (starts == first_ns)]
         first = ServedRequest(request.start_ns, request.end_ns, phases.edges, pairs, {})
         return first, float(its["size"][has_time].mean())
+
+
+def _is_for_others(request: KeyedRequest) -> bool:
+    """Whether a request bears keys of others in it that nobody tells apart. A single key is of the one around them."""
+    return request.is_around_others and len(request.borne) > 1 and not request.is_apart
