@@ -10,6 +10,7 @@ from typing import Any
 from instrument import native
 from instrument.device import cuda
 from instrument.instrumentors.verdict import Verdict
+from instrument.otlp.proxies import proxy_for
 from instrument.profile.keys import KEYS, setting
 from instrument.profile.model import Profile
 from instrument.profile.variables import BESIDE
@@ -140,4 +141,7 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             # Of attributes by name alone, as of headers.
             names = [part.partition("=")[0].strip() for part in text.split(",")]
             found.append((name, ", ".join(filter(None, names)), variable))
+    collector = profile.export.otlp
+    if collector is not None and collector.protocol != "grpc" and (proxy := proxy_for(collector.endpoint)) is not None:
+        found.append(("proxy", proxy.told, proxy.variable))
     return found

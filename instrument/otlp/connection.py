@@ -7,6 +7,7 @@ classes of gevent once a service has patched, and neither theirs nor the ones be
 from __future__ import annotations
 
 import io
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,19 +19,40 @@ from instrument.runtime.unpatched import connect
 if TYPE_CHECKING:
     import ssl
 
+    from instrument.otlp.proxies import Proxy
+
 _CHUNK = 1 << 16
 
 
 class TcpConnection:
-    """A TCP connection that is kept alive. One thread uses it; `abort` may be called from any."""
+    """A TCP connection that is kept alive, perhaps by the `tunnel` of a proxy.
 
-    def __init__(self, host: str, port: int, left_s: Callable[[], float]) -> None:
-        self._sock = connect(host, port, positive(left_s()))
+    One thread uses it; `abort` may be called from any.
+    """
+
+    def __init__(self, host: str, port: int, left_s: Callable[[], float], tunnel: Proxy | None = None) -> None:
+        first = (host, port) if tunnel is None else (tunnel.host, tunnel.port)
+        self._sock = connect(*first, positive(left_s()))
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tunnel is not None:
+                self._open_tunnel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tunnel, left_s)
         except BaseException:
             self.close()
             raise
+
+    def _open_tunnel(self, place: str, proxy: Proxy, left_s: Callable[[], float]) -> None:
+        lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]
+        lines += [f"Proxy-Authorization: {proxy.authorization}"] * bool(proxy.authorization)
+        TcpConnection.send(self, "\r\n".join([*lines, "", ""]).encode(), left_s)
+        answer, byte = b"", bytearray(1)  # what follows the answer is the collector's
+        while not answer.endswith(b"\r\n\r\n"):
+            if len(answer) > _CHUNK or not TcpConnection.receive_into(self, byte, left_s):
+                raise ConnectionError("no answer of HTTP")
+            answer += byte
+        line = answer.partition(b"\r\n")[0].decode("latin-1")
+        if not re.match(r"HTTP/1\.\d 2\d\d", line):
+            raise ConnectionError(line[:100])
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
         """Send it all. Raises OSError, a TimeoutError among them."""
@@ -57,10 +79,17 @@ class TcpConnection:
 class TlsConnection(TcpConnection):
     """The same by TLS. `context` is what `ssl` wraps a connection by."""
 
-    def __init__(self, host: str, port: int, left_s: Callable[[], float], context: ssl.SSLContext) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        left_s: Callable[[], float],
+        context: ssl.SSLContext,
+        tunnel: Proxy | None = None,
+    ) -> None:
         import ssl
 
-        super().__init__(host, port, left_s)
+        super().__init__(host, port, left_s, tunnel)
         self._want_read = ssl.SSLWantReadError
         self._end = ssl.SSLZeroReturnError, ssl.SSLEOFError
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -19,6 +19,7 @@ from instrument.otlp import packing
 from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive
 from instrument.otlp.metrics import metrics_url
 from instrument.otlp.points import Series, pack_metric
+from instrument.otlp.proxies import proxy_for
 from instrument.otlp.response import Response
 from instrument.profile.document import without_secrets
 from instrument.runtime.compression import compressor
@@ -122,7 +123,7 @@ class HttpSender(Sender):
     """OTLP over HTTP/1.1 on one connection that is kept alive.
 
     It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
-    methods of `http.client.HTTPConnection` and would make spans of these calls. Proxy variables are not read.
+    methods of `http.client.HTTPConnection` and would make spans of these calls.
     """
 
     modules = ("http.client", "email.utils", "importlib.metadata", "ssl", "uuid")
@@ -140,9 +141,14 @@ class HttpSender(Sender):
         if url.scheme not in ("http", "https") or not url.hostname:
             shown = without_secrets(settings.endpoint)
             raise ExportError(f"asked to export spans to {shown!r}, which is no http:// or https:// URL")
-        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        self._proxy = proxy = proxy_for(settings.endpoint)
+        # A proxy is asked for the whole URL, but where it has opened a tunnel.
+        before = f"http://{url.netloc.rpartition('@')[2]}" if proxy is not None and not self._tls else ""
+        path = before + (url.path or "/") + (f"?{url.query}" if url.query else "")
         lines = [f"Host: {url.netloc.rpartition('@')[2]}"]
         lines += [f"{name}: {value}" for name, value in settings.headers]
+        if proxy is not None and before and proxy.authorization:
+            lines.append(f"Proxy-Authorization: {proxy.authorization}")
         if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
             raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
         lines += [f"User-Agent: {_user_agent()}", "Content-Type: application/x-protobuf"]
@@ -151,7 +157,7 @@ class HttpSender(Sender):
         head = "\r\n".join(["", *lines, "Content-Length: "])
         spans = f"POST {path} HTTP/1.1{head}".encode()
         metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
-        path = metrics.path + (f"?{metrics.query}" if metrics.query else "")
+        path = before + metrics.path + (f"?{metrics.query}" if metrics.query else "")
         self._places = spans, f"POST {path} HTTP/1.1{head}".encode()
         self._connection: TcpConnection | None = None
 
@@ -170,7 +176,8 @@ class HttpSender(Sender):
         except OSError as fault:
             if reused:  # the collector may have closed an idle connection
                 return self._try(place, body, count, left_s)
-            raise _UnavailableError(f"{type(fault).__name__}: {fault}") from fault
+            by = f", by way of the proxy {self._proxy.told}" if self._proxy is not None else ""
+            raise _UnavailableError(f"{type(fault).__name__}: {fault}{by}") from fault
         except HTTPException as fault:
             return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
         if response.status in (429, 502, 503, 504):
@@ -201,11 +208,12 @@ class HttpSender(Sender):
             raise
 
     def _connect(self, left_s: Callable[[], float]) -> TcpConnection:
+        proxy = self._proxy
         if not self._tls:
-            return TcpConnection(*self._address, left_s)
+            return TcpConnection(*(self._address if proxy is None else (proxy.host, proxy.port)), left_s)
         settings = self._settings
         trusted = context(settings.certificate, settings.client_certificate, settings.client_key)
-        return TlsConnection(*self._address, left_s, trusted)
+        return TlsConnection(*self._address, left_s, trusted, proxy)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
