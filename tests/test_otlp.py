@@ -783,6 +783,28 @@ def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         Exporter(Otlp("http://localhost:4317", "grpc"), ORIGIN, dict)
 
 
+def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("instrument.otlp.exporter.SILENCE_NS", 0)
+    with collecting(swallow) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(1))
+        exporter.hurry()
+        wait_until(lambda: server.tries > 0)
+        exporter.note_silence()
+        exporter.note_silence()
+        assert caplog.text.count("spans do not reach the OpenTelemetry collector (no answer yet)") == 1
+
+
+def test_what_a_stop_gives_up_is_in_the_log_with_the_reason_of_the_last_try(caplog: pytest.LogCaptureFixture) -> None:
+    with exporting(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=60 * SECOND)) as exporter:
+        exporter.offer(tree(1))
+        exporter.hurry()
+        wait_until(lambda: exporter._sender.obstacle != "")
+        assert "Connection refused" in exporter.stop(0).reason
+    assert caplog.text.count("spans do not reach the OpenTelemetry collector (ConnectionRefusedError") == 1
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
 def test_https_trusts_what_the_settings_name_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "_FIRST_BACK_OFF_S", 3600)  # longer than the time of a request: it is tried once

@@ -159,6 +159,8 @@ class ExportLoop:
         for number, found in list(self._recordings.items()):
             look = partial(found.look, is_last=is_last, at_once=at_once, meters=found is metered)
             self._attempt(number, partial(self._look_at, number, found, look))
+        for exporter in self._exporters.values():
+            exporter.note_silence()
         return self._has_more
 
     def _look_at(self, number: int, found: Exported, look: Callable[[], bool]) -> None:

@@ -73,6 +73,10 @@ class Delivery:
         return self.settled and not (self.rejected or self.failed or self.dropped)
 
 
+SILENCE_NS = 1_500_000_000
+"""The longest that a request waits for an answer without a word in the log."""
+
+
 class Exporter:
     """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
 
@@ -118,7 +122,7 @@ class Exporter:
         self._request_bytes = REQUEST_BYTES
         self._halvings = 0
         self._is_patient = True
-        self._held_until_ns = self._metrics_held_until_ns = 0
+        self._held_until_ns = self._metrics_held_until_ns = self._sent_at_ns = 0
         self._resource_key: tuple[object, ...] = ()
         self._failing = False
         self._quiet_until_ns = 0
@@ -292,7 +296,7 @@ class Exporter:
         held = self._trees.lock.acquire(timeout=PATIENCE_S)
         try:
             self._trees.is_closed, self._thread = True, None
-            self._trees.give_up("stopped before the collector had answered")
+            self._trees.give_up(sender.obstacle or "stopped before the collector had answered")
         finally:
             if held:
                 self._trees.lock.release()
@@ -302,7 +306,16 @@ class Exporter:
         if thread is not None:
             sender.abort()
             thread.join(PATIENCE_S)
-        return replace(self.flush(0), settled=settled)
+        delivery = replace(self.flush(0), settled=settled)
+        if delivery.failed or delivery.dropped:
+            self._say(Response(False, reason=delivery.reason))
+        return delivery
+
+    def note_silence(self) -> None:
+        """Log why a request is not taken, where it has waited for long: before whoever waits for it gives up."""
+        began_ns = self._sent_at_ns
+        if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
+            self._say(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
     def counts(self) -> Mapping[str, int]:
         """What became of all spans so far; see `SpanQueue.counts`."""
@@ -490,8 +503,10 @@ class Exporter:
                 break
             self._trees.note_sending(owners[0].source, len(pieces))
             self._settled(owners[0].source)  # who is told what is settled is told before it is sent, too
-            left_s = partial(self._left_s, sender, time.monotonic_ns() + timeout_ns)
+            self._sent_at_ns = time.monotonic_ns()
+            left_s = partial(self._left_s, sender, self._sent_at_ns + timeout_ns)
             verdict = sender.send(pieces, left_s, self._pause)
+            self._sent_at_ns = 0
             if not verdict.wait_s:
                 break
             self._say(verdict)

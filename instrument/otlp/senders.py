@@ -55,6 +55,9 @@ class Sender(ABC):
     modules: ClassVar[tuple[str, ...]]
     """What sending needs, imported before the export thread starts."""
 
+    obstacle = ""
+    """The reason why the last try of the request under way failed."""
+
     request_spans = 4_000  # there are receivers that drop beyond 8,192
     encode = staticmethod(packing.pack)
     _resource = b""
@@ -84,13 +87,14 @@ class Sender(ABC):
         self, place: Any, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
     ) -> Response:
         body = self._packed(body)
-        back_off_s = _FIRST_BACK_OFF_S
+        back_off_s, self.obstacle = _FIRST_BACK_OFF_S, ""
         while True:
             wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
             try:
                 return self._try(place, body, count, left_s)
             except _UnavailableError as answer:
-                reason, asked_s = answer.reason, answer.asked_s
+                reason = self.obstacle = answer.reason
+                asked_s = answer.asked_s
             if asked_s > 0:
                 reason = f"{reason}, asks to wait for {round(asked_s, 1):g} s"
                 return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
