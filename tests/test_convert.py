@@ -10,10 +10,12 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chrome_rules
+import duckdb
 import pytest
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -26,6 +28,7 @@ from instrument.otlp.packing import Ids, pack, pack_resource, request_of
 from instrument.otlp.resource import resource_of
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.trace import file, tables
+from instrument.trace.of_spans import columns_of_spans
 
 SERVICE = """
 import os
@@ -193,6 +196,26 @@ def test_without_duckdb_the_extra_is_named(
     with pytest.raises(InstrumentError, match="instrument-sdk\\[query\\]"):
         file.load(next(traces.iterdir())).to_pandas()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_have_the_same_types_whatever_a_trace_has(tmp_path: Path) -> None:
+    """Of several Parquet files with one column of two types readers refuse all, or take one for empty."""
+    whole = hostile()
+    failed, plain = replace(whole.spans[0], error="ValueError"), replace(whole.spans[1], device=(), attributes={})
+    schemas = []
+    for number, spans in enumerate(([], [plain], [failed], whole.spans)):
+        trace = replace(whole, spans=spans)
+        path = tables.write_parquet(tmp_path / f"{number}.parquet", columns_of_spans(spans), trace)
+        described = "select column_name, column_type from (describe select * from read_parquet($1))"
+        schemas.append(duckdb.execute(described, [str(path)]).fetchall())
+        frame = tables.frame(columns_of_spans(spans), trace)
+        assert list(zip(frame.columns, map(str, frame.types), strict=True)) == schemas[-1]
+    assert schemas == [schemas[-1]] * 4
+    types = dict(schemas[-1])
+    assert types["error"] == "VARCHAR"
+    assert types["attributes"] == "MAP(VARCHAR, VARCHAR)"
+    files = [str(tmp_path / f"{number}.parquet") for number in range(4)]
+    assert duckdb.execute("select count(*), count(error) from read_parquet($1)", [files]).fetchall() == [(4, 2)]
 
 
 @pytest.mark.parametrize("kind", ["arrow", "polars", "pandas"])

@@ -78,7 +78,9 @@ class Saved:
 
     def to_pandas(self) -> Any:
         """The same as a `pandas.DataFrame`."""
-        return self._frame().df()
+        from instrument.trace import tables
+
+        return tables.as_pandas(self._frame())
 
     def _frame(self) -> Any:
         from instrument.trace import tables

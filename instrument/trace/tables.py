@@ -32,17 +32,18 @@ ROWS_AT_ONCE = 50_000
 ROWS_OF_GROUP = 61_440
 """Spans that lie together in a Parquet file: half of what DuckDB takes, and half of the memory."""
 
+# Texts come from the views that cast them: of Python's objects DuckDB takes the type from the values, or none.
 _SPANS = """
 create view spans as select s.span_id, s.parent_id, s.root_id, t.name, t.kind, s.thread_id, n.name as thread,
   s.task_id, s.start_ns, s.end_ns, s.end_ns - s.start_ns as total_ns, s.active_ns, s.self_ns, s.unix_ns,
   e.name as error, s.clipped, s.level::bigint as level, s.site::bigint as site
-from given_spans s join sites t using (site) left join given_errors e on e.number = s.error
+from given_spans s join sites t using (site) left join errors e on e.number = s.error
   left join threads n using (thread_id)
 """
 
 _INTERVALS = """
 create view intervals as select i.span_id, i.device, i.stream, i.start_ns, i.end_ns, l.name as label, i.uncertainty_ns
-from given_intervals i join given_labels l on l.number = i.label
+from given_intervals i join labels l on l.number = i.label
 """
 
 _WITH_INTERVALS = """
@@ -104,6 +105,15 @@ def closed_off(connection: Any) -> Any:
 def frame(trace: Trace, facts: Facts) -> Any:
     """The spans as what DuckDB makes data frames of."""
     return opened(trace, facts).sql(_WITH_INTERVALS)
+
+
+def as_pandas(found: Any) -> Any:
+    """What DuckDB makes data frames of as a `pandas.DataFrame`, in which a column of texts is one also where it has
+    none."""
+    frame = found.df()
+    of_texts = type(frame["name"])(["text"]).dtype
+    kinds = zip(found.columns, map(str, found.types), strict=True)
+    return frame.astype({name: of_texts for name, kind in kinds if kind == "VARCHAR"})
 
 
 def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> Path:
