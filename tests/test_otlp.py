@@ -783,6 +783,33 @@ def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         Exporter(Otlp("http://localhost:4317", "grpc"), ORIGIN, dict)
 
 
+def test_what_begins_after_a_step_of_the_wall_clock_is_sent_by_the_new_time_and_the_rest_by_the_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look(at_s: int, wall_ns: int) -> None:
+        monkeypatch.setattr("instrument.clock.pair", lambda: (at_s * SECOND, wall_ns))
+        source.look_at_clock()
+
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        source = exporter.own
+        source.origin = replace(ORIGIN, monotonic_ns=0, realtime_ns=0)
+        look(1000, 1000 * SECOND)
+        look(1001, 1001 * SECOND + SECOND // 10)  # drifts; not yet
+        source.renewed_ns = 1001 * SECOND
+        look(1030, 1030 * SECOND + SECOND // 10)
+        assert source.origin_at(1030 * SECOND).realtime_of(0) == 0
+        look(1062, 1062 * SECOND + SECOND // 10)
+        assert source.origin_at(1000 * SECOND).realtime_of(0) == SECOND // 10
+        look(1063, 3600 * SECOND)
+        begun = [[span(SITE, at_s, 0, at_s, start_ns=at_s * SECOND)] for at_s in (1061, 1063)]
+        for spans in begun:
+            exporter.offer(spans)
+        assert exporter.flush(60 * SECOND).exported == 2
+    sent = [found.start_time_unix_nano for of in server.spans.values() for found in of]
+    starts = [spans[0].start_ns for spans in begun]
+    assert sent == [starts[0] + SECOND // 10, starts[1] + (3600 - 1063) * SECOND]
+
+
 def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_is_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

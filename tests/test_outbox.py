@@ -92,21 +92,6 @@ def test_only_intervals_that_came_since_the_first_span_began_are_gone_through(pa
     assert timing.joined == [(1, 7)]
 
 
-def test_the_clock_is_renewed_once_a_while_and_only_where_it_has_drifted(
-    parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    box, exporter, _ = parts
-    near, far = Origin(1, "shop", 0, outbox.CLOCK_DRIFT_NS), Origin(1, "shop", 0, outbox.CLOCK_DRIFT_NS + 1)
-    first = exporter.origin
-    box.renew_clock(lambda: far)
-    assert exporter.origin is first
-    monkeypatch.setattr(outbox, "CLOCK_RENEWAL_NS", 0)
-    box.renew_clock(lambda: near)
-    assert exporter.origin is first
-    box.renew_clock(lambda: far)
-    assert exporter.origin is far
-
-
 def test_a_forked_child_sends_nothing_that_waited_in_its_parent(parts: Any) -> None:
     box, exporter, _ = parts
     box.put(tree(ON_DEVICE, time.monotonic_ns()))

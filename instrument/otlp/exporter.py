@@ -481,7 +481,8 @@ class Exporter:
     def _encode(self, sender: Sender, tree: QueuedTree, threads: Mapping[int, str]) -> list[Any]:
         spans, tree.spans = tree.spans, ()
         try:
-            encoded = list(sender.encode(spans, tree.source.ids, tree.source.origin, threads))
+            origin = tree.source.origin_at(spans[0].start_ns if spans else 0)
+            encoded = list(sender.encode(spans, tree.source.ids, origin, threads))
             if len(encoded) != tree.size:
                 self._trees.recount(tree, len(encoded))
             return encoded

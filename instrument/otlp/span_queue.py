@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from instrument import clock
 from instrument.otlp.metrics import Metrics
 from instrument.otlp.packing import Ids
 from instrument.otlp.response import Response
@@ -14,6 +16,14 @@ from instrument.runtime.unpatched import Lock
 
 QUEUE_SPANS = 65_536
 """Spans that may wait for delivery; beyond it the oldest whole trees go."""
+
+CLOCK_RENEWAL_NS = 60 * 10**9
+CLOCK_DRIFT_NS = 10**6
+"""How often, and from what difference on, spans are sent by another reading of the wall clock where that has drifted.
+Not at once: spans of one tree that are sent by two readings nest a little less well."""
+
+CLOCK_STEP_NS = 5 * 10**8
+"""The difference that is no drift but a step, as of a machine that was suspended."""
 
 PATIENCE_S = 0.1
 """How long the lock is waited for where a signal handler may have interrupted its holder."""
@@ -29,7 +39,8 @@ class Source:
     """One process whose spans are sent: what they are called, and what has become of them.
 
     `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
-    spans by fate, `metrics` its own on their way.
+    spans by fate, `metrics` its own on their way. `origin` has the clocks by which spans are sent; `before` is the time
+    of the wall clock's last step, and the origin of what began earlier.
     """
 
     ids: Ids
@@ -38,6 +49,26 @@ class Source:
     resource: Callable[[], Mapping[str, object]]
     counts: Counter[str] = field(default_factory=Counter)
     metrics: Metrics | None = None
+    before: tuple[int, Origin] | None = None
+    looked_ns: int = field(default_factory=time.monotonic_ns)
+    renewed_ns: int = field(default_factory=time.monotonic_ns)
+
+    def look_at_clock(self) -> None:
+        """Go by the wall clock as it is now, where it has stepped, or has drifted for a while."""
+        monotonic_ns, realtime_ns = clock.pair()
+        since_ns, self.looked_ns = self.looked_ns, monotonic_ns
+        moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))
+        if moved_ns > CLOCK_STEP_NS:
+            self.before = since_ns, self.origin
+        elif moved_ns <= CLOCK_DRIFT_NS or monotonic_ns - self.renewed_ns < CLOCK_RENEWAL_NS:
+            return
+        self.origin = replace(self.origin, monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
+        self.renewed_ns = monotonic_ns
+
+    def origin_at(self, monotonic_ns: int) -> Origin:
+        """Return the origin by whose clocks a tree is sent that began then."""
+        stepped_ns, before = self.before or (0, self.origin)
+        return before if monotonic_ns < stepped_ns else self.origin
 
 
 @dataclass(slots=True, eq=False)

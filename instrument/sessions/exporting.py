@@ -357,8 +357,8 @@ class Exporting(Recorded):
         with self._lock.held(timeout_s) as held:
             if not held or not (self._is_looked_after() or self._reader.cut):
                 return None
-            if self._outbox is not None:
-                self._outbox.renew_clock(self.origin)
+            if self._exporter is not None:
+                self._exporter.own.look_at_clock()
             self._ticks.check(time.monotonic_ns())
             self._budget.step()
             RECORDER.learn_paths()

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from instrument import otlp
 from instrument.device.timer import Timing
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
-from instrument.recording.spans import Origin, Span
-
-CLOCK_RENEWAL_NS = 60 * 10**9
-CLOCK_DRIFT_NS = 10**6
-"""How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
-Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
+from instrument.recording.spans import Span
 
 WAITING_SPANS = 20_000
 """How many spans wait for their device times before they are sent without."""
@@ -35,7 +29,6 @@ class Outbox:
         self._waiting: deque[tuple[int, list[Span]]] = deque()
         timing = self._timing
         self._times = None if timing is None else DeviceTimes(lambda: timing.intervals)
-        self._clock_renewed_ns = time.monotonic_ns()
 
     def after_fork_in_child(self) -> None:
         """Begin anew: what waited is the parent's."""
@@ -78,13 +71,3 @@ class Outbox:
         times.join([span for spans in ready for span in spans], settled_ns)
         for spans in ready:
             self._exporter.offer(spans)
-
-    def renew_clock(self, make_origin: Callable[[], Origin]) -> None:
-        """Send by the wall clock as it is now, where it has drifted from the one that spans are sent by."""
-        now = time.monotonic_ns()
-        if now - self._clock_renewed_ns < CLOCK_RENEWAL_NS:
-            return
-        self._clock_renewed_ns = now
-        fresh = make_origin()
-        if abs(fresh.realtime_of(now) - self._exporter.origin.realtime_of(now)) > CLOCK_DRIFT_NS:
-            self._exporter.origin = fresh

@@ -60,10 +60,6 @@ FACTS_S = 1.0
 OPENED_S = 0.5
 """How often it is looked which requests have begun where nothing has ended."""
 
-CLOCK_S = 60.0
-CLOCK_DRIFT_NS = 10**6
-"""How often the machine's wall clock is read anew, and from what difference on spans are sent by that reading."""
-
 WAITING_SPANS = 4_000
 """With so many spans on their way others wait in the recording: there they outlive who exports them, take no memory of
 that one, and the newest are kept."""
@@ -115,7 +111,7 @@ class Exported:
         self._told: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
-        self._facts_at = self._clock_at = self._opened_at = self._superseded_at = 0.0
+        self._facts_at = self._opened_at = self._superseded_at = 0.0
         self._heads: dict[int, int] = {}
         self.is_ours = False
         self.is_behind = False
@@ -175,6 +171,9 @@ class Exported:
         facts, reading = self._read_facts(), self._reading
         if facts is None:
             return False
+        if reading is not None:
+            reading.source.look_at_clock()
+            reading.derived.look_at_clock()
         if not self._is_new():
             self._look_at_open()
             return False
@@ -234,11 +233,6 @@ class Exported:
         self._facts = facts
         if reading is not None:
             reading.change(facts)
-            if now >= self._clock_at:
-                self._clock_at = now + CLOCK_S
-                fresh, at_ns = _origin_now(header), time.monotonic_ns()
-                if abs(fresh.realtime_of(at_ns) - reading.source.origin.realtime_of(at_ns)) > CLOCK_DRIFT_NS:
-                    reading.source.origin = reading.derived.origin = fresh
         return facts
 
     def _begin(self, facts: ExportFacts) -> _Reading:
