@@ -20,7 +20,7 @@ import instrument
 from instrument.instrumentors import contexts, loaders
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
-from instrument.recorder.recorder import RECORDER, PureRecorder, Recorder
+from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.imports import Finder
 
@@ -52,26 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-ABOVE_RECORDERS = (
-    *("test_check", "test_copies", "test_device_work", "test_frameworks", "test_governor", "test_http_status"),
-    *("test_layers", "test_loaders", "test_neighbours", "test_requests", "test_selection", "test_startup"),
-    "test_targets",
-)
-"""How the names of files begin about what either recorder records alike. There, tests with the twin are slow, for how
-that one itself does is in others."""
-
-
-def _is_by_twin(item: pytest.Item) -> bool:
-    spec = getattr(item, "callspec", None)
-    return spec is not None and len(RECORDERS) > 1 and spec.params.get("make_recorder") is PureRecorder
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that import large packages come last, for what looks through all that a process holds takes longer then."""
     lateness: Counter[Path] = Counter()
     for item in items:
-        if item.path.name.startswith(ABOVE_RECORDERS) and _is_by_twin(item):
-            item.add_marker(pytest.mark.slow)
         asked_for = getattr(item, "fixturenames", ())
         late = 3 if "frameworks" in item.path.name else 2 if "late_imports" in asked_for else int("torch" in asked_for)
         lateness[item.path] = max(lateness[item.path], late)
@@ -171,16 +155,13 @@ def small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-RECORDERS = [PureRecorder] if Recorder is PureRecorder else [PureRecorder, Recorder]
-
-
-@pytest.fixture(params=RECORDERS, ids=lambda kind: "native" if kind.native else "pure")
-def make_recorder(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Makes recorders of the test's own, switched on: each test runs against the native one and against its twin."""
+@pytest.fixture
+def make_recorder() -> Iterator[Any]:
+    """Makes recorders of the test's own, switched on."""
     undos = []
 
     def make(ring_bytes: int = 1 << 22) -> Any:
-        own = request.param(ring_bytes)
+        own = Recorder(ring_bytes)
         own.begin(ring_bytes, {})  # as a session does: into memory that others can read
         undos.append(contexts.watch(own))
         own.on = True

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from instrument.errors import TraceError
-from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.recorder import Recorder
 from instrument.recording import memory_layout
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.interval_ring import IntervalRing
@@ -138,16 +138,13 @@ def from_text(text: str) -> int:
 
 
 def recorded() -> list[int]:
-    """The descriptors of recordings, one of each recorder that there is."""
-    found = []
-    for kind in dict.fromkeys((Recorder, PureRecorder)):
-        recorder = kind(1 << 16)
-        recorder.begin(1 << 16, {"origin": {"service": "fuzzed"}})
-        if recorder.memory_fd < 0:
-            sys.exit(f"no memory to read: {recorder.no_memory}")
-        recorder.on = True
-        found.append(copied(recorder, 5))
-    return found
+    """Return the descriptor of a recording."""
+    recorder = Recorder(1 << 16)
+    recorder.begin(1 << 16, {"origin": {"service": "fuzzed"}})
+    if recorder.memory_fd < 0:
+        sys.exit(f"no memory to read: {recorder.no_memory}")
+    recorder.on = True
+    return [copied(recorder, 5)]
 
 
 class Inputs:

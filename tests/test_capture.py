@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
+import struct
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from trees import outline, tree_of
 
 import instrument.recorder.tail_sampler as capture_module
 from instrument.profile.keys import loads
 from instrument.profile.model import Capture, Rate, Usual, Where
-from instrument.recorder import call_nodes, pure
-from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.recorder import Recorder
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.tail_sampler import LEAST_CALLS, Trees
+from instrument.recording.mapped import Mapped
+from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Site, Span
 
@@ -211,40 +213,6 @@ def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> No
     assert long_ago not in roots
 
 
-STEPS = st.lists(st.sampled_from(["request", "leaf", "step", "end", "end", "fail", "forget", "read"]), max_size=60)
-
-
-@pytest.mark.skipif(not Recorder.native, reason="there is one recorder only")
-@settings(max_examples=3 * settings.default.max_examples)
-@given(STEPS, st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(1, 4), st.integers(2, 12))
-def test_both_recorders_keep_the_same_of_any_course(
-    steps: list[str], sample: float, errors: bool, spans_per_request: int, limit: int
-) -> None:
-    def course(recorder: Any) -> Any:
-        recorder.on = True
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("instrument.recorder.recorder.HELD_ROWS", limit)
-            patch.setattr("instrument.recorder.recorder.DECIDED_ROOTS", limit // 2)
-            kept = Kept(recorder, Capture(sample=sample, errors=errors), spans_per_request)
-        told = []
-        frames = []
-        for step in [*steps, "read"]:
-            if step == "read":
-                told.append([[(s.span_id, s.parent_id, s.site.name) for s in spans] for spans in kept.read()])
-            elif step == "forget":
-                recorder.forget_current()
-                frames.clear()
-            elif step in ("end", "fail"):
-                if frames:
-                    recorder.close(frames.pop(), ValueError() if step == "fail" else None)
-            else:
-                frames.append(recorder.open({"request": REQUEST, "leaf": LEAF, "step": STEP}[step]))
-        recorder.forget_current()
-        return told, kept.of.counts(), kept.of._shelf.held
-
-    assert course(Recorder(1 << 20)) == course(PureRecorder(1 << 20))
-
-
 # -------------------------------------------------------------------- by attributes
 
 
@@ -300,53 +268,87 @@ def test_what_is_kept_for_its_attributes_counts_against_the_limit(recorder: Any)
 # -------------------------------------------------------------------- by what is usual
 
 
-class Clock:
-    """Stands for the clock of the recorder in Python."""
+class Timed:
+    """A recorder whose spans take as long as the test says: their times are written anew in its memory.
 
-    now_ns = 10**9
+    The begin of an open span makes the length that is counted. The times of the row make the moment at which it ended.
+    """
 
-    def __call__(self) -> int:
-        return self.now_ns
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.now_ns = 10**9
+        self._first_row = self._frames = self._frame_bytes = 0
+
+    def ask(self, site: Site, took_ns: int) -> int:
+        """Record a request of this length with one span in it. Returns its id."""
+        root = self.recorder.open(site)
+        leaf = self.recorder.open(LEAF)
+        self._find_memory()
+        begun_ns = time.monotonic_ns() - took_ns
+        frames = os.pread(self.recorder.memory_fd, self._frame_bytes, self._frames)
+        ids = {root.span_id, leaf.span_id}
+        for slot in range(0, len(frames), FRAME.size):
+            (span_id,) = struct.unpack_from("<Q", frames, slot + FRAME.fields["span_id"][0])
+            if span_id in ids and frames[slot + FRAME.fields["state"][0]]:
+                at = self._frames + slot + FRAME.fields["start_ns"][0]
+                os.pwrite(self.recorder.memory_fd, struct.pack("<q", begun_ns), at)
+        self.recorder.close(leaf)
+        self.recorder.close(root)
+        self._write_rows(2, took_ns)
+        return int(root.span_id)
+
+    def fail(self) -> None:
+        """Record a request that fails."""
+        serve(self.recorder, error=True)
+        self._find_memory()
+        self._write_rows(2, 1000)
+
+    def _find_memory(self) -> None:
+        if not self._first_row:
+            mapped = Mapped(os.dup(self.recorder.memory_fd))
+            frames = mapped._parts["frames"]
+            self._frames, self._frame_bytes = frames.offset, 64 * frames.stride
+            ring = next(one for one in mapped._rings() if one.rows >= 0)
+            self._first_row = mapped._parts["rows"].offset + ring.rows * ROW.size
+            mapped.close()
+
+    def _write_rows(self, count: int, took_ns: int) -> None:
+        (ring,) = self.recorder.rings()
+        start_ns, self.now_ns = self.now_ns, self.now_ns + took_ns
+        for number in range(ring.head - count, ring.head):
+            at = self._first_row + number % ring.capacity * ROW.size + ROW.fields["start_ns"][0]
+            os.pwrite(self.recorder.memory_fd, struct.pack("<qq", start_ns, self.now_ns), at)
+        self.now_ns += 1000
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (pure, call_nodes):
-        monkeypatch.setattr(module, "_clock", clock)
-    return clock
+def timed(make_recorder: Callable[..., Recorder]) -> Timed:
+    recorder = make_recorder(1 << 25)
+    if recorder.memory_fd < 0:
+        pytest.skip(recorder.no_memory)
+    return Timed(recorder)
 
 
-def ask(recorder: Any, clock: Clock, site: Site, took_ns: int) -> int:
-    frame = recorder.open(site)
-    leaf = recorder.open(LEAF)
-    span_id = int(frame[1])
-    clock.now_ns += took_ns
-    recorder.close(leaf)
-    recorder.close(frame)
-    clock.now_ns += 1000
-    return span_id
-
+SECOND_NS = 10**9
+"""Long against what a busy machine adds to a span."""
 
 HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=Usual(0.99, 1.5))
 
 
 @pytest.mark.parametrize("look_every", [1, 7, 500, 10_000])
 def test_of_5000_requests_those_that_are_slow_for_their_endpoint_are_kept_and_hardly_another(
-    clock: Clock, look_every: int
+    timed: Timed, look_every: int
 ) -> None:
     chance = random.Random(5)
-    recorder = PureRecorder(1 << 25)
-    recorder.on = True
-    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     quick, slow = Site("GET /quick", "request"), Site("GET /slow", "request")
     planted = set(chance.sample(range(5000), 25))
     wanted, found = set(), set()
     for number in range(5000):
         # The one takes longer as a rule than the other when it is slow.
-        site, usual_ns = (quick, 10**6) if number % 3 else (slow, 50 * 10**6)
+        site, usual_ns = (quick, SECOND_NS) if number % 3 else (slow, 5 * SECOND_NS)
         took_ns = round(usual_ns * chance.lognormvariate(0, 0.1)) * (3 if number in planted else 1)
-        span_id = ask(recorder, clock, site, took_ns)
+        span_id = timed.ask(site, took_ns)
         if number in planted:
             wanted.add(span_id)
         if number % look_every == 0:
@@ -358,27 +360,23 @@ def test_of_5000_requests_those_that_are_slow_for_their_endpoint_are_kept_and_ha
     assert len(found - wanted) <= 3
 
 
-def test_an_endpoint_with_few_requests_keeps_none_as_slow(clock: Clock) -> None:
-    recorder = PureRecorder(1 << 22)
-    recorder.on = True
-    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+def test_an_endpoint_with_few_requests_keeps_none_as_slow(timed: Timed) -> None:
+    kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     for number in range(LEAST_CALLS - 1):
-        ask(recorder, clock, REQUEST, 10**9 if number == 5 else 10**6)
+        timed.ask(REQUEST, 10 * SECOND_NS if number == 5 else SECOND_NS)
         assert kept.read() == []
-    ask(recorder, clock, REQUEST, 10**6)
+    timed.ask(REQUEST, SECOND_NS)
     # The slowest of a hundred is the one beyond the percentile; now that there are so many, it is known to be slow.
     ((root, leaf),) = kept.read()
-    assert root.total_ns == leaf.total_ns == 10**9
+    assert root.total_ns == leaf.total_ns == 10 * SECOND_NS
 
 
-def test_early_requests_are_kept_once_and_not_beyond_the_limit(clock: Clock) -> None:
-    recorder = PureRecorder(1 << 22)
-    recorder.on = True
+def test_early_requests_are_kept_once_and_not_beyond_the_limit(timed: Timed) -> None:
     capture = replace(HALF_AS_LONG_AGAIN, before_ns=10**12, limit=Rate(1, 10**15))
-    kept = Kept(recorder, replace(capture, errors=True))
-    slow = {ask(recorder, clock, REQUEST, 10**9) for _ in range(2)}
+    kept = Kept(timed.recorder, replace(capture, errors=True))
+    slow = {timed.ask(REQUEST, 10 * SECOND_NS) for _ in range(2)}
     for _ in range(LEAST_CALLS * 3):
-        ask(recorder, clock, REQUEST, 10**6)
+        timed.ask(REQUEST, SECOND_NS)
     trees = kept.read()
     ids = [tree[0].span_id for tree in trees]
     assert len(ids) == len(set(ids)) == 1
@@ -386,30 +384,26 @@ def test_early_requests_are_kept_once_and_not_beyond_the_limit(clock: Clock) -> 
     assert kept.of.counts()["requests beyond the capture limit"] == 1
 
 
-def test_early_requests_that_are_judged_late_refill_no_time_twice(clock: Clock) -> None:
-    recorder = PureRecorder(1 << 22)
-    recorder.on = True
-    kept = Kept(recorder, replace(HALF_AS_LONG_AGAIN, errors=True, limit=Rate(1, 60 * 10**9)))
-    ask(recorder, clock, REQUEST, 10**9)
+def test_early_requests_that_are_judged_late_refill_no_time_twice(timed: Timed) -> None:
+    kept = Kept(timed.recorder, replace(HALF_AS_LONG_AGAIN, errors=True, limit=Rate(1, 60_000 * SECOND_NS)))
+    timed.ask(REQUEST, 10 * SECOND_NS)
     assert kept.read() == []
-    clock.now_ns += 600 * 10**9
-    serve(recorder, error=True)
+    timed.now_ns += 600_000 * SECOND_NS
+    timed.fail()
     assert len(kept.read()) == 1
     for _ in range(LEAST_CALLS * 3):
-        ask(recorder, clock, REQUEST, 10**6)
+        timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []
-    serve(recorder, error=True)
+    timed.fail()
     assert kept.read() == []
     assert kept.of.counts()["requests beyond the capture limit"] == 2
 
 
-def test_early_requests_wait_in_bounded_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_requests_wait_in_bounded_memory(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "HELD_ROWS", 100)
-    recorder = PureRecorder(1 << 24)
-    recorder.on = True
-    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     for number in range(200):
-        ask(recorder, clock, Site(f"GET /{number}", "request"), 10**6)
+        timed.ask(Site(f"GET /{number}", "request"), SECOND_NS)
     assert kept.read() == []
     assert kept.of._early_rows == sum(len(held) for each in kept.of._early.values() for held in each) <= 100
 
@@ -441,15 +435,13 @@ def test_of_5000_recorded_requests_all_slow_ones_are_kept_and_others_only_where_
     assert wanted <= found or p99_ns > 20_000_000  # a machine on which one of a hundred waits so long
 
 
-def test_a_profile_that_asks_otherwise_forgets_what_waits(clock: Clock) -> None:
-    recorder = PureRecorder(1 << 22)
-    recorder.on = True
-    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
-    ask(recorder, clock, REQUEST, 10**9)
+def test_a_profile_that_asks_otherwise_forgets_what_waits(timed: Timed) -> None:
+    kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
+    timed.ask(REQUEST, 10 * SECOND_NS)
     kept.read()
     kept.of.change(Capture(**NOTHING), 100)
     for _ in range(LEAST_CALLS):
-        ask(recorder, clock, REQUEST, 10**6)
+        timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []
     assert kept.of._early_rows == 0
 

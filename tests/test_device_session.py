@@ -578,11 +578,8 @@ with instrument.scope("request", kind="request"):
 """
 
 
-@pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"])
-def test_device_times_and_gauges_of_a_process_outlive_it(
-    pure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = {**os.environ, **environment(), "PYTHONPATH": str(Path(__file__).parent), "INSTRUMENT_PURE": pure}
+def test_device_times_and_gauges_of_a_process_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {**os.environ, **environment(), "PYTHONPATH": str(Path(__file__).parent)}
     victim = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=tmp_path, env=env, text=True)
     assert victim.stdout is not None
     with victim:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from instrument.recorder.recorder import RECORDER
 from instrument.runtime.main_module import plan_of
 
 PROGRAM = '''\
@@ -102,7 +101,7 @@ def test_a_program_is_recorded_and_is_the_same_to_itself_and_in_its_tracebacks(w
     done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", *WAYS[way])
     assert "ValueError: at the end" in plain.stderr
     assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
-    assert done.stderr == plain.stderr or not RECORDER.native  # its twin's wrappers are a frame of their own
+    assert done.stderr == plain.stderr
     calls, document = checked(RULES.format("__main__"), *WAYS[way])
     assert calls == {f"__main__:{name}": count for name, count in CALLS.items()}
     assert {target["state"] for rule in document["rules"] for target in rule["targets"]} == {"attached"}
@@ -264,7 +263,6 @@ print(handle(1), asyncio.run(wait(1)), list(items(1)), asyncio.run(collect(strea
 """
 
 
-@pytest.mark.skipif(not RECORDER.native, reason="wrappers of the recorder in Python hold what no pickler takes")
 @pytest.mark.parametrize(
     "more",
     [

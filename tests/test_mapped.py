@@ -45,8 +45,6 @@ from instrument.recording.tally import Tally
 from instrument.trace.file import load, write
 from instrument.trace.of_memory import OPEN, saved_of
 
-_native = native.find("_recorder")
-
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
     "CHUNK": "chunk_t", "FRAME": "frame_t", "ROW": "row_t", "FACT": "fact_t", "DETAIL": "detail_t",
@@ -100,7 +98,7 @@ def ids_of(mapped: Mapped) -> list[int]:
 # -------------------------------------------------------------------- layout
 
 
-@pytest.mark.skipif(_native is None or shutil.which("gcc") is None, reason="the recorder in C is not built, or no gcc")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_the_layout_in_python_is_that_of_the_native_recorder(tmp_path: Path) -> None:
     wanted = [f"sizeof(recording_t) == {memory_layout.HEADER.size}"]
     for name, kind in C_NAMES.items():
@@ -903,15 +901,8 @@ def _victim() -> tuple[subprocess.Popen[bytes], Mapped]:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory without a name here")
-@pytest.mark.parametrize(
-    ("times", "pure"),
-    [(5, ""), (2, "1"), pytest.param(50, "", marks=pytest.mark.slow)],
-    ids=["native", "pure", "often"],
-)
-def test_what_a_process_recorded_that_was_killed_is_all_there(
-    times: int, pure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("INSTRUMENT_PURE", pure)
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_what_a_process_recorded_that_was_killed_is_all_there(times: int) -> None:
     for _ in range(times):
         process, mapped = _victim()
         try:
@@ -920,9 +911,8 @@ def test_what_a_process_recorded_that_was_killed_is_all_there(
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(120)
-        # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack,
-        # in Python those of one for each thread.
-        _is_whole(mapped, unfinished=2 if pure or _native is None else 1)
+        # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack.
+        _is_whole(mapped, unfinished=1)
         mapped.close()
 
 
@@ -1012,18 +1002,13 @@ print(recorder.no_memory or os.fstat(recorder.memory_fd).st_blocks * 512)
 """
 
 
-@pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"])
-def test_a_service_that_locks_its_memory_fills_no_more_of_a_recording_than_it_uses(
-    pure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("INSTRUMENT_PURE", pure)
+def test_a_service_that_locks_its_memory_fills_no_more_of_a_recording_than_it_uses() -> None:
     done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=240)
     if "may not lock" in done.stderr or not done.stdout.strip().isdigit():
         pytest.skip(f"{done.stderr}{done.stdout}")
     assert int(done.stdout) < 1 << 20
 
 
-@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
 def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
     recorder = Recorder(1 << 26)
     recorder.begin(1 << 26, {})
@@ -1063,9 +1048,7 @@ def test_where_no_memory_can_be_made_the_recorder_records_all_the_same_and_says_
     assert recorder.calls == 1
 
 
-@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
 def test_a_recorder_that_has_had_a_memory_takes_a_larger_one(recorder: Any) -> None:
-    assert isinstance(recorder, Recorder) or not recorder.native
     function = recorder.wrap(lambda: None, Site("f"))
     function()
     before = os.fstat(recorder.memory_fd).st_size

@@ -309,7 +309,7 @@ def test_a_call_that_passes_takes_and_gives_what_the_bare_one_does(recorder: Any
     passing = [recorder.wrap(wrapped, site)]
     if isinstance(wrapped, FunctionType):
         instances: tuple[dict[int, Site | None], ...] = ({id(layer): site}, {id(layer): None})
-        passing += [recorder.wrap_method(wrapped, sites, lambda _: None, lambda: False) for sites in instances]
+        passing += [recorder.wrap_method(wrapped, sites, lambda _: None) for sites in instances]
     recorder.mute(site)
     for made in passing:
         for args, named in (((), {}), ((2,), {}), ((3, 1), {}), ((), {"key": str})):

@@ -22,9 +22,6 @@ ROOT = Path(instrument.__file__).parent.parent
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="no gcc to build a tool with"),
-    pytest.mark.parametrize(
-        "pure", [pytest.param("", id="native"), pytest.param("1", id="pure", marks=pytest.mark.slow)]
-    ),
 ]
 
 PROGRAM = """
@@ -85,7 +82,7 @@ Hear = Callable[..., Heard]
 
 
 @pytest.fixture
-def hear(tool: Path, tmp_path: Path, pure: str) -> Hear:
+def hear(tool: Path, tmp_path: Path) -> Hear:
     """Runs a program under a profile with the tool attached; what it has heard."""
 
     def run(body: str, profile: str = "functions: []", **environ: str | None) -> Heard:
@@ -96,7 +93,6 @@ def hear(tool: Path, tmp_path: Path, pure: str) -> Hear:
         wanted: dict[str, str | None] = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "INSTRUMENT_PURE": pure,
             "NVTX_INJECTION64_PATH": str(tool),
             "FAKE_NVTX_TOOL": str(told),
             **environ,

@@ -17,14 +17,11 @@ from otlp_spans import ORIGIN
 from programs import Machine, Tracked, program, recursive
 from raw_spans import counted
 
-from instrument.instrumentors import contexts
 from instrument.otlp import packing
 from instrument.profile.model import Capture
-from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording.remote_parents import LINK
-from instrument.recording.rows import Row
-from instrument.recording.spans import ITEMS, Site, Span
+from instrument.recording.spans import Site, Span
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 25
@@ -198,51 +195,3 @@ def test_spans_of_random_programs_that_recur_count_as_they_were_counted_live(
         )
         assert live == saved, f"program {seed}: {steps}"
         recorder.reset()
-
-
-# -------------------------------------------------------------------- native against pure
-
-
-def comparable(recorder: Any) -> dict[int, list[tuple[object, ...]]]:
-    """Every row by thread, in their order, with all but times. Ids are told by where their rows stand.
-
-    Whether a task ran it is left out below a context that is run twice: it has the task of its first span for good.
-    """
-    by_thread: dict[int, list[Row]] = {}
-    for ring in recorder.rings():
-        by_thread.setdefault(ring.thread_id, []).extend(ring.newest(0)[0])
-    # Not by the order in which they were given: threads that run at once take theirs in any order.
-    place = {row[1]: (thread_id, number) for thread_id, rows in by_thread.items() for number, row in enumerate(rows)}
-
-    def told(row: Row) -> tuple[object, ...]:
-        path = tuple(site.name for site in recorder.paths().upwards(row[0]))
-        in_task = None if "copy run twice" in "".join(path) else bool(row[4])
-        link = [place[number] for number in row[10][LINK]] if row[10] and LINK in row[10] else None
-        items = (row[10] or {}).get(ITEMS)
-        return path, *(place.get(number) for number in row[1:4]), in_task, row[8] >= 0, row[9], link, items
-
-    return {thread_id: [told(row) for row in rows] for thread_id, rows in by_thread.items()}
-
-
-@chunks
-@modes
-def test_both_recorders_write_the_same_rows_of_random_programs(in_loop: bool, seeds: range) -> None:
-    recorders = [Recorder(1 << 25), PureRecorder(1 << 26)]
-    if not recorders[0].native:
-        pytest.skip("there is one recorder")
-    undos = [contexts.watch(recorder) for recorder in recorders]
-    try:
-        for recorder in recorders:
-            recorder.on = True
-            recorder.node_limit = 1 << 24
-        for seed in seeds:
-            steps = program(seed, in_loop=in_loop)
-            Machine(recorders, folds=True).run_program(steps, in_loop=in_loop)
-            native, pure = map(comparable, recorders)
-            assert native == pure, f"program {seed}: {steps}"
-            assert tallied(recorders[0]) == tallied(recorders[1])
-            for recorder in recorders:
-                recorder.reset()
-    finally:
-        for undo in reversed(undos):
-            undo()

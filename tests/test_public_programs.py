@@ -60,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, and an environment that says nothing about us and reaches no network."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("INSTRUMENT", "OTEL_", "PYTEST_", "GUNICORN_"))]:
-        if name not in ("INSTRUMENT_PURE", "PYTEST_CURRENT_TEST"):
+        if name != "PYTEST_CURRENT_TEST":
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))  # where gunicorn keeps a socket, and Hugging Face a cache
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

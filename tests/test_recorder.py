@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 from trees import outline, tree
 
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
-from instrument.recorder import pure
 from instrument.recorder import recorder as recorder_module
 from instrument.recorder.ticks import use_ticks
 from instrument.recorder.wrapping import bare_of
@@ -88,7 +87,7 @@ def test_every_kind_of_function_keeps_its_kind_signature_and_names(recorder: Any
         )
         assert made.__module__ == function.__module__
         assert bare_of(made) is function
-        assert hasattr(made, "__wrapped__") == (not recorder.native)
+        assert not hasattr(made, "__wrapped__")
         assert weakref.ref(made)() is made
     assert recorder.wrap(call, Site("x")).extra == 5
     assert recorder.wrap(call, Site("x"))(2, b="ab") == "abab"
@@ -773,11 +772,11 @@ NAMES = st.sampled_from([b"host", b"traceparent", b"content-length", b"tracepare
 def test_values_of_headers_are_found_by_name_the_last_of_several(headers: list[Any]) -> None:
     found = dict(headers)
     expected = found.get(b"traceparent"), found.get(b"host")
-    for header_values in (recorder_module.header_values, pure.header_values):
-        assert header_values(headers, (b"traceparent", b"host")) == expected
-        assert header_values(iter(headers), (b"traceparent", b"host")) == expected
-        with pytest.raises((TypeError, ValueError)):
-            header_values([*headers, (b"one",)], (b"traceparent",))
+    header_values = recorder_module.header_values
+    assert header_values(headers, (b"traceparent", b"host")) == expected
+    assert header_values(iter(headers), (b"traceparent", b"host")) == expected
+    with pytest.raises((TypeError, ValueError)):
+        header_values([*headers, (b"one",)], (b"traceparent",))
 
 
 # -------------------------------------------------------------------- crossing
@@ -1111,8 +1110,8 @@ def test_deep_recursion_ends_as_without_us(recorder: Any) -> None:
 
 def test_deep_recursion_of_coroutines_ends_where_the_stack_does(recorder: Any) -> None:
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if not recorder.native or not 0 < stack_bytes <= 1 << 24:
-        pytest.skip("Python counts the calls of the twin itself, or the stack is too large to be used up")
+    if not 0 < stack_bytes <= 1 << 24:
+        pytest.skip("the stack is too large to be used up")
 
     async def recurse(depth: int) -> int:
         return 0 if not depth else 1 + await made(depth - 1)
@@ -1394,7 +1393,7 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
     recorder.on = True
     site, expected = Site("kernel", device=True), Totals()
     for _ in times:
-        recorder.record(site, recorder.now_ns() if recorder.native else time.monotonic_ns(), None)
+        recorder.record(site, recorder.now_ns(), None)
     for ring in recorder.rings():
         rows = ring.newest(0)[0]
         for row, (device_ns, beyond_ns, _) in zip(rows, data.draw(st.permutations(times)), strict=True):
@@ -1443,7 +1442,7 @@ def choice(recorder: Any) -> Iterator[dict[int, Site | None]]:
         return sites[id(part)]
 
     own = vars(Part)["work"]
-    Part.work = recorder.wrap_method(own, sites, decide, lambda: False)  # type: ignore[method-assign]
+    Part.work = recorder.wrap_method(own, sites, decide)  # type: ignore[method-assign]
     yield sites
     Part.work = own  # type: ignore[method-assign]
 

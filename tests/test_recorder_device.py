@@ -143,7 +143,7 @@ def test_a_method_is_timed_by_the_site_of_its_instance(log: Log) -> None:
 
     timed, plain, none = Layer(), Layer(), Layer()
     sites: dict[int, Site | None] = {id(timed): SITE, id(plain): PLAIN, id(none): None}
-    method = log.recorder.wrap_method(Layer.forward, sites, lambda _: None, lambda: False)
+    method = log.recorder.wrap_method(Layer.forward, sites, lambda _: None)
     assert [method(layer, 3) for layer in (timed, plain, none)] == [3, 3, 3]
     works(log, "begin timed", "end timed")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import collections
-import contextlib
 import contextvars
 import copy
 import ctypes
@@ -17,7 +16,6 @@ import enum
 import functools
 import gc
 import inspect
-import itertools
 import os
 import pickle
 import subprocess
@@ -33,21 +31,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import RECORDERS
 from trees import tree
 
-from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording.spans import OUTCOME, Site
 from instrument.recording.tally import Totals
 from instrument.trace.of_rows import columns_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
-KINDS = ["native" if kind.native else "pure" for kind in RECORDERS]
 SANITISED = "INSTRUMENT_SANITISED" in os.environ
 """Set by tests/bench/sanitise.sh: everything takes several times as long."""
-
-needs_native = pytest.mark.skipif(Recorder is PureRecorder, reason="the native core is not in use")
 
 PRELUDE = """
 import atexit, contextvars, gc, os, signal, sys, threading, time, warnings, weakref
@@ -72,10 +65,10 @@ def rings_of_others():
 """
 
 
-def run(kind: str, program: str, **environment: str) -> str:
-    """What a program prints with this kind of recorder; it must end well and complain about nothing."""
+def run(program: str, **environment: str) -> str:
+    """Return what a program prints that records; it must end well and complain about nothing."""
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    own |= {"INSTRUMENT_PURE": "1" if kind == "pure" else "0", **environment}
+    own |= environment
     command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(program)]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -177,11 +170,9 @@ def test_greenlets_given_up_in_the_middle_of_a_call_end_their_spans(recorder: An
     assert recorder.open_rows() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_that_end_while_greenlets_of_theirs_stand_in_the_middle_of_calls_do_no_harm(kind: str) -> None:
+def test_threads_that_end_while_greenlets_of_theirs_stand_in_the_middle_of_calls_do_no_harm() -> None:
     pytest.importorskip("greenlet")
     printed = run(
-        kind,
         """
         import greenlet
         kept = []
@@ -252,13 +243,11 @@ NO_MEMORY = """
 
 
 @pytest.mark.slow
-@needs_native
 @pytest.mark.parametrize("malloc", ["", "debug"])
 def test_no_allocation_that_fails_reaches_the_host_and_what_is_lost_is_counted(malloc: str) -> None:
     pytest.importorskip("_testcapi")
     environment = {"PYTHONMALLOC": malloc} if malloc else {}
     printed = run(
-        "native",
         NO_MEMORY
         + """
     function = wrapped("f")(len)
@@ -362,11 +351,9 @@ def test_no_allocation_that_fails_reaches_the_host_and_what_is_lost_is_counted(m
     assert printed == "survived\n"
 
 
-@needs_native
 def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None:
     pytest.importorskip("_testcapi")
     printed = run(
-        "native",
         NO_MEMORY
         + """
     function = wrapped("f")(len)
@@ -403,11 +390,9 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
     assert printed == "survived\n"
 
 
-@needs_native
 def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
     pytest.importorskip("_testcapi")
     printed = run(
-        "native",
         NO_MEMORY
         + """
     function = wrapped("f")(len)
@@ -450,10 +435,8 @@ def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
 # -------------------------------------------------------------------- sub-interpreters
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sub_interpreter_gets_the_twin_and_the_main_one_goes_on(kind: str) -> None:
+def test_a_sub_interpreter_records_nothing_and_the_main_one_goes_on() -> None:
     printed = run(
-        kind,
         """
         try:
             import _interpreters as interpreters
@@ -469,17 +452,13 @@ def test_a_sub_interpreter_gets_the_twin_and_the_main_one_goes_on(kind: str) -> 
                 print("refused:", "interpreter" in str(error))
             else:
                 print("refused: no")
-            from instrument.recorder.recorder import RECORDER as recorder
-            from instrument.recording.spans import Site
-            recorder.on = True
-            function = recorder.wrap(lambda: None, Site("g"))
+            import instrument
             def numbers():
                 yield 1
-            for _ in range(100):
-                function()
-                with recorder.scope("scope"):
-                    list(recorder.wrap(numbers, Site("h"))())
-            print("native:", recorder.native, recorder.tally().calls, recorder.current_id(), flush=True)
+            same = instrument.profiled("h")(numbers) is numbers
+            with instrument.scope("scope"):
+                instrument.annotate(x=1)
+            print("same:", same, instrument.summary().strip()[:17], flush=True)
         '''
         for _ in range(2):
             one = interpreters.create()
@@ -488,21 +467,19 @@ def test_a_sub_interpreter_gets_the_twin_and_the_main_one_goes_on(kind: str) -> 
             interpreters.destroy(one)
             function()
             assert calls() == {"f": 2 + _}, calls()
-        print("main:", recorder.native, recorder.counts(), recorder.current_id(), recorder.open_rows())
+        print("main:", recorder.counts(), recorder.current_id(), recorder.open_rows())
         """,
     )
-    own = "refused: True\nnative: False 300 0\n"
-    assert printed == own + own + f"main: {kind == 'native'} {{}} 0 []\n"
+    own = "refused: True\nsame: True instrument is off\n"
+    assert printed == own + own + "main: {} 0 []\n"
 
 
 # -------------------------------------------------------------------- the end of the process
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_still_record(kind: str) -> None:
+def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_still_record() -> None:
     printed = run(
-        kind,
         """
         import asyncio
         leaf = wrapped("leaf")(lambda: None)
@@ -563,10 +540,8 @@ def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_stil
     assert printed == "at exit True True\n"
 
 
-@needs_native
 def test_what_finalisers_record_after_their_threads_ring_has_gone_is_counted_and_holds_no_memory() -> None:
     printed = run(
-        "native",
         """
         leaf = wrapped("leaf")(lambda: None)
         class Loud:
@@ -593,10 +568,7 @@ def test_what_finalisers_record_after_their_threads_ring_has_gone_is_counted_and
 # -------------------------------------------------------------------- counters near their ends
 
 
-@needs_native
 def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) -> None:
-    if not make_recorder().native:
-        pytest.skip("integers of the twin have no end")
     next_id = (1 << 63) - 4  # ids stay within 63 bits, for readers whose integers have a sign
     recorder = make_recorder(ring_bytes=1)
     function = wrapped(recorder, "f")(lambda: None)
@@ -631,11 +603,8 @@ def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) 
     assert recorder.tally().calls == 1 + 3 * 90 + 20
 
 
-@needs_native
 def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recorder: Any) -> None:
     recorder = make_recorder()
-    if not recorder.native:
-        pytest.skip("integers of the twin have no end")
     site = Site("f")
     recorder.record(site, recorder.now_ns() - (1 << 30), None)
     (ring,) = recorder.rings()
@@ -658,11 +627,8 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full, 0)
 
 
-@needs_native
 def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts_hold(make_recorder: Any) -> None:
     recorder = make_recorder()
-    if not recorder.native:
-        pytest.skip("integers of the twin have no end")
     sites = [Site(f"f{n}") for n in range(16_000)]
     times = (1 << 16) - 1
     recorded, mine = threading.Barrier(6), threading.Event()
@@ -692,11 +658,8 @@ def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts
             thread.join()
 
 
-@needs_native
 def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=128 * 64)
-    if not recorder.native:
-        pytest.skip("integers of the twin have no end")
     site = Site("f")
 
     def work() -> None:
@@ -732,7 +695,6 @@ def wait_for_ends(recorder: Any, rings: int) -> None:
 
 
 def test_a_reset_while_spans_are_open_everywhere_counts_each_when_it_ends(recorder: Any) -> None:
-    import asyncio
 
     inside, leave = threading.Barrier(2), threading.Event()
 
@@ -779,11 +741,9 @@ def test_a_reset_while_spans_are_open_everywhere_counts_each_when_it_ends(record
     assert recorder.current_id() == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_parent_are_gone(kind: str) -> None:
+def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_parent_are_gone() -> None:
     printed = run(
-        kind,
         """
         import asyncio, warnings
         warnings.simplefilter("ignore")
@@ -856,10 +816,8 @@ def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_par
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_allocations(kind: str) -> None:
+def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_allocations() -> None:
     printed = run(
-        kind,
         """
         import asyncio, random
         random.seed(3)
@@ -955,10 +913,8 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_chain_intact(kind: str) -> None:
+def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_chain_intact() -> None:
     printed = run(
-        kind,
         """
         class Alarm(Exception):
             pass
@@ -1002,11 +958,8 @@ def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_cha
     assert printed == "True True True\n"
 
 
-@needs_native
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_handler_that_gives_itself_up_while_it_runs_is_recorded_to_its_end(kind: str) -> None:
+def test_a_handler_that_gives_itself_up_while_it_runs_is_recorded_to_its_end() -> None:
     printed = run(
-        kind,
         """
         def handle(*_):
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -1020,11 +973,9 @@ def test_a_handler_that_gives_itself_up_while_it_runs_is_recorded_to_its_end(kin
     assert printed == "{'handler': 20} [] {}\n"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_that_python_meets_again_and_again_has_each_of_its_calls_recorded(kind: str) -> None:
+def test_a_thread_that_python_meets_again_and_again_has_each_of_its_calls_recorded() -> None:
     """Each callback on a thread of the C library's has a thread state of its own, which is freed after it."""
     printed = run(
-        kind,
         """
         import ctypes
         library = ctypes.CDLL(None)
@@ -1058,7 +1009,6 @@ def test_a_thread_that_python_meets_again_and_again_has_each_of_its_calls_record
 
 def test_signals_leave_no_scope_request_coroutine_or_generator_open() -> None:
     printed = run(
-        "native",
         """
         class Alarm(Exception):
             pass
@@ -1116,29 +1066,27 @@ def test_signals_leave_no_scope_request_coroutine_or_generator_open() -> None:
     assert printed == "intact\n"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_or_context(kind: str) -> None:
+def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_or_context() -> None:
     """Our own Python code runs there: the name of the thread, the identity of the task."""
     printed = run(
-        kind,
         """
-        from instrument.recorder import chains
+        import types
+        from instrument.recorder import recorder as recorder_module
         function = wrapped("f")(lambda: None)
         def raises(*_):
             raise KeyboardInterrupt
         signal.signal(signal.SIGUSR1, raises)
         class Modules(dict):
-            def __contains__(self, name):
+            def get(self, name):
                 signal.raise_signal(signal.SIGUSR1)  # as if it had come in right here
-                return False
         seen = 0
-        before, chains.modules = chains.modules, Modules()
+        recorder_module.sys = types.SimpleNamespace(modules=Modules())
         for _ in range(5):
             try:
                 contextvars.Context().run(function)
             except KeyboardInterrupt:
                 seen += 1
-        chains.modules = before
+        recorder_module.sys = sys
         contextvars.Context().run(function)
         print(seen, calls(), recorder.current_id())
         """,
@@ -1498,8 +1446,6 @@ def test_a_wrapped_function_does_what_the_function_does(
     expected = case(plain)
     own = wrapped(recorder)(plain)
     monkeypatch.setattr(sys.modules[__name__], "plain", own)
-    if case is _names and not recorder.native:
-        pytest.skip("the twin's wrapper is a function of its own: it has a code and defaults of its own")
     assert case(own) == expected
     twice = wrapped(recorder)(own)
     monkeypatch.setattr(sys.modules[__name__], "plain", twice)
@@ -1529,8 +1475,7 @@ def test_a_function_that_is_deleted_while_it_runs_ends_its_span(recorder: Any) -
     assert recorder.open_rows() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_wrapped_function_is_the_target_of_a_spawned_process(kind: str, tmp_path: Any) -> None:
+def test_a_wrapped_function_is_the_target_of_a_spawned_process(tmp_path: Any) -> None:
     (tmp_path / "served.py").write_text(
         textwrap.dedent(
             """
@@ -1540,7 +1485,7 @@ def test_a_wrapped_function_is_the_target_of_a_spawned_process(kind: str, tmp_pa
             recorder.on = True
 
             def work(queue):
-                queue.put((recorder.native, recorder.current_id() != 0))
+                queue.put((recorder.current_id() != 0,))
 
             work = recorder.wrap(work, Site("work"))
 
@@ -1555,11 +1500,8 @@ def test_a_wrapped_function_is_the_target_of_a_spawned_process(kind: str, tmp_pa
             """
         )
     )
-    environment = {**os.environ, "INSTRUMENT_PURE": "1" if kind == "pure" else "0"}
-    done = subprocess.run(
-        [sys.executable, "served.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == (f"{kind == 'native'} True 0\n", "")
+    done = subprocess.run([sys.executable, "served.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
 # -------------------------------------------------------------------- the ring under stress
@@ -1662,90 +1604,3 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     kept = sum(min(ring.head, ring.capacity) for ring in recorder.rings())
     assert recorder.losses().get("spans overwritten by newer ones", 0) == total - kept
     assert recorder.counts() == {}
-
-
-# -------------------------------------------------------------------- a handler that raises while a span begins
-
-
-class _Interrupt(BaseException):
-    pass
-
-
-def _raise_at(line: int, work: Any) -> bool:
-    """Do the work, raising at the so-manieth line of the twin that runs, as a signal handler may; whether one came."""
-    left = line
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(TWIN) or frame.f_code.co_name not in BEGIN:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise _Interrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    except _Interrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
-TWIN = ("recorder/pure.py", "recorder/callables.py", "recorder/call_nodes.py")
-BEGIN = ("open", "wrapper", "_chain", "_node", "_new_node", "_note_remote")
-
-
-def _one_span(recorder: Any, shape: str) -> Callable[[], Any]:
-    """Something to do that is one span of a shape."""
-
-    def generator() -> Any:
-        yield 1
-
-    async def coroutine() -> None:
-        pass
-
-    def call() -> None:
-        pass
-
-    def scope() -> None:
-        with recorder.scope("s"):
-            pass
-
-    def stepped() -> None:
-        with contextlib.suppress(StopIteration):
-            made().send(None)
-
-    function = {"generator": generator, "coroutine": coroutine}.get(shape, call)
-    made = recorder.wrap(function, Site("x", "request" if shape == "request" else "op"))
-    return {"scope": scope, "generator": lambda: list(made()), "coroutine": stepped}.get(shape, made)
-
-
-@pytest.mark.parametrize("shape", ["call", "scope", "request", "generator", "coroutine"])
-@pytest.mark.parametrize("in_loop", [False, True])
-def test_a_handler_that_raises_while_a_span_begins_leaves_none_that_starts_at_zero(shape: str, in_loop: bool) -> None:
-    async def in_task(line: int, work: Any) -> bool:
-        return _raise_at(line, work)
-
-    for line in itertools.count(1):
-        recorder = PureRecorder(1 << 20)
-        recorder.on = True
-        recorder.remote_parent = lambda: None
-        work = _one_span(recorder, shape)
-        begun_ns = time.monotonic_ns()
-        came = asyncio.run(in_task(line, work)) if in_loop else _raise_at(line, work)
-        with recorder.scope("after"):
-            pass
-        spans = recorder.spans()
-        assert all(begun_ns <= span.start_ns <= span.end_ns for span in spans)
-        assert all(span.parent_id == 0 for span in spans if span.site.name == "after")
-        assert recorder.open_rows() == []
-        assert recorder.current_id() == 0
-        assert sum(row.totals.total_ns for row in recorder.tally().rows()) < 10**12
-        if not came:
-            break
-    assert line > 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextvars
 import random
 import time
 from collections import Counter
@@ -162,7 +161,7 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
     def work(depth: int) -> None:
         spin(100_000)
         if depth:
-            context = recorder.copy_context() if recorder.native else contextvars.copy_context()
+            context = recorder.copy_context()
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 pool.submit(context.run, work_, depth - 1).result()
 
@@ -408,7 +407,7 @@ def test_methods_of_thousands_of_instances_find_their_paths_after_a_reset(record
 
     layers = [Layer() for _ in range(100)]
     sites: dict[int, Site | None] = {id(layer): Site("layer", instance=str(n)) for n, layer in enumerate(layers)}
-    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda layer: sites[id(layer)], lambda: False)  # type: ignore[method-assign]
+    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda layer: sites[id(layer)])  # type: ignore[method-assign]
     for turn in range(4):
         for outer, inner in zip(layers, layers[1:] if turn % 2 else reversed(layers[:-1]), strict=False):
             outer.forward(inner)

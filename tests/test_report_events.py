@@ -916,7 +916,7 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
 ) -> None:
     tally.threads.update(dict(zip(tally.threads, words, strict=False)))
     trace = of_tally(tally).trace
-    recording = Recording(lambda: tally, lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="pure")
+    recording = Recording(lambda: tally, lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native")
     text = summary(["events"], recording, Options(**options))
     assert all(line.isprintable() and columns(line) <= LINE for line in text.split("\n"))
     for report in reports(text) if tally.calls else []:

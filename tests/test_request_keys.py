@@ -31,7 +31,7 @@ from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.annotation import key_text
-from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session
@@ -558,7 +558,8 @@ def test_a_rule_for_a_server_s_own_function_tells_of_the_request_that_it_serves(
         wrapper._deployment_id = types.SimpleNamespace(name="Prices")
         metadata = types.SimpleNamespace(call_method="of", request_id="r1", tracing_context=None)
         assert asyncio.run(wrapper.call_user_method(metadata, (1,), {})) == (1,)
-        inner, request = sorted(running.trace().spans, key=lambda span: span.site.name == "Prices/of")
+        by_name = {span.site.name: span for span in running.trace().spans}  # on a busy machine with a blocked loop
+        inner, request = by_name["replica"], by_name["Prices/of"]
     finally:
         instrument.stop()
         for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
@@ -657,24 +658,25 @@ def test_what_is_read_natively_is_what_is_read_in_python(rule: str, monkeypatch:
     assert natively == read_by(rule, values)
 
 
-def test_keys_that_code_gives_are_those_of_the_recorder_in_python() -> None:
+def test_keys_that_code_gives_are_the_same_in_c_and_past_it() -> None:
     draw = random.Random("given")
     values = [*HELD, *(something(draw) for _ in range(300))]
 
-    def told(recorder: Any) -> list[Any]:
+    def told(scope: str, bind: str) -> list[Any]:
+        recorder = Recorder()
         recorder.on = True
         with recorder.scope("given"):
             pass
         for value in values:
             for given in ({"key": value}, {"batch": value}, {"key": value, "kind": "step"}):
-                with recorder.scope("given", **given):
-                    getattr(recorder, "bind", recorder.bind_innermost)(value if "batch" in given else "bound")
+                with getattr(recorder, scope)("given", **given):
+                    getattr(recorder, bind)(value if "batch" in given else "bound")
         recorder.on = False
         (ring,) = recorder.rings()
         rows = sorted(ring.newest(0)[0], key=lambda row: row[1])
         return [[(name, value, type(value)) for name, value in (row[10] or {}).items()] for row in rows]
 
-    assert told(Recorder()) == told(PureRecorder())
+    assert told("scope", "bind") == told("make_scope", "bind_innermost")
     FAULTS.clear()
 
 
@@ -700,14 +702,13 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("make", [Recorder, PureRecorder])
 @pytest.mark.parametrize(("what", "path"), [("key", "held.id"), ("batch", "held[].id")])
 @pytest.mark.parametrize("whence", ["argument", "return"])
-def test_reading_may_run_code_of_the_service(make: Any, what: str, path: str, whence: str) -> None:
+def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) -> None:
     def work(held: Any) -> Any:
         return held
 
-    recorder = make()
+    recorder = Recorder()
     recorder.on = True
     path = path if whence == "argument" else path.replace("held", "return", 1)
     (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions

@@ -84,8 +84,6 @@ FUNCTIONS = [plain, generator, coroutine, async_generator, awaitable, cached, ma
 @pytest.fixture(params=FUNCTIONS, ids=lambda function: function.__name__)
 def pair(request: pytest.FixtureRequest, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A function, and the same recorded, in whose place it lies."""
-    if not recorder.native:
-        pytest.skip("what the recorder in Python makes is a function of its own")
     bare = request.param
     made = recorder.wrap(bare, Site("x"))
     monkeypatch.setattr(sys.modules[__name__], bare.__name__, made)
@@ -193,8 +191,6 @@ def test_a_cache_by_content_notices_that_a_function_has_changed(
     write: Callable[..., None], select: Callable[[str], Selection], recorder: Any
 ) -> None:
     joblib, dill = pytest.importorskip("joblib"), pytest.importorskip("dill")
-    if not recorder.native:
-        pytest.skip("what the recorder in Python makes is a function of its own")
     sources = {f"by_content_{i}": f"def encode(x):\n    return x * {i}\n" for i in (10, 100)}
     write(**sources)
     hashes = []
@@ -249,8 +245,7 @@ def made(*args, __wrapper=None):
         module.fetch.__wrapped__(1)
     assert (module.fetch(1), module.fetch.tries) == (None, 3)
     assert list(module.session.__wrapped__()) == ["s"]
-    if recorder.native:
-        assert [module.compiled(1, 2), module.compiled(3)] == [(1, 2), (3,)]
+    assert [module.compiled(1, 2), module.compiled(3)] == [(1, 2), (3,)]
     selection.undo()
     assert not [name for name, value in vars(module).items() if hasattr(value, "__instrument__")]
 
@@ -315,8 +310,6 @@ def test_no_frame_of_ours_lies_between_a_function_and_its_caller(
     recorder: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if not recorder.native:
-        pytest.skip("the recorder in Python has frames of its own")
     write(framed=LIBRARY, service=SERVICE)
 
     def seen() -> list[Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from instrument.native import find
+from instrument.native import MODULE
 from instrument.recording.interval_ring import INTERVAL_BYTES
 from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.rows import PACKED_ROW
@@ -49,10 +49,8 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
     assert (stretch.window, stretch.origin) == (3, ORIGIN)
 
 
-def test_a_row_is_the_same_64_bytes_in_both_recorders_and_for_who_reads_them() -> None:
-    assert ROW.itemsize == PACKED_ROW.size == 64
-    native = find("_recorder")
-    assert native is None or native.ROW_BYTES == 64
+def test_a_row_is_the_same_64_bytes_in_the_recorder_and_for_its_readers() -> None:
+    assert ROW.itemsize == PACKED_ROW.size == MODULE.ROW_BYTES == 64
     assert CELL.itemsize == INTERVAL_BYTES
 
 

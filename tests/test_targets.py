@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import RECORDERS
 from trees import tree
 
 from instrument import TargetError, profiled, scope
@@ -260,12 +259,7 @@ def registries() -> Any:
     return sys.modules["targets.registries"]
 
 
-@pytest.mark.parametrize(
-    ("many", "make_recorder"),
-    [(False, kind) for kind in RECORDERS] + [(True, Recorder)],
-    indirect=["make_recorder"],
-    ids=[*("few-native" if kind.native else "few-pure" for kind in RECORDERS), "many"],
-)
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
 @pytest.mark.slow
 def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(

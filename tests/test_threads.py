@@ -221,8 +221,7 @@ def test_every_request_of_a_service_patched_by_gevent_reaches_the_collector(
     tmp_path: Path, when: str, secure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    # Each recorder sees both moments of the patch; what sends does not know which recorder there is.
-    environ = {"INSTRUMENT_PURE": "" if secure else "1"}
+    environ = {}
     with collecting(take) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
         if secure:

@@ -7,7 +7,6 @@ import platform
 from collections import Counter
 from typing import Any
 
-from instrument import native
 from instrument.device import cuda
 from instrument.instrumentors.verdict import Verdict
 from instrument.otlp.proxies import proxy_for
@@ -34,7 +33,7 @@ def facts_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
         ],
         "remarks": list(profile.remarks),
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
-        "recorder": _recorder(),
+        "recorder": {"kind": "native", "why_not_native": ""},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.found() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
@@ -58,7 +57,7 @@ def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str,
         print(f"  {remark}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
-    print(f"{_recorder_line()}, Python {platform.python_version()}")
+    print(f"Python {platform.python_version()}")
     if _asks_for_device_time(profile):
         print(f"device: {_device_line(cuda.found())}")
     why = _why_no_gpu(profile)
@@ -93,17 +92,6 @@ def _device_line(found: dict[str, str]) -> str:
     driver = f"driver for CUDA {found['driver']}" if found["driver"] else ""
     bindings = f"cuda-bindings {found['bindings']}" if driver and found["bindings"] else ""
     return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
-
-
-def _recorder() -> dict[str, str]:
-    """Whether the recorder runs in C, and why not."""
-    why = native.why_missing().get("_recorder", "")
-    return {"kind": "pure" if why else "native", "why_not_native": why}
-
-
-def _recorder_line() -> str:
-    why = _recorder()["why_not_native"]
-    return f"recorder: pure Python ({why})" if why else "recorder: native"
 
 
 def _why_no_gpu(profile: Profile) -> str:

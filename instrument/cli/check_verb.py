@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from instrument import native
 from instrument.cli.check_facts import facts_document, print_verdicts
 from instrument.cli.interpreter import host_of, running
 from instrument.cli.option_values import Verbs, one_of
@@ -48,6 +49,8 @@ def add(verbs: Verbs) -> None:
 
 def check(options: argparse.Namespace, host: list[str]) -> int:
     """Show what became of each rule. Returns the exit code."""
+    if native.WHY_MISSING:
+        raise InstrumentError(f"check: nothing can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
         raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
     path, is_unnamed = wanted(options)
@@ -94,7 +97,7 @@ def _never_imported(verdict: Verdict, profile: Profile) -> bool:
 def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
     """Run a command as `instrument run` does; what its processes say that became of the rules."""
     if OFF:
-        raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
+        raise InstrumentError(f"check: nothing of the command would be instrumented: {OFF}; unset it")
     host_of("check", host)
     from tempfile import TemporaryDirectory
 

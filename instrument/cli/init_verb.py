@@ -110,7 +110,7 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
     """Run a command with everything of its own recorded; what its processes did, and its exit code."""
     if OFF:
-        raise InstrumentError("init: INSTRUMENT=off, so nothing of the command would be observed; unset it")
+        raise InstrumentError(f"init: nothing of the command would be observed: {OFF}")
     names = own_names(words, Path.cwd())
     patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of(names))
     with TemporaryDirectory(prefix="instrument-init-") as folder:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from instrument import native
 from instrument.agent import launch
 from instrument.cli import first_process
 from instrument.cli.interpreter import host_of
@@ -47,6 +48,8 @@ def add(verbs: Verbs) -> None:
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
     """Become the host under the profile, or stay as its parent where this is the first process of a container."""
+    if native.WHY_MISSING:
+        print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = wanted(options)
     profile = None if OFF or not host else load(path)
     if profile is not None:

@@ -1,7 +1,7 @@
 """Copied contexts: the recorder is told when one is copied, so that what runs in the copy finds its parent.
 
-To know the current span of each context at any time, the native recorder would have to write a variable twice a span,
-which costs more than the rest of it (the one in Python does so). Contexts are copied by `contextvars.copy_context`, and
+To know the current span of each context at any time, the recorder would have to write a variable twice a span, which
+costs more than the rest of it. Contexts are copied by `contextvars.copy_context`, and
 by asyncio in C where it makes a task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its
 users go through. So both tell the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there
 each span is written down as it begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's
@@ -27,8 +27,6 @@ from instrument.recorder.recorder import RECORDER, Recorder
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
     """Tell the recorder of copies from now on; returns the way back."""
-    if not recorder.native:  # it writes that variable at each span
-        return lambda: None
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _Tasks(recorder, undos).are_told

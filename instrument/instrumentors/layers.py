@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
@@ -227,7 +226,6 @@ class Layers:
         self._unseen = None
         self._module_type = module_type
         self.known["torch"] = lambda: subclasses(module_type)
-        self._is_compiling = compiling_test(torch)
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
         self._paths = Paths(module_type, _torch_children)
@@ -308,7 +306,7 @@ class Layers:
         self._patches[owner] = replace(owner, "forward", self._wrap(forward))
 
     def _wrap(self, forward: FunctionType) -> Any:
-        return self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling, self._evaluate)
+        return self._recorder.wrap_method(forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
         """Whether a layer records, and as what: once for each instance, as soon as its path is known."""

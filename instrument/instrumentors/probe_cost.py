@@ -49,7 +49,7 @@ def measure_costs(calls: int = 200, rounds: int = 5, *, with_ticks: bool = False
     `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
     that of layers, `wrapper` that of functions that are requests, and `request` that of a request over ASGI. `step` is
     what each further step of a generator costs. Each is the best of several short rounds over the bare thing.
-    4 ms in all, 16 ms for the recorder in Python. Spans are timed by the time stamp counter where `with_ticks`.
+    4 ms in all. Spans are timed by the time stamp counter where `with_ticks`.
     """
     return copy_context().run(_measure_costs, calls, rounds, with_ticks)
 
@@ -145,7 +145,7 @@ class _Probes:
 
         self.sites: list[Site] = [recorder.scope_site("scope", "user")]
         layer, site = object(), Site("method")
-        method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site, lambda: False)
+        method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site)
         recorder.may_mute(site)
         self.sites.append(site)
         self._calls = calls
@@ -237,7 +237,7 @@ def _measure_cold_ns(with_ticks: bool) -> float:
     sites: dict[int, Site | None] = {}
     layers = [object() for _ in range(16)]
     sites.update((id(layer), Site(f"layer {place}", "layer")) for place, layer in enumerate(layers))
-    method = recorder.wrap_method(sweeping, sites, lambda _: None, lambda: False)
+    method = recorder.wrap_method(sweeping, sites, lambda _: None)
     outside_ns: dict[bool, list[int]] = {True: [], False: []}
     for layer in layers:
         method(layer)  # what the first call of a site costs more is not looked for
@@ -264,7 +264,7 @@ class Costs:
         """What a muted call costs, by the shape of the probe."""
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure it, once: 11 ms, 25 ms for the recorder in Python. Spans are timed as those of the session are."""
+        """Measure it, once: 11 ms. Spans are timed as those of the session are."""
         self.by_shape = measure_costs(with_ticks=with_ticks)
         self.passed_ns = measure_passed_ns()
         self.cold_ns = max(measure_cold_ns(with_ticks=with_ticks) - self.by_shape["method"].added_ns, 0.0)

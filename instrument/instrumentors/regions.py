@@ -305,7 +305,7 @@ class Regions:
             return ""
         own = vars(module).get("forward")
         if own is not None:
-            return "" if self._recorder.native and hasattr(own, "_torchdynamo_orig_callable") else _OWN_FORWARD
+            return "" if hasattr(own, "_torchdynamo_orig_callable") else _OWN_FORWARD
         forward = getattr(kind, "forward", None)
         if forward is torch.nn.Module.forward:
             return _EXPORTED if kind is torch.nn.Module and self._holds_weights(module) else ""

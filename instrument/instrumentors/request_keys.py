@@ -45,7 +45,7 @@ TEXTS_KNOWN = 4096
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
 _Read = TypeVar("_Read", bound=Callable[..., Told])
-_native = native.find("_recorder")
+_native = native.MODULE
 
 
 class KeyReader:

@@ -32,7 +32,7 @@ from instrument.instrumentors.holders import isinstance_of, namespace, own_names
 from instrument.recording.spans import Site
 from instrument.runtime.main_module import names_of
 
-_NATIVE = native.find("_recorder")
+_NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
 _MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
 _CONTEXT_MANAGERS = tuple(
@@ -261,7 +261,7 @@ def _walk(
 
 
 def _records(function: Any) -> bool:
-    """Whether it carries a probe already. The native recorder's are no Python functions."""
+    """Whether it carries a probe already."""
     return site_on(function) is not None
 
 

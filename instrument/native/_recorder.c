@@ -79,7 +79,7 @@ static PyMethodDef module_methods[] = {
 static int
 execute(PyObject *made)
 {
-    /* Types and frames are the process's. Where they may not be, the twin records. */
+    /* Types and frames are the process's. Where they may not be, nothing is recorded. */
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         PyErr_SetString(PyExc_ImportError, "instrument.native._recorder works in the main interpreter only");
         return -1;

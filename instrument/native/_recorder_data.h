@@ -256,7 +256,7 @@ typedef struct ring {
     char ended;
     book_t totals;
     uint64_t generation; /* of the recording that it counts in, or 0 */
-    uint64_t folded;     /* rows that the totals have: of use to the recorder in Python alone */
+    uint64_t folded;     /* rows that the totals have, in recordings of an earlier release's recorder in Python */
     char label[LABEL_BYTES];
 } Ring;
 

@@ -161,7 +161,7 @@ Core_open_requests(Core *self, PyObject *given)
 }
 
 /* The values of headers by their names, of pairs of both: of several by one name the last, None where there is none. Of a
- * request some ten headers come, and to make a dict of them takes five times as long. Twin: `pure.header_values`. */
+ * request some ten headers come, and to make a dict of them takes five times as long. */
 static PyObject *
 header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {

@@ -1,1 +1,1 @@
-"""The recorder: its face, its hot path in Python, what wraps a function, what it costs and its bounds."""
+"""The recorder: its face over the hot path in C, wrapped functions, what they cost and their bounds."""

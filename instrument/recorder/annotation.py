@@ -25,7 +25,6 @@ from instrument.recording.spans import (
     ERROR_TYPE,
     KEY,
     KEY_LIMIT,
-    OTHER_ERROR,
     STATUS_CODE,
     STATUS_DESCRIPTION,
     VALUE_LIMIT,
@@ -332,14 +331,3 @@ def _cut(text: str) -> str:
 
 def _kind(value: object) -> str:
     return type(value).__name__
-
-
-def error_told(attributes: Mapping[Any, Any], error: str | None) -> str | None:
-    """The error of a span that has ended: what its status says, where somebody has set one, else what it was."""
-    status = attributes.get(STATUS_CODE)
-    if status == "OK":
-        return None
-    if status != "ERROR":
-        return error
-    told = attributes.get(ERROR_TYPE)
-    return told if isinstance(told, str) and told else error or OTHER_ERROR

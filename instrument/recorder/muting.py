@@ -5,15 +5,16 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from instrument import native
 from instrument.recorder import wrapping
-from instrument.recorder.core_methods import CoreMethods
+from instrument.recorder.core import Core
 from instrument.recording.spans import Site
 
 KNOWN_SITES = 65_536
 """A service that decorates a function at each request makes a site each time: the first so many are known singly."""
 
 
-class Muting(CoreMethods):
+class Muting(Core):
     """Which sites may be muted, and which are."""
 
     shapes: dict[Site, str]
@@ -55,7 +56,7 @@ class Muting(CoreMethods):
         if site not in self._mutable or site in self.passes:
             return False
         if site not in self._counters:
-            self._counters[site] = self.new_pass()
+            self._counters[site] = native.MODULE.Pass(self)
         self.passes[site] = self._counters[site]
         self._turn(site, self._counters[site])
         return True

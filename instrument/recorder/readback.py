@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from instrument.recorder.core_methods import CoreMethods
+from instrument.recorder.core import Core
 from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import CallTree, shaped, tally_of
@@ -16,7 +16,7 @@ from instrument.recording.spans import Site, Span
 from instrument.recording.tally import Tally, Totals
 
 
-class Readback(CoreMethods):
+class Readback(Core):
     """What is known of all that was recorded."""
 
     shapes: dict[Site, str]
@@ -91,10 +91,8 @@ class Readback(CoreMethods):
     def lines(self, *, merged: bool = False) -> Lines:
         """All totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
 
-        With the native core some 0.2 us for each call path, and for each thread that it ran on.
+        It takes some 0.2 us for each call path, and for each thread that it ran on.
         """
-        if not self.native:
-            return Lines.of_tally(self.tally(), merged=merged)
         tree = self.paths()
         threads: dict[int, str] = {}
         books: dict[int, list[Numbers]] = {}
@@ -165,8 +163,8 @@ class Readback(CoreMethods):
     def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
         """What spans the rings hold that ended after a time, and those that are open now, without making them.
 
-        Those of the threads to `leave_out` are not told of, but open ones. With the native core as much as it takes to
-        look at each row of a site that asks for device time, 5 ns; other rows are not looked at.
+        Ended ones of the threads to `leave_out` are left out. Each row of a site that asks for device time takes 5 ns;
+        other rows are not read.
         """
         tree, marks = self.paths(), b""
         if self.asks_for_device_time():
@@ -215,7 +213,7 @@ class Readback(CoreMethods):
     def calls(self) -> int:
         """Spans finished since the start, cheap to read."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
-        return total + self._too_short if self.native else total
+        return total + self._too_short
 
     @property
     def _too_short(self) -> int:
@@ -228,5 +226,5 @@ def _asks_for_device_time(site: Site) -> bool:
 
 
 def _as_totals(book: dict[int, Any]) -> list[tuple[int, Totals]]:
-    """A book's totals by the number of their node. The native core gives tuples."""
-    return [(index, cell if isinstance(cell, Totals) else Totals.of_core(cell)) for index, cell in book.items()]
+    """Return a book's totals by the number of their node."""
+    return [(index, Totals.of_core(cell)) for index, cell in book.items()]

@@ -1,8 +1,7 @@
 """The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
 
-The hot path lies below it, in C (`_recorder.c`) or, where that is not built or `INSTRUMENT_PURE=1` says so, in its twin
-in Python (`pure.py` and what that imports). Both have the same classes and behave the same; `Recorder.native` tells
-which one it is.
+The hot path is in C (`native/_recorder.c`). Where that is missing (`native.WHY_MISSING`) nothing is recorded, and
+`absent` has what the service calls instead.
 """
 
 from __future__ import annotations
@@ -17,19 +16,17 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.kinds import KINDS, PHASES
 from instrument.profile.model import Limits
-from instrument.recorder import annotation, callables, chains, pure, wrapping
-from instrument.recorder.generator_span import Stretch
+from instrument.recorder import annotation, core, wrapping
 from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.readback import Readback
 from instrument.recorder.renaming import Renaming
-from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.recorder.stepped import Stepped
+from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS
 from instrument.recorder.thread_names import thread_name
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
 from instrument.recording.paths import CallTree
@@ -40,19 +37,39 @@ from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.recording.tally import OVERFLOW
 from instrument.runtime.unpatched import RLock
 
-_native = native.find("_recorder")
+_native: Any = native.MODULE
 
 
-header_values: Callable[[Iterable[tuple[bytes, bytes]], tuple[bytes, ...]], tuple[bytes | None, ...]]
-header_values = pure.header_values if _native is None else _native.header_values
+_running_loop: Callable[[], Any] | None = None
+_current_task: Callable[[Any], Any] | None = None
+
+
+def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return what gives the running loop, and the task that runs on one; None until asyncio has been imported."""
+    global _running_loop, _current_task
+    if _running_loop is None:
+        asyncio = sys.modules.get("asyncio")  # never imported by us
+        tasks, events = getattr(asyncio, "tasks", None), getattr(asyncio, "events", None)
+        if tasks is None or events is None or not hasattr(tasks, "current_task"):
+            return None  # asyncio is being imported right now
+        # Up to 3.11 current_task is a Python function around this dict; reading the dict halves the cost.
+        _current_task = tasks._current_tasks.get if sys.version_info < (3, 12) else tasks.current_task
+        _running_loop = events._get_running_loop
+    return _running_loop, _current_task  # type: ignore[return-value]
+
+
+def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
+    """Return the values of headers by their names; of several with one name the last counts."""
+    found: tuple[bytes | None, ...] = _native.header_values(headers, names)
+    return found
 
 
 def native_driver_calls() -> Any:
     """The native module, which calls a device's driver by the addresses of its functions (`mark`, `measure`).
 
-    None where the native recorder is not in use.
+    None where the native recorder is missing.
     """
-    return _native
+    return native.MODULE
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -63,18 +80,23 @@ RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
 """Room for rings that a memory has at least: what is not touched takes nothing, and a later session may want more."""
 
+MANUAL = 2
+"""The state of a span that `end_manual` closes, as the core has it."""
+
 STEP = "step"
 """The shape of what is no probe: a step of a generator after its first."""
 
 
-class _Recording(Renaming, Readback):
-    """What both recorders share."""
+class Recorder(Renaming, Readback):
+    """The recorder of one process. `ring_bytes` bounds the memory of all rings together.
 
-    if TYPE_CHECKING:
+    `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
+    """
 
-        def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
-
-    def _begin(self) -> None:
+    def __init__(self, ring_bytes: int = RING_BYTES) -> None:
+        super().__init__(ring_bytes, OVERFLOW, REMOTE, link_of, task_readers, thread_name)
+        self.answers = ANSWERS
+        self.scope_type = Scope
         self.scope_name_limit = SCOPE_NAME_LIMIT
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
@@ -186,7 +208,7 @@ class _Recording(Renaming, Readback):
         if self._manual_open >= self.open_scope_limit:
             self.count("scopes not begun because too many are open")
             return None
-        frame = self.open(site, attributes, chains.MANUAL)
+        frame = self.open(site, attributes, MANUAL)
         if frame is not None:  # None for want of memory, counted
             self._manual_open += 1
         return frame
@@ -204,22 +226,54 @@ class _Recording(Renaming, Readback):
         function: Function,
         sites: dict[int, Site | None],
         decide: Callable[[Any], Site | None],
-        is_traced: Callable[[], bool],
         evaluate: Callable[[Any], Any] | None = None,
     ) -> Function:
         """A method with a span around the calls of those instances that have a site, at most 60 ns for the others.
 
         `sites` tells by identity, None for an instance that is to pass. What is not there yet is asked of
         `decide(instance)`, which enters its answer in `sites` where that is final, takes the entry out when the
-        instance goes, and raises nothing. `is_traced` tells whether the call is being compiled instead of run;
-        `evaluate` sets what evaluates Python's frames (None: Python) and returns what did, so that `decide` is run and
-        not compiled.
+        instance goes, and raises nothing. `evaluate` sets what evaluates Python's frames (None: Python) and returns
+        what did, so that `decide` is run and not compiled.
         """
-        made = self.make_method(function, sites, decide, is_traced, evaluate)
-        if not self.native:
-            functools.update_wrapper(made, function)
-            made.__instrument_layers__ = True
-        return made  # type: ignore[no-any-return]
+        # What compiles a model takes the code of what a native function wraps, and never meets the probe.
+        made: Function = _native.Function(self, function, None, sites, decide, evaluate)
+        return made
+
+    def make_function(
+        self,
+        function: Callable[..., Any],
+        site: Site,
+        works: wrapping.Attributes | None = None,
+        attributes: wrapping.Attributes | None = None,
+        results: wrapping.Results | None = None,
+        passes: wrapping.Passes | None = None,
+        form: int = 0,
+    ) -> Any:
+        return _native.Function(
+            self, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
+        )
+
+    def shelf(self, sample: float, spans_per_request: int) -> Any:
+        return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+
+    def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
+        if attributes is None:
+            return functools.partial(self.new_span, site)
+        return functools.partial(Scope, self, site, attributes)
+
+    def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
+        if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
+            self.user_sites[site.name] = Scope(self, site) if site in self.passes else site
+        return Scope(self, site, attributes)
+
+    def _turn(self, site: Site, passing: Any) -> None:
+        """A scope that is muted is one object, as long as nobody keeps it: to make one costs more than to pass."""
+        super()._turn(site, passing)
+        known = self.user_sites.get(site.name)
+        if passing is not None and known is site:
+            self.user_sites[site.name] = Scope(self, site)
+        elif passing is None and known is not site and isinstance(known, Scope) and known._site is site:
+            self.user_sites[site.name] = site
 
     # ---------------------------------------------------------------- life
 
@@ -308,7 +362,7 @@ class _Recording(Renaming, Readback):
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = RLock()
-        if self._memory_of is not None and (self._memory_of[0] or not self.native):
+        if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
             self.memory_path = ""  # the parent's
             self.begin(self._memory_bytes, self._facts, folder, self._disk_bytes)
@@ -322,77 +376,13 @@ class _Recording(Renaming, Readback):
         self._forget_all()
 
 
-class PureRecorder(_Recording, pure.Core):
-    """The recorder in Python alone. `ring_bytes` bounds the memory of all rings together.
-
-    `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
-    """
-
-    def __init__(self, ring_bytes: int = RING_BYTES) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
-        self._begin()
-
-    def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
-        return callables.make_function(self, function, site, works)
-
-    def make_method(
-        self,
-        function: Callable[..., Any],
-        sites: dict[int, Site | None],
-        decide: Callable[[Any], Site | None],
-        is_traced: Callable[[], bool],
-        evaluate: Callable[[Any], Any] | None,
-    ) -> Any:
-        return callables.make_method(self, function, sites, decide, is_traced)
-
-    def new_pass(self) -> Any:
-        return callables.Pass(self)
-
-    def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
-        return Stretch(self, site, attributes)
-
-    def stepped(self, site: Site, coroutine: Any, attributes: Any, results: Any, /) -> Any:
-        return Stepped(self, coroutine, site, attributes, results)
-
-    def stepped_in(self, frame: Any, awaitable: Any, /) -> Any:
-        if frame is None or frame[11] == chains.CLOSED or not hasattr(awaitable, "__await__"):
-            return awaitable
-        if frame[17] is not None and frame[17].has_ended:  # what was awaited for it before
-            return frame[17].of(awaitable)
-        frame[17], frame[18] = Stepped(self, awaitable), 0
-        return frame[17]
-
-    def shelf(self, sample: float, spans_per_request: int) -> Any:
-        return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
-
-    def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
-        return PureScope(self, site, attributes)
-
-    def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
-        """Makes a context manager around each span of the site."""
-        return functools.partial(callables.Scope, self, site, attributes)
-
-    scope = _Recording.make_scope
-
-
-class Scope:
+class Scope(core.Scope):
     """A span around a block: `with scope("x"):` or `async with scope("x"):`. One use at a time.
 
     Made by `instrument.scope`. `start` and `end` are for handlers that cannot use `with`.
     """
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        _recorder: Any
-        _site: Site
-        _attributes: dict[Any, Any] | None
-        _frame: Any
-
-        def __enter__(self) -> Any: ...
-        def __exit__(self, kind: Any, error: BaseException | None, traceback: Any, /) -> None: ...
-        def annotate(self, attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
-            """Set attributes of the span; see `instrument.annotate`."""
 
     async def __aenter__(self) -> Scope:
         self.__enter__()
@@ -425,79 +415,6 @@ class Scope:
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)
-
-
-class PureScope(Scope, callables.Scope):
-    __slots__ = ()
-
-
-if TYPE_CHECKING or _native is None:
-    Recorder = PureRecorder
-else:
-
-    class Recorder(_Recording, _native.Core):
-        """The recorder with its hot path in C; otherwise as `PureRecorder`."""
-
-        native = True
-
-        def __init__(self, ring_bytes: int = RING_BYTES) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, thread_name)
-            self.answers = ANSWERS
-            self._begin()
-            self.scope_type = NativeScope
-
-        def make_function(
-            self,
-            function: Callable[..., Any],
-            site: Site,
-            works: wrapping.Attributes | None = None,
-            attributes: wrapping.Attributes | None = None,
-            results: wrapping.Results | None = None,
-            passes: wrapping.Passes | None = None,
-            form: int = 0,
-        ) -> Any:
-            return _native.Function(
-                self, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
-            )
-
-        def make_method(
-            self,
-            function: Callable[..., Any],
-            sites: dict[int, Site | None],
-            decide: Callable[[Any], Site | None],
-            is_traced: Callable[[], bool],
-            evaluate: Callable[[Any], Any] | None,
-        ) -> Any:
-            # What compiles a model takes the code of what a native function wraps, and never meets the probe.
-            return _native.Function(self, function, None, sites, decide, evaluate)
-
-        def new_pass(self) -> Any:
-            return _native.Pass(self)
-
-        def shelf(self, sample: float, spans_per_request: int) -> Any:
-            return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
-
-        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
-            if attributes is None:
-                return functools.partial(self.new_span, site)
-            return functools.partial(NativeScope, self, site, attributes)
-
-        def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
-            if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
-                self.user_sites[site.name] = NativeScope(self, site) if site in self.passes else site
-            return NativeScope(self, site, attributes)
-
-        def _turn(self, site: Site, passing: Any) -> None:
-            """A scope that is muted is one object, as long as nobody keeps it: to make one costs more than to pass."""
-            super()._turn(site, passing)
-            known = self.user_sites.get(site.name)
-            if passing is not None and known is site:
-                self.user_sites[site.name] = NativeScope(self, site)
-            elif passing is None and known is not site and isinstance(known, NativeScope) and known._site is site:
-                self.user_sites[site.name] = site
-
-    class NativeScope(Scope, _native.Scope):
-        __slots__ = ()
 
 
 def stream_handle(stream: Any) -> int:

@@ -43,8 +43,6 @@ class Ticks:
 
 def use_ticks(recorder: Recorder) -> str:
     """Time spans with the processor's time stamp counter from now on. Returns why not, "" where it is so."""
-    if not recorder.native:
-        return "the recorder in Python reads CLOCK_MONOTONIC only"
     unsound = _unsound_ticks()
     if not unsound and not recorder.start_ticks():
         unsound = "the processor has none"

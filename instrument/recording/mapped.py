@@ -110,7 +110,6 @@ class _Ring(NamedTuple):
     rows: int  # of the part, -1 where they are private
     capacity: int
     head: int
-    folded: int
     too_short: int
     thread_id: int
     name: str
@@ -300,7 +299,7 @@ class Mapped:
             left -= capacity if is_held else 0
             found[int(ring["number"])] = _Ring(
                 slot, int(ring["number"]), rows[slot] if is_held else -1, capacity if is_held else 0,
-                min(int(ring["head"]), 1 << 62), int(ring["folded"]), int(ring["too_short"]), int(ring["thread_id"]),
+                min(int(ring["head"]), 1 << 62), int(ring["too_short"]), int(ring["thread_id"]),
                 label_of(ring["label"]) if ring["thread_id"] else "(ended threads)",
             )  # fmt: skip
         return [found[number] for number in sorted(found)]

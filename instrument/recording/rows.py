@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 from instrument.recording import memory_layout
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.spans import OUTCOME, Site, Span
+from instrument.recording.spans import Site, Span
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-"""What the native recorder makes in `row_as_tuple`, and the one in Python by `row_of`."""
+"""A row as the recorder makes it in `row_as_tuple`, and Python by `row_of`."""
 
 NODE: Final = 0
 """The index of its call path."""
@@ -50,7 +50,7 @@ _pack, _unpack = PACKED_ROW.pack, PACKED_ROW.iter_unpack
 _FARTHEST = (1 << 63) - 1
 
 HAS_MORE = 8
-"""In the recorder in Python, which has no address to tell."""
+"""`rare` of a row that Python packs, which has no address to give."""
 
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
@@ -102,16 +102,6 @@ def unpacked_rows(data: bytes) -> Iterator[Row]:
 def is_request_root(row: Row) -> bool:
     """Whether a row is of a request that is the root of its tree."""
     return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)
-
-
-def is_cancelled_request(row: Row, site: Site) -> bool:
-    """Whether it is a request that was broken off, and has no error."""
-    return site.kind == "request" and row[ERROR] is None and OUTCOME in (row[ATTRIBUTES] or ())
-
-
-def is_too_short(row: Row, min_ns: int) -> bool:
-    """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
-    return row[END_NS] - row[START_NS] < min_ns and not row[CHILDREN_NS] and row[ERROR] is None
 
 
 def self_ns(row: Row) -> int:

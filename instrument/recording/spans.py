@@ -200,7 +200,7 @@ class Origin:
     service: str
     monotonic_ns: int
     realtime_ns: int
-    recorder: str = "pure"
+    recorder: str = "native"
     profile: str = ""
     host: str = ""
     generation: int = 0

@@ -121,33 +121,6 @@ class Totals:
         return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
 
 
-class Node:
-    """One call path: a site under a parent path.
-
-    `children` is keyed by site. A site that is on the path already, and one that comes when the tally is full, leads to
-    a node that is not below. `inner` is a node of the same path under which calls are counted that run inside a call
-    of it; it is one itself where it is its own.
-    """
-
-    __slots__ = ("children", "index", "inner", "parent", "site")
-
-    def __init__(self, index: int, site: Site, parent: Node | None) -> None:
-        self.index = index
-        self.site = site
-        self.parent = parent
-        self.children: dict[Site, Node] = {}
-        self.inner: Node | None = None
-
-    def path(self) -> tuple[Site, ...]:
-        """The sites from the root's child down to this node."""
-        sites: list[Site] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            sites.append(node.site)
-            node = node.parent
-        return tuple(reversed(sites))
-
-
 @dataclass(slots=True)
 class Row:
     """One line of a tally: a call path on one thread."""

@@ -300,7 +300,7 @@ class RunFacts:
             "profile": session.profile.source,
             "digest": session.digest,
             "generation": session.generation,
-            "recorder": "native" if RECORDER.native else "pure",
+            "recorder": "native",
             "call_ns": costs_ns.get("call", 0.0),
             "request_ns": costs_ns.get("request", 0.0),
             "is_first": self._is_of_run and files.is_main(),

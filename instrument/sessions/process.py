@@ -6,6 +6,7 @@ Functions of this room are what `import instrument` offers; `Session` itself lie
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instrument import otlp
+from instrument import native, otlp
 from instrument.errors import InstrumentError, StateError
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
@@ -39,7 +40,7 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import EXIT_LIMIT_NS, Session
 from instrument.sessions.session_threads import SessionThreads
 
-SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
+SWITCHED_OFF = f"instrument is off ({OFF})"
 
 NO_EXPORT = "the profile has no `export:` (recording, chrome, otlp or summary), so nothing will be written or sent"
 
@@ -51,8 +52,9 @@ _checking = False
 
 @functools.cache
 def tell_that_it_is_off() -> None:
-    """Once, in the log, for whoever looks for a file: nothing is an error where the environment has switched us off."""
-    logger.info("%s: nothing was recorded, and nothing is written", SWITCHED_OFF)
+    """Log once that nothing is recorded or written: a warning where the recorder is missing, no error where off."""
+    level = logging.WARNING if native.WHY_MISSING else logging.INFO
+    logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
@@ -64,6 +66,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     session runs already.
     """
     global _session, _fork_hook_registered
+    if OFF:
+        tell_that_it_is_off()
     if OFF or _checking:
         return None
     if profile is None:

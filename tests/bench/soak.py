@@ -224,9 +224,8 @@ def main() -> int:
     wall_s = time.perf_counter() - begin
     after = course[-1]
     wrong += wrong_counts(work)
-    kind = "native" if work.recorder.native else "pure Python"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"recorder: {kind}, Python {sys.version.split()[0]}, rings {RING_BYTES >> 20} MiB")
+    print(f"Python {sys.version.split()[0]}, rings {RING_BYTES >> 20} MiB")
     print(f"{calls:,} calls after {warm_calls:,} of warm-up, {threads:,} short-lived threads, {wall_s:.1f} s")
     for name, size in (("at the start", at_start), ("before", before), ("after", after), ("peak", peak)):
         print(f"resident set {name:<14}{size / 2**20:>8.1f} MiB")

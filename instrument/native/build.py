@@ -1,0 +1,29 @@
+"""The build of the recorder in C: on CPython an install that cannot compile it fails, and says what to do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from setuptools.command.build_ext import build_ext
+
+
+class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
+    """Builds the extension where it can record: on CPython with its lock."""
+
+    def run(self) -> None:
+        """Build, unless this Python cannot use the recorder. Raises `SystemExit` where the compiler fails."""
+        has_lock = getattr(sys, "_is_gil_enabled", None)
+        if sys.implementation.name != "cpython" or (has_lock is not None and not has_lock()):
+            return
+        super().run()
+
+    def build_extension(self, ext: Any) -> None:
+        """Compile one extension."""
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            raise SystemExit(
+                f"instrument-sdk: the recorder in C did not compile ({error}), and without it nothing is recorded; "
+                "install a C compiler and Python's headers (Debian: gcc python3-dev), or install from a wheel"
+            ) from error
