@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,7 @@ from instrument.otlp.processor.queue_times import QueueTimes
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.otlp.processor.served_requests import pairs_of
 from instrument.otlp.processor.stray_spans import LetGo
-from instrument.profile.model import Capture
+from instrument.profile.model import Capture, Where
 from instrument.recorder import tail_sampler
 from instrument.recorder.shared_decisions import Decisions
 from instrument.recorder.shelf import is_sampled
@@ -221,6 +222,22 @@ def with_nested(seed: int) -> Run:
     return run
 
 
+def with_slots(seed: int) -> Run:
+    """The key of a request is the slot of an engine, used again as soon as it is free: many times a second."""
+    rng, run, at_ns = random.Random(seed), Run(), 1000
+    for _ in range(100):
+        end_ns = at_ns + rng.randrange(S // 100, S // 20)
+        top = run.add(run.front, CHAT, at_ns, end_ns)
+        run.add(run.front, LOOP, at_ns + 10, at_ns + 20, top, key="slot 0")
+        run.add(run.engine, ACCEPT, at_ns + 30, at_ns + 50, key="slot 0")
+        third_ns = (end_ns - at_ns) // 4
+        for step in range(3):
+            begin_ns = at_ns + 100 + step * third_ns
+            run.add(run.engine, EXECUTE, begin_ns, begin_ns + third_ns - 10, batch=["slot 0"])
+        at_ns = end_ns + rng.choice([1, 1000, S // 50])
+    return run
+
+
 class Rows:
     """What one process records, as the drain of its recording reads it on: up to a time that is set."""
 
@@ -296,6 +313,7 @@ class Told:
         number: int,
         sample: float = 1.0,
         decisions: Decisions | None = None,
+        where: tuple[Where, ...] = (),
     ) -> None:
         self.sample = sample
         self.is_over = self.is_behind = False
@@ -309,7 +327,7 @@ class Told:
         self.kept: list[list[Span]] = []
         self.ended: list[Row] = []
         self.sampler = Trees(
-            self.rows, Capture(sample=sample), 10_000, self.kept.append, self.ended.extend,
+            self.rows, Capture(sample=sample, where=where), 10_000, self.kept.append, self.ended.extend,
             decisions or Decisions(requests.decided), self.ids.trace_id, self.let_go,
         )  # fmt: skip
         self.sent: list[Span] = []
@@ -350,7 +368,12 @@ class Told:
 
 
 def by_agent(
-    run: Run, clock: Clock, every_ns: int = S // 2, sample: float = 1.0, known_since_ns: int = 0
+    run: Run,
+    clock: Clock,
+    every_ns: int = S // 2,
+    sample: float = 1.0,
+    known_since_ns: int = 0,
+    where: tuple[Where, ...] = (),
 ) -> tuple[Told, Told]:
     """What the agent sends that looks every so often, and keeps such a share."""
     requests = KeyedRequests()
@@ -358,7 +381,8 @@ def by_agent(
     decisions = Decisions(requests.decided)
     decisions.members = 2
     front, engine = (
-        Told(requests, its, number, sample, decisions) for its, number in ((run.front, FRONT), (run.engine, ENGINE))
+        Told(requests, its, number, sample, decisions, where)
+        for its, number in ((run.front, FRONT), (run.engine, ENGINE))
     )
     for at_ns in range(0, 80 * S, every_ns):
         clock.at_ns = at_ns + every_ns
@@ -422,7 +446,8 @@ def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "seed"), [*((run_of, at) for at in range(12)), *((with_strays, at) for at in range(8))]
+    ("make", "seed"),
+    [*((run_of, at) for at in range(12)), *((with_strays, at) for at in range(8)), (with_slots, 0), (with_slots, 1)],
 )
 def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     make: Callable[[int], Run], seed: int, clock: Clock
@@ -589,7 +614,7 @@ def test_what_an_engine_does_for_two_requests_of_one_tree_at_once_goes_to_each_o
     first, second = run.front[1].span_id, run.front[2].span_id
     assert (parents[taken_in.span_id], parents[other.span_id]) == (second, first)
     assert parents_by(front, engine) == parents
-    assert {**front.queued, **engine.queued} == queued(run) == {first: 3 * S, second: 4 * S}
+    assert {**front.queued, **engine.queued} == queued(run) == {first: 3 * S, second: 4 * S + 3}
     assert in_order(told(span, span.parent_id) for span in front.derived) == in_order(stages)
 
 
@@ -691,15 +716,41 @@ def queued(run: Run) -> dict[int, int]:
 @pytest.mark.parametrize("sample", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("make", "seed"),
-    [*((run_of, at) for at in range(12)), *((make, at) for make in (with_strays, with_nested) for at in range(6))],
+    [
+        *((run_of, at) for at in range(12)),
+        *((make, at) for make in (with_strays, with_nested) for at in range(6)),
+        (with_slots, 0),
+    ],
 )
 def test_queue_times_of_random_engines_are_those_of_their_recordings(
-    make: Callable[[int], Run], seed: int, sample: float, clock: Clock
+    make: Callable[[int], Run], seed: int, sample: float, clock: Clock, request: pytest.FixtureRequest
 ) -> None:
+    if (make, seed, sample) == (with_strays, 1, 0.0):
+        reason = "what is handed over below a stray of a request that is not kept is not known as it runs"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     run = make(seed)
     front, engine = by_agent(run, clock, sample=sample)
     assert {**front.queued, **engine.queued} == queued(run)
     assert [one.queues.left_out + len(one.queues) for one in (front, engine)] == [0, 0]
+
+
+@pytest.mark.parametrize("sample", [0.0, 0.3])
+def test_a_request_is_kept_with_its_parts_of_other_processes_or_not_at_all(sample: float, clock: Clock) -> None:
+    run, wanted = Run(), set[int]()
+    for number in range(20):
+        at_ns, key = 2 * S * number, f"r{number}"
+        top = run.add(run.front, CHAT, at_ns, at_ns + S)
+        run.add(run.front, WAIT, at_ns + 10, at_ns + S - 10, top, key=key)
+        part = run.add(run.engine, WORKER, at_ns + 20, at_ns + S // 2, key=key)
+        run.add(run.engine, ACCEPT, at_ns + 30, at_ns + 40, part)
+        if number % 5 == 0:
+            part.attributes = {**part.attributes, "tenant": "x"}
+            wanted.add(top.span_id)
+        elif is_sampled(top.span_id, sample):
+            wanted.add(top.span_id)
+    front, engine = by_agent(run, clock, sample=sample, where=(Where("tenant", (("=", "x"),)),))
+    found = Counter(trace_id for its in (front, engine) for trace_id, *_ in identify(its.sent, its.ids))
+    assert found == dict.fromkeys((front.ids.trace_id(one) for one in wanted), 4)
 
 
 def test_what_an_engine_did_for_a_request_long_before_its_first_batch_counts(clock: Clock) -> None:
@@ -709,7 +760,7 @@ def test_what_an_engine_did_for_a_request_long_before_its_first_batch_counts(clo
     run.add(run.engine, TOKENISE, 20, S, part)
     run.add(run.engine, EXECUTE, 30 * S, 31 * S, batch=["a"])
     front, engine = by_agent(run, clock, sample=0.0)
-    assert front.queued == queued(run) == {run.front[0].span_id: 29 * S}
+    assert front.queued == queued(run) == {run.front[0].span_id: 28 * S}
     assert engine.queued == {}
 
 
@@ -809,7 +860,7 @@ def test_a_request_in_the_tree_of_another_one_has_its_own_time_in_the_queue_wher
     run.add(run.engine, EXECUTE, 14 * S, 15 * S, batch=["b"])
     front, _ = by_agent(run, clock, sample=sample)
     has_own = key == "b"
-    expected = {inner.span_id: 10 * S, top.span_id: 10 * S} if has_own else {top.span_id: 8 * S}
+    expected = {inner.span_id: 10 * S, top.span_id: 10 * S} if has_own else {top.span_id: (10 if inner_key else 8) * S}
     assert queued(run) == front.queued == expected
     assert front.queues.left_out == 0
 

@@ -389,8 +389,11 @@ def test_of_keys_that_are_too_many_those_of_requests_that_have_ended_go_first(
     assert front.requests.forgotten() == 0
 
 
-def test_spans_with_keys_are_bounded_and_forgotten_but_for_those_of_open_requests() -> None:
+def test_spans_with_keys_are_bounded_and_forgotten_but_for_those_of_open_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, ids = SpansWithKeys(), Ids([1, 1, 1], "1")
+    monkeypatch.setattr(handed_over, "UNDER_ONE_KEY", 64)
     for number in range(200):
         found.note(ids, [KeyedSpan(number, 2, "long", number, None)], {}, number, 3)
     assert [one.start_ns for one in found.of("long")] == list(range(136, 200)), "the newest of a key"

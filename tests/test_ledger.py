@@ -21,11 +21,12 @@ from instrument.trace.device_ledger import device_ledger
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger, timeline
 from instrument.trace.of_spans import trace_of
+from instrument.trace.stages import queue_times, stages
 
 CHAT = Site("POST /chat", "request")
 WORKER = Site("worker.handle", "request")
 TOKENISE, DETOKENISE, WAIT = Site("tokenise", "phase"), Site("detokenise", "phase"), Site("generate", "phase")
-ACCEPT = Site("accept", "phase")
+ACCEPT, SUBMIT = Site("accept", "phase"), Site("submit", "user")
 STEP, COMPUTE = Site("engine.step", "step"), Site("compute", "phase")
 API, ENGINE = 1, 2
 
@@ -106,6 +107,52 @@ def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
     }
 
 
+def test_the_queue_runs_from_where_the_request_was_handed_over_whatever_else_goes_on_meanwhile() -> None:
+    spans = [
+        made(1, CHAT, 0, 400),
+        made(2, SUBMIT, 5, 6, 1, key="a"),
+        made(3, ACCEPT, 20, 30, thread=ENGINE, key="a"),
+        *(made(10 + at, Site("Linear", "layer"), at, at + 10, 1, thread=7) for at in range(10, 330, 20)),
+        made(4, STEP, 330, 350, thread=ENGINE, batch=["a"]),
+    ]
+    its = {"unknown": 10 + 50, "compute": 160, "accept": 10, "queue": 150, "share of batches": 20}
+    assert times_of(spans)[1] == its
+    trace = trace_of(spans)
+    assert queue_times(trace, join(trace)) == {0: 300}
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["submitted", "awaited"])
+def test_a_request_that_is_given_up_in_the_queue_was_in_the_queue_until_then(is_open: bool) -> None:
+    spans = [
+        made(1, CHAT, 0, 500, key="a"),
+        made(2, CHAT, 0, 260),
+        made(3, SUBMIT, 10, 260 if is_open else 11, 2, key="b"),
+        made(4, CHAT, 0, 260),  # that has failed for another reason
+        made(5, STEP, 20, 320, thread=ENGINE, batch=["a"]),
+    ]
+    for span in spans[1:4]:
+        span.error = "TimeoutError"
+    spans[2].error = "TimeoutError" if is_open else None
+    queue_ns = 250 if is_open else 249
+    assert times_of(spans)[2] == {"queue": queue_ns, "unknown": 260 - queue_ns}
+    assert times_of(spans)[4] == {"unknown": 260}
+    trace = trace_of(spans)
+    joined = join(trace)
+    assert queue_times(trace, joined) == {0: 20, 1: queue_ns}
+    assert [list(one.told()) for one in stages(trace, joined) if one.place == 1] == [[("queue", 260 - queue_ns, 260)]]
+
+
+def test_a_further_key_of_a_request_has_a_queue_of_its_own() -> None:
+    spans = [
+        made(1, CHAT, 0, 300),
+        made(2, WAIT, 10, 100, 1, key="a"),
+        made(3, STEP, 50, 100, thread=ENGINE, batch=["a"]),
+        made(4, WAIT, 120, 290, 1, key="b"),
+        made(5, STEP, 200, 290, thread=ENGINE, batch=["b"]),
+    ]
+    assert times_of(spans) == {1: {"queue": 40 + 80, "share of batches": 140, "transport": 20, "unknown": 20}}
+
+
 def test_a_request_within_another_one_has_its_own_ledger_by_a_key_of_its_own() -> None:
     spans = [
         made(1, CHAT, 0, 100, key="a"),
@@ -141,7 +188,7 @@ def test_requests_in_the_tree_of_another_one_have_their_own_ledgers_by_their_key
     assert times_of(spans) == {
         1: {"unknown": 30, "tokenise": 10, "sub-requests": 60},
         3: {"queue": 5, "share of batches": 10, "unknown": 5},
-        4: {"generate": 6, "tokenise": 4, "queue": 10, "share of batches": 5, "waiting in batches": 5, "unknown": 10},
+        4: {"generate": 6, "tokenise": 4, "queue": 6, "share of batches": 5, "waiting in batches": 5, "unknown": 14},
     }
 
 
@@ -151,7 +198,7 @@ def test_a_request_in_the_tree_of_another_one_without_a_key_is_a_part_of_it() ->
         made(3, WORKER, 20, 90, 1, key="b"),
         made(10, STEP, 25, 35, thread=ENGINE, batch=["b"]),
     ]
-    assert times_of(spans) == {1: {"queue": 25, "share of batches": 10, "unknown": 65}}
+    assert times_of(spans) == {1: {"queue": 5, "share of batches": 10, "unknown": 85}}
 
 
 def requests_of_one_loop(ends_ns: int) -> list[Span]:
@@ -346,9 +393,17 @@ def schedule(seed: int) -> list[Span]:
                 parent=request.span_id,
                 thread=rng.choice([request.thread_id, ENGINE]),
             )
+        if rng.random() < 0.4:
+            request.error = "TimeoutError"
+        if rng.random() < 0.4:
+            further = rng.choice([key, f"{key} again"])
+            begin = rng.randrange(start, request.end_ns + 1)
+            span = add(SUBMIT, begin, begin + rng.randrange(40), parent=request.span_id, key=further)
+            span.error = rng.choice([None, "ValueError"])
     for _ in range(rng.randrange(4)):
         begin = rng.randrange(150)
         add(ACCEPT, begin, begin + rng.randrange(20), thread=rng.choice([ENGINE, 4]), key=rng.choice([*keys, "x"]))
+    keys += [f"{key} again" for key in keys if rng.random() < 0.5]
     at = rng.randrange(60)
     for _ in range(rng.randrange(8)):
         length = rng.randrange(30)
@@ -396,12 +451,39 @@ def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
     def between(start: int, finish: int, number: int, name: str) -> None:
         going.append((start, -finish, False, number, name, start, finish))
 
+    handing = [
+        (int(trace.start_ns[at]), int(trace.end_ns[at]), at)
+        for at in np.flatnonzero(joined.of == place).tolist()
+        if isinstance(key_of(trace, at), str) and at != row and at not in served.batch
+    ]
+
+    def handed(upto: int, *keys: str) -> int | None:
+        its = [
+            (start, -finish, int(trace.span_id[at]), finish, at)
+            for start, finish, at in handing
+            if start <= upto and (not keys or key_of(trace, at) in keys)
+        ]
+        if not its:
+            return None
+        start, _, _, finish, at = max(its)
+        return max(finish if finish <= upto and trace.error[at] == -1 else start, begin)
+
+    if not batches and trace.error[row] != -1 and len(served.batch) and handed(end) is not None:
+        between(handed(end) or 0, end, 0, "queue")
     if batches:
         first = batches[0][0]
         edges = [edge for start, finish, _ in work for edge in (start, finish) if edge <= first]
-        between(max(edges, default=begin), first, 0, "queue")
+        handed_ns = handed(first)
+        between(max(edges, default=begin) if handed_ns is None else handed_ns, first, 0, "queue")
+        by_key: dict[str, int] = {}
+        for start, _, pair in batches:
+            by_key.setdefault(served.key[pair], start)
+        for key, start in list(by_key.items())[1:]:
+            handed_ns = handed(start, key)
+            if handed_ns is not None:
+                between(handed_ns, start, 0, "queue")
         reach = list(accumulate((finish for _, finish, _ in batches), max))
-        threads = {int(trace.thread_id[served.batch[pair]]) for _, _, pair in batches_of_all(trace, joined)}
+        threads = set(trace.thread_id[served.batch].tolist())
         elsewhere = [one for one in work if int(trace.thread_id[one[2]]) not in threads]
         beside = [one for one in work if int(trace.thread_id[one[2]]) in threads]
         for number, ((_, _, _), (start, _, _)) in enumerate(pairwise(batches)):
@@ -432,16 +514,9 @@ def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
     return +times
 
 
-def batches_of_all(trace: Trace, joined: Joined) -> list[tuple[int, int, int]]:
-    """What serves any request for some time of it."""
-    served, found = joined.served, []
-    for pair in np.flatnonzero(served.request != -1).tolist():
-        row, around = int(served.batch[pair]), int(joined.rows[served.request[pair]])
-        start = max(int(trace.start_ns[row]), int(trace.start_ns[around]))
-        end = min(int(trace.end_ns[row]), int(trace.end_ns[around]))
-        if start < end:
-            found.append((start, end, pair))
-    return found
+def key_of(trace: Trace, row: int) -> object:
+    """The key that a span bears."""
+    return trace.attributes[row].get(KEY)
 
 
 def going_on(trace: Trace, row: int) -> set[int]:

@@ -148,7 +148,7 @@ class Meter:
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
 
     def count_served(self, request: Span, queue_ns: int, batch_size: float, kept: tuple[int, int] | None) -> None:
-        """Count how long a request that batches served was in the queue, and how many were in these on average.
+        """Count how long a request was in the queue, and how many were in its batches on average, 0 without any.
 
         It is an exemplar where it is `kept`, under these ids.
         """
@@ -158,7 +158,8 @@ class Meter:
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
         labels = (*labels, *_ending(told, error))
-        for name, value in ((QUEUE_TIME, queue_ns), (SERVING_BATCH_SIZE, round(batch_size * ONE))):
+        values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
+        for name, value in values.items():
             self._generated.add(name, labels, value)
             if kept is not None:
                 self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *kept))

@@ -3,7 +3,10 @@
 Every instant of a request belongs to one part, that which began last of those that went on then: a phase of its own
 work, in whatever process, a batch that served it, or one of the times between these.
 
-- `queue`: up to its first batch, from when the last of its own work before that began or ended.
+- `queue`: up to its first batch, from the newest span before that which handed it over: one that bears its key. It
+  begins with the end of that span, or with its begin where that goes on or failed. Where no span did so the queue
+  begins where the last of its own work before that began or ended. A further key has a queue of its own likewise. A
+  request that failed or was broken off after it was handed over, and that no batch served, was in the queue to its end.
 - `stall`: from a batch to its next one.
 - `transport`: from the last that was done for it on a thread to the first that another thread of another kind of work
   did for it: from a batch to its own work, and from its own work to that of whoever accepts it before the first batch.
@@ -24,9 +27,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Site
+from instrument.recording.spans import KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Int64s, Trace
-from instrument.trace.forest import NONE, nearest_above
+from instrument.trace.forest import NONE, and_above, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered, running_most
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
@@ -225,7 +228,7 @@ def served_stretches(trace: Trace, joined: Joined) -> tuple[Stretches, Stretches
     """The batches of each request, and what lies before and between them: of the latter `row` is 0 for the queue, 1 for
     a stall, 2 for transport. Both by request, batches in order of time."""
     batches = _batches(trace, joined)
-    return batches, _between(trace, joined, _work(trace, joined), batches)
+    return batches, _between(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:
@@ -345,16 +348,24 @@ def _batches(trace: Trace, joined: Joined) -> Stretches:
     return Stretches(*(column[order] for column in its))
 
 
-def _between(trace: Trace, joined: Joined, work: Stretches, batches: Stretches) -> Stretches:
-    """What lies between the batches of each request, and before the first: `row` is 0 queue, 1 stall, 2 transport."""
-    if not len(batches.request):
+def _between(
+    trace: Trace, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
+) -> Stretches:
+    """What lies between the batches of each request, and before the first: `row` is 0 queue, 1 stall, 2 transport.
+
+    Of further keys of a request there are queues where they are asked `of_all_keys`.
+    """
+    if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
         return Stretches(nothing, nothing, nothing, nothing, nothing)
-    is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])
+    is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
     # A pipeline's batches overlap: the time between two begins when all up to then have ended.
     reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
-    parts = [_queued(trace, joined, work, batches, firsts)]
+    handing = _handing_over(trace, joined)
+    parts = [_queued(trace, joined, work, handing, batches, firsts), _given_up(trace, joined, handing, batches)]
+    if of_all_keys and len(firsts) < len(batches.request):
+        parts.append(_queued_again(trace, joined, handing, batches))
     later = np.flatnonzero(~is_first)
     parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
     parts += _handed_over(trace, joined, work, batches, firsts, reach)
@@ -364,8 +375,36 @@ def _between(trace: Trace, joined: Joined, work: Stretches, batches: Stretches) 
     return Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
-def _queued(trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s) -> _Part:
-    """From the last begin or end of a request's own work before its first batch. What goes on then waits for it."""
+def _handing_over(trace: Trace, joined: Joined) -> Stretches:
+    """The spans that hand requests over, by request and begin: those that bear a key, but for the request's own and
+    what its batches are below."""
+    rows = trace.attributes.having(KEY)
+    is_other = joined.of[rows] != NONE
+    if not is_other.any():
+        rows = rows[:0]
+    else:
+        serves = and_above(trace.parent, distinct(joined.served.batch))
+        serves[joined.rows] = True
+        rows = rows[is_other & ~serves[rows]]
+    request = joined.of[rows].astype(np.int64)
+    order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], request))
+    rows, request = rows[order], request[order]
+    return Stretches(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
+
+
+def _handed_at(trace: Trace, handing: Stretches, which: Int64s, upto: Int64s) -> Int64s:
+    """When some of these spans had handed their requests over: as each ended, or began where it went on at a time, or
+    failed."""
+    rows = handing.row[which]
+    is_done = (handing.end_ns[which] <= upto) & (trace.error[rows] == NONE)
+    is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
+    return np.where(is_done, handing.end_ns[which], handing.start_ns[which])
+
+
+def _queued(
+    trace: Trace, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
+) -> _Part:
+    """From where each request was handed over to its first batch, else from the last begin or end of its own work."""
     whose = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, whose))
@@ -373,14 +412,63 @@ def _queued(trace: Trace, joined: Joined, work: Stretches, batches: Stretches, f
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
     last = _last_before(whose, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
-    return requests, np.where(last == NONE, begins, edges[last] if len(edges) else begins), upto, 0
+    from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
+    newest = _last_before(handing.request, handing.start_ns, requests, upto)
+    known = np.flatnonzero(newest != NONE)
+    from_ns[known] = _handed_at(trace, handing, newest[known], upto[known])
+    return requests, np.maximum(from_ns, begins), upto, 0
+
+
+def _given_up(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+    """From where requests were handed over to their ends, of those that failed and that no batch served."""
+    rows = joined.rows
+    is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
+    is_lost[batches.request] = False
+    requests = np.flatnonzero(is_lost)
+    ends = trace.end_ns[rows[requests]]
+    newest = _last_before(handing.request, handing.start_ns, requests, ends)
+    known = np.flatnonzero(newest != NONE)
+    requests, ends = requests[known], ends[known]
+    from_ns = _handed_at(trace, handing, newest[known], ends)
+    return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
+
+
+def _queued_again(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+    """From where requests were handed over by a further key to the first batch that has it."""
+    several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
+    handing, batches = (
+        Stretches(*(column[np.isin(its.request, several)] for column in its)) for its in (handing, batches)
+    )
+    numbers: dict[str, int] = {}
+    of_batch = np.array(
+        [numbers.setdefault(joined.served.key[pair], len(numbers)) for pair in batches.pair.tolist()], dtype=np.int64
+    )
+    of_span = np.array(
+        [numbers.get(str(key), NONE) for key in trace.attributes.values(KEY, handing.row)], dtype=np.int64
+    )
+    groups = batches.request * len(numbers) + of_batch
+    _, firsts = np.unique(groups, return_index=True)
+    firsts = firsts[batches.request[firsts - 1] == batches.request[firsts]]
+    firsts = firsts[firsts > 0]  # the batches of a request lie together, in the order of time
+    named = np.flatnonzero(of_span != NONE)
+    its = Stretches(*(column[named] for column in handing))
+    of_handing = its.request * len(numbers) + of_span[named]
+    order = np.lexsort((np.arange(len(named)), its.start_ns, of_handing))
+    its = Stretches(*(column[order] for column in its))
+    newest = _last_before(of_handing[order], its.start_ns, groups[firsts], batches.start_ns[firsts])
+    known = np.flatnonzero(newest != NONE)
+    firsts = firsts[known]
+    upto = batches.start_ns[firsts]
+    requests = batches.request[firsts]
+    from_ns = np.maximum(_handed_at(trace, its, newest[known], upto), trace.start_ns[joined.rows[requests]])
+    return requests, from_ns, upto, 0
 
 
 def _handed_over(
     trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Transport: between a request's own threads and those of its batches, where work of its own tells when."""
-    threads = np.unique(trace.thread_id[batches.row])
+    threads = distinct(trace.thread_id[distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
     its = Stretches(*(column[order[elsewhere[order]]] for column in work))

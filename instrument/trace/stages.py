@@ -78,11 +78,17 @@ class Stages:
 def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
     """The stages of each request that a batch serves, and that is there from its begin to its end.
 
+    One that was given up in the queue has that alone.
+
     What kinds of steps there are is told by these requests, and by those that `kinds` has learnt from before.
     """
     batches, between = served_stretches(trace, joined)
+    queues = _queues(between)
+    unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
+    unserved = unserved[~trace.clipped[joined.rows[unserved]]]
+    given_up = [Stages(place, queues[place], None, None, 0, ()) for place in unserved.tolist()]
     if not len(batches.request):
-        return []
+        return given_up
     names = sorted({site.name for site in trace.sites})
     numbers = {name: number for number, name in enumerate(names)}
     first = firsts_of(batches.request)
@@ -107,8 +113,8 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
         place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
         steps.count, counts, is_whole,
     )  # fmt: skip
-    queues, stalls = _queues(between), _stalls(between, place, usual_ns(parts, steps))
-    found = []
+    stalls = _stalls(between, place, usual_ns(parts, steps))
+    found = given_up
     for request, start_ns, until_ns, last_ns, count, of_prefill, its in zip(
         *(column.tolist() for column in columns), strict=True
     ):
@@ -121,7 +127,10 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
 
 
 def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
-    """How long each request that a batch serves was in the queue, in ns, by its place: 0 where it did not wait."""
+    """How long requests were in the queue, in ns, by their places: 0 where one that a batch serves did not wait.
+
+    Of those that no batch serves there are the ones that were given up in the queue.
+    """
     batches, between = served_stretches(trace, joined)
     found = dict.fromkeys(batches.request.tolist(), 0)
     return found | {place: end_ns - start_ns for place, (start_ns, end_ns) in _queues(between).items()}

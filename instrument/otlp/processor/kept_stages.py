@@ -15,7 +15,7 @@ from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import Span
+from instrument.recording.spans import OUTCOME, Span
 from instrument.trace.stages import stage_spans
 
 LOOKED_NS = 10**9
@@ -84,10 +84,11 @@ class KeptStages:
         for one in kept:
             if one.request.start_ns < self._requests.known_since_ns or not batches.lost.isdisjoint(one.request.keys):
                 self.untold += 1
-            elif len(pairs := pairs_of(one.request, of_keys, self._requests)):
+            elif len(pairs := pairs_of(one.request, of_keys, self._requests)) or _is_lost(one.first):
                 work = [*(one.request.work or ()), *one.request.done_elsewhere()]  # some twice, which alters nothing
                 its = one.request.start_ns, one.request.end_ns, work
-                served.append((one, ServedRequest(*its, pairs, one.first.attributes)))
+                handing = self._requests.handing_over(one.request)
+                served.append((one, ServedRequest(*its, pairs, one.first.attributes, handing, _is_lost(one.first))))
         if served:
             trace, joined = trace_of_served([its for _, its in served], batches)
             for place, spans in sorted(stage_spans(trace, joined, kinds=self._requests.kinds).items()):
@@ -96,6 +97,10 @@ class KeptStages:
         for one in kept:
             self._requests.settle(one.request)
         return told
+
+
+def _is_lost(own: Span) -> bool:
+    return own.error is not None or OUTCOME in own.attributes
 
 
 def _bear(spans: Sequence[Span], kept: _Kept) -> None:

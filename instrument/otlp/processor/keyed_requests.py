@@ -19,7 +19,7 @@ from instrument.otlp.packing import Ids
 from instrument.otlp.processor.handed_over import SpansWithKeys, SpanWithKey
 from instrument.otlp.processor.key_facts import BorneKey, KeyedRoot, KeyFacts
 from instrument.otlp.processor.key_traces import KeyTraces
-from instrument.otlp.processor.known_request import OPEN_NS, Giver, KeyedRequest, is_phase
+from instrument.otlp.processor.known_request import OPEN_NS, Edges, Giver, KeyedRequest, is_phase
 from instrument.otlp.processor.own_work import NO_PHASES, OwnPhases
 from instrument.otlp.processor.served_batches import Needed, ServedBatches
 from instrument.recorder.shelf import is_sampled
@@ -108,6 +108,7 @@ class KeyedRequests:
                 del self._by_root[root_of]
             if (whole := self.whole_of(request)) is not None:
                 whole.note_elsewhere(self.work_of(request))
+                whole.givers += self._handing_over(request)
                 request.own, request.elsewhere, request.below_others = NO_PHASES, {}, {}
             if not request.is_kept:
                 self._unbind(request)
@@ -444,6 +445,21 @@ class KeyedRequests:
         edges = [edge for one in its for edge in (*one.own.edges, *one.done_elsewhere())]
         edges += [edge for one in its for below in one.below_others.values() for edge in below]
         return OwnPhases(edges, min(at_ns for one in its for at_ns in (one.own.missing_ns, one.missing_ns)))
+
+    def handing_over(self, request: KeyedRequest) -> Edges:
+        """Begin and end of the spans that handed a request over, in whatever process, but for the request's own."""
+        found = {one.span_id: one for one in self._handing_over(request)}
+        found.pop(request.caller.span_id, None)
+        return [(one.start_ns, one.end_ns) for one in found.values()]
+
+    def _handing_over(self, request: KeyedRequest) -> list[Giver]:
+        found = [
+            Giver(one.start_ns, one.end_ns, one.span_id, is_own=False, key=key)
+            for key in request.keys
+            for one in self._spans.of(key)
+            if one.around is request or self._is_done_for(request, key, one)
+        ]
+        return [*request.givers, *found]
 
     def began_within(self, root: Span, ids: Ids) -> KeyedRequest | None:
         """The request in whose own tree another one began."""

@@ -20,8 +20,8 @@ from instrument.otlp.processor.keyed_requests import KEYS_KNOWN, KeyedRequests
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
-from instrument.recording.rows import SPAN_ID, Row
-from instrument.recording.spans import Span
+from instrument.recording.rows import ATTRIBUTES, ERROR, SPAN_ID, Row
+from instrument.recording.spans import OUTCOME, Span
 from instrument.trace.stages import queue_times
 
 WAIT_NS = 3 * 10**9
@@ -131,7 +131,7 @@ class QueueTimes:
         batches, served = self._requests.batches, list[tuple[_Ended, ServedRequest, float]]()
         of_keys = batches.of(dict.fromkeys(key for one in ended for key in one.request.keys))
         for one in ended:
-            its = self._served(one.request, of_keys)
+            its = self._served(one, of_keys)
             if its is not None:
                 served.append((one, *its))
             one.request.own, one.request.elsewhere, one.request.below_others = NO_PHASES, {}, {}
@@ -141,12 +141,12 @@ class QueueTimes:
                 one, _, batch_size = served[place]
                 self._count(one.own, queue_ns, batch_size, one.request)
 
-    def _served(self, request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]]) -> tuple[ServedRequest, float] | None:
-        """A request with its first batch, and how many were in its batches on average.
+    def _served(self, ended: _Ended, of_keys: Mapping[str, NDArray[Any]]) -> tuple[ServedRequest, float] | None:
+        """A request with its first batch, and how many were in its batches on average: 0 where it was given up before.
 
-        None where none served it, or it is not known when it was in the queue.
+        None where none served it else, or it is not known when it was in the queue.
         """
-        batches = self._requests.batches
+        request, batches = ended.request, self._requests.batches
         if request.is_apart and not request.keys:
             return None  # the keys were those of requests in its tree
         if request.start_ns < self._requests.known_since_ns or not (
@@ -155,20 +155,30 @@ class QueueTimes:
             self.left_out += 1
             return None
         pairs = pairs_of(request, of_keys, self._requests)
-        if not len(pairs):
-            return None
         its = batches.batches[pairs["batch"]]
         starts, ends = its["start_ns"], its["end_ns"]
         has_time = starts < np.minimum(ends, request.end_ns)
         if not has_time.any():
-            return None
+            return self._given_up(ended, pairs[:0]) if _is_lost(ended.own) else None
         first_ns, phases = int(starts[has_time].min()), self._requests.work_of(request)
         if phases.missing_ns <= first_ns or _is_for_others(request):
             self.left_out += 1
             return None
         pairs = pairs[has_time & (starts == first_ns)]
-        first = ServedRequest(request.start_ns, request.end_ns, phases.edges, pairs, {})
+        first = ServedRequest(
+            request.start_ns, request.end_ns, phases.edges, pairs, {}, self._requests.handing_over(request)
+        )
         return first, float(its["size"][has_time].mean())
+
+    def _given_up(self, ended: _Ended, none: NDArray[Any]) -> tuple[ServedRequest, float]:
+        request = ended.request
+        handing = self._requests.handing_over(request)
+        return ServedRequest(request.start_ns, request.end_ns, (), none, {}, handing, is_lost=True), 0.0
+
+
+def _is_lost(own: Row | Span) -> bool:
+    error, said = (own.error, own.attributes) if isinstance(own, Span) else (own[ERROR], own[ATTRIBUTES])
+    return error is not None or OUTCOME in (said or ())
 
 
 def _is_for_others(request: KeyedRequest) -> bool:

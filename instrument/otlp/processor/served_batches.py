@@ -26,7 +26,7 @@ _BATCH = np.dtype([
     ("start_ns", np.int64), ("end_ns", np.int64), ("thread", np.int32), ("name", np.int32), ("says_weight", np.bool_),
     ("size", np.int32),
 ])  # fmt: skip
-_PAIR = np.dtype([("batch", np.int32), ("key", np.int32), ("weight", np.int64)])
+PAIR = np.dtype([("batch", np.int32), ("key", np.int32), ("weight", np.int64)])
 
 
 class Needed(NamedTuple):
@@ -72,7 +72,7 @@ class ServedBatches:
 
     def __init__(self, needed: Callable[[], Needed]) -> None:
         self._needed = needed
-        self._batches, self._pairs = _Records(_BATCH), _Records(_PAIR)
+        self._batches, self._pairs = _Records(_BATCH), _Records(PAIR)
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[str, int], int] = {}
         self._keys: dict[str, int] = {}
