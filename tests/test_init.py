@@ -25,6 +25,7 @@ from server_programs import answers
 
 from instrument import chrome
 from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch, SeenPath
+from instrument.instrumentors.requests.packages import PACKAGES, ready_profiles
 from instrument.profile.keys import loads
 from instrument.proposal.first_profile import FirstProfile, command_of, text_of
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
@@ -33,7 +34,6 @@ from instrument.proposal.layer_choice import choose_layers
 from instrument.proposal.observation import Called, Observation, ObservedNode
 from instrument.proposal.of_observation import first_profile_of
 from instrument.proposal.own_modules import own_names
-from instrument.proposal.packages import PACKAGES, ready_profiles
 
 MS = 10**6
 

@@ -161,7 +161,8 @@ def test_a_batch_job_has_steps_and_their_phases_in_place_of_requests() -> None:
 
 def test_without_requests_and_steps_there_are_the_functions_alone() -> None:
     text = text_of(trace_of([span(1, Site("load", "op"), 0, 5), span(2, Site("parse", "user"), 1, 4, 1)]))
-    assert "No request was recorded; `requests: auto` or a rule of `kind: request` finds them." in text
+    told = " ".join(text.split())
+    assert "No request was recorded: `requests:` finds those of servers, rules of `kind: request` all others." in told
     assert row(text, "parse")[:2] == ["3", "60.0%"]
     assert "Device: No device time was recorded: no span asked for it" in text
 

@@ -242,10 +242,10 @@ def test_the_verdict_still_tells_after_the_end_which_server_was_met() -> None:
     original = task.WSGITask.execute
     family.imported(task)
     try:
-        assert family.verdicts()[0].state == "attached"
+        assert family.verdicts()[0].state == "uncalled"
     finally:
         family.undo()
     assert task.WSGITask.execute is original
-    assert [(one.state, one.why) for one in family.verdicts()] == [("attached", "at waitress.task")]
+    assert [(one.state, one.why) for one in family.verdicts()] == [("uncalled", "at waitress.task")]
     family.change((RequestsRule(ignore=("/up",)),), ())
     assert family.verdicts()[0].state == "waiting"

@@ -258,6 +258,12 @@ def line_of_export(lost: Mapping[str, int]) -> str:
     return f"instrument: not all that this run was to export has reached the collector: {told}"
 
 
+def seen_of_unmet(process: Process) -> str:
+    """A sentence on connections that came to a process which recorded no request, "" where none was seen."""
+    ports = ", ".join(map(str, sorted(process.ports)))
+    return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
+
+
 def line_of_missed(process: Process) -> str:
     """The line that says that what a process recorded last was never exported."""
     return (

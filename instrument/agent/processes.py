@@ -35,6 +35,8 @@ class Process:
     `is_missed` says that its run's agent went before it had saved what it left, `is_elsewhere` that its number is one
     of another namespace: it lives as long as it is connected.
     `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
+    `ports` are those that connections came to while it had recorded no request, of those at which it has `listened`; it
+    `has_requests` once it says so, and `shares_network` with its agent or not.
     `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
     them when it joined.
     """
@@ -57,6 +59,10 @@ class Process:
     told_of_itself: bool = False
     is_missed: bool = False
     is_elsewhere: bool = False
+    ports: frozenset[int] = frozenset()
+    listened: frozenset[int] = frozenset()
+    shares_network: bool = False
+    has_requests: bool = False
     ended_ns: int = 0
     how: str = ""
     status: int | None = None

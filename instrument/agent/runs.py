@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure, exit_status, journal, run_report, telling
+from instrument.agent.connections import ConnectionWatch
 from instrument.agent.exports import Exports
 from instrument.agent.gauge_reader import GaugeReader
 from instrument.agent.glance import rows_held
@@ -96,6 +97,9 @@ class Runs:
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
+        self._connections = ConnectionWatch(
+            loop.after, self._tell, lambda: (process for run in self for process in run.living())
+        )
         self._another_fd = -1
         self._unseen: Unseen | None = None
         self.own_is_over = False
@@ -191,6 +195,7 @@ class Runs:
             self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
         self._export(process)
         self._read_gauges(process)
+        self._connections.begin(process)
         return [memory] if memory >= 0 else []
 
     def _take_over(self) -> None:
@@ -220,7 +225,8 @@ class Runs:
         """A process leaves. Of several that have recorded, each saves it, and the last one gets the run's report."""
         connection, run = process.connection, process.run
         process.goodbye = facts
-        process.has_recorded = process.has_recorded or bool(facts.get("calls"))
+        unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
+        process.has_recorded = process.has_recorded or bool(facts.get("calls") or unmet)
         is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
@@ -245,6 +251,7 @@ class Runs:
             run.is_told = run.is_told or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
+        self._say_of_unmet(process, str(unmet or ""))
         if not process.is_saving:
             process.release()
         self._report_if_due(run)
@@ -318,6 +325,17 @@ class Runs:
         self._ended(process, VANISHED)
         if process.has_recorded:
             self._loop.after(STATUS_S, lambda: self._capture(process))
+        self._say_of_unmet(process, "")
+
+    def _say_of_unmet(self, process: Process, said: str) -> None:
+        """Say that requests came to a process that were not recorded, where no report of its own does."""
+        if said and process.facts.get("report"):
+            return
+        if not said and not any(one.has_requests for one in (process, *process.run.processes)):
+            self._loop.attempt(partial(self._connections.last_look, process))
+            said = departure.seen_of_unmet(process)
+        if said:
+            self._say(process.run, f"instrument: process {process.pid}: {said}", process)
 
     def _replaced(self, process: Process) -> None:
         """Its program has gone without a word, and for a good reason: what it recorded is part of the run's report."""

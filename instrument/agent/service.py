@@ -93,6 +93,8 @@ class Agent:
             pass  # it goes on after its goodbye, or is about to end
         elif process is not None and "records" in message:
             self._runs.records(process)
+        elif process is not None and "requests" in message:
+            process.has_requests = True
         elif process is not None and "exports" in message:
             self._runs.exports.release(process)
         elif process is not None and "flush" in message:

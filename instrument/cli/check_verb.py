@@ -82,7 +82,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
             print(f"{profile.source}: {verdict}{hint}", file=sys.stderr)
     if missed or problems:
         return 2
-    doubtful = {"partly", "unreachable", "compiled", *(("waiting", "uncalled") if host else ())}
+    doubtful = {"partly", "unreachable", "compiled", "unmet", *(("waiting", "uncalled") if host else ())}
     return 1 if options.strict and any(verdict.state in doubtful for verdict in verdicts) else 0
 
 
@@ -108,7 +108,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     if not reports:
         raise InstrumentError(
             f"check: the command ended with exit code {code} and no process of it told what became of the rules; one "
-            "that is killed, or ends by os._exit, cannot"
+            "that is killed or ends by os._exit before it has recorded for a second cannot"
         )
     verdicts = over_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
     processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]

@@ -8,10 +8,12 @@ is not loaded, until one of its packages is imported.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,7 +24,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime import environment, imports, main_module
+from instrument.runtime import environment, imports, listening, main_module
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
 
@@ -64,8 +66,8 @@ class Probes(Protocol):
 class Family(NamedTuple):
     """Where the code of a family lies, and the top-level packages in which its rules may have targets.
 
-    Packages of the standard library are left out but for `wsgiref`: a service imports something else before it needs
-    what the family does there.
+    Packages of the standard library are left out but for those of servers: a service imports something else before it
+    needs what the family does there.
     """
 
     room: str
@@ -84,7 +86,9 @@ FAMILIES: Mapping[str, Family] = {
         "requests",
         "Requests",
         "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
-        " mosec starlette fastapi litestar flask quart django falcon bottle",
+        " mosec starlette fastapi litestar flask quart django falcon bottle"
+        # What serves without being met, of which the verdict says so; `http.server` imports `socketserver`.
+        " sanic tornado robyn twisted socketserver blacksheep pyramid cherrypy celery rq dramatiq arq huey",
     ),
     "layers": _family("layers", "Layers", "torch"),
     "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
@@ -143,6 +147,7 @@ class Selection:
         for key in FAMILIES:
             self._lay_down(key)
         self._unfinished: list[ModuleType] = []
+        self._ports: frozenset[int] = frozenset()
         self.late: list[str] = []
         self.noted: Callable[[], object] = lambda: None
 
@@ -282,6 +287,7 @@ class Selection:
         self._lock = RLock()
         if (functions := self._families.get("functions")) is not None:
             functions.after_fork_in_child()
+        self._ports = frozenset()
 
     def undo(self) -> None:
         """Take every probe off, last first."""
@@ -319,6 +325,8 @@ class Selection:
         with self._lock:
             self._wake_all()
             self.settle()
+            if (requests := self._families.get("requests")) is not None:
+                requests.ports = self._ports
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_of_preset(self) -> set[str]:
@@ -335,6 +343,21 @@ class Selection:
                     if any(verdict.state == "waiting" for verdict in verdicts):
                         names.update(verdict.rule for verdict in verdicts)
         return names
+
+    def has_requests(self) -> bool:
+        """Whether a request has been recorded by now, of a server or by a rule."""
+        family = self._families.get("requests")
+        return family is not None and bool(family.has_begun())
+
+    def note_connections(self, ports: Iterable[int]) -> None:
+        """Take down at which ports of this process connections have been seen from outside."""
+        self._ports |= frozenset(ports)
+
+    def look_for_connections(self) -> None:
+        """Look at which ports of this process connections came, where no request has been recorded."""
+        if "socket" in sys.modules and self.profile.requests and not self.has_requests():
+            found = listening.connections_of(Path("/proc/self"))
+            self.note_connections(found.open | found.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
         """What looks at the arguments of calls, where `instrument init` asks for it."""

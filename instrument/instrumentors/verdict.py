@@ -23,6 +23,7 @@ STATES: Mapping[str, str] = {
     "attached": "it records",
     "partly": "it records, but not all calls: a copy of the function has escaped, or a subclass overrides it",
     "uncalled": "it would record, but nothing has called it",
+    "unmet": "requests or jobs came, and none of them was recorded",
     "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
     "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
     "unreachable": "it is there and cannot be observed",
@@ -33,7 +34,7 @@ STATES: Mapping[str, str] = {
 RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
 
-_TELLING = ("partly", "attached", "compiled", "uncalled", "unreachable", "not found", "waiting")
+_TELLING = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
 """States by how much they tell about a whole of several processes: one that saw more knows better."""
 
 
@@ -86,7 +87,12 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
         key = (verdict.rule, verdict.target)
         whole[key] = whole[key].merged(verdict) if key in whole else verdict
     found = {rule for rule, target in whole if target}
-    return [verdict for (rule, target), verdict in whole.items() if target or rule not in found]
+    called = {verdict.rule for verdict in whole.values() if verdict.calls}
+    return [
+        verdict
+        for (rule, target), verdict in whole.items()
+        if (target or rule not in found) and not (verdict.state == "unmet" and rule in called)
+    ]
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
@@ -103,8 +109,8 @@ def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict
     here = marks_of(verdicts)
 
     def is_of_others(verdict: Verdict) -> bool:
-        mark = (board.called if verdict.state == "uncalled" else board.attached)(verdict.rule)
-        return mark in marks and mark not in here and verdict.state in ("waiting", "nothing", "uncalled")
+        mark = (board.called if verdict.state in ("uncalled", "unmet") else board.attached)(verdict.rule)
+        return mark in marks and mark not in here and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
 
     return [verdict for verdict in verdicts if not is_of_others(verdict)]
 

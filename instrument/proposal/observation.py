@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from instrument.instrumentors.argument_watch import SeenPath
+from instrument.instrumentors.requests.packages import imported_packages
 from instrument.instrumentors.verdict import RECORDING, Verdict
-from instrument.proposal.packages import imported_packages
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally
 from instrument.runtime.environment import INIT_FOLDER

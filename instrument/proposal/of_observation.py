@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from instrument.instrumentors.requests.packages import of_role, ready_profiles
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
 from instrument.proposal.first_profile import FirstProfile, command_of, list_of
@@ -14,7 +15,6 @@ from instrument.proposal.function_choice import FunctionChoice, choose_functions
 from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.layer_choice import choose_layers
 from instrument.proposal.observation import Observation
-from instrument.proposal.packages import of_role, ready_profiles
 from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 SHOWN = 6

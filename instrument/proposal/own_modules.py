@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from instrument.proposal.packages import PACKAGES
+from instrument.instrumentors.requests.packages import PACKAGES
 
 _PASSED_OVER = re.compile(
     r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"

@@ -69,6 +69,12 @@ class Header(NamedTuple):
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What it said last of what it could not observe, none where it said nothing."""
+        found = self.facts.get("notes")
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    @property
     def origin(self) -> Mapping[str, Any]:
         """What `spans.Origin` has, as far as it is said."""
         found = self.facts.get("origin")

@@ -54,7 +54,8 @@ LOSSES = 3
 NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
 
-NO_REQUEST = "No request was recorded; `requests: auto` or a rule of `kind: request` finds them."
+NO_REQUEST = "No request was recorded: `requests:` finds those of servers, rules of `kind: request` all others."
+NO_REQUEST_WHY = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has the list."
 
 
@@ -116,7 +117,8 @@ class Brief:
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
-            lines = wrapped(f"Window: {window}. {NO_REQUEST if not cut else f'No whole request is held{cut}.'}")
+            why = NO_REQUEST_WHY if any(note.startswith("requests: ") for note in self.notes) else NO_REQUEST
+            lines = wrapped(f"Window: {window}. {why if not cut else f'No whole request is held{cut}.'}")
         if self.requests.coverage.complete:
             return lines
         return [*lines, *self.requests.coverage.lines()]

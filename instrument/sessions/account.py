@@ -174,9 +174,11 @@ class Account:
         notes = [
             str(verdict)
             for verdict in verdicts
-            if verdict.state not in untold and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
+            if (verdict.state not in untold or _is_idle_rule(verdict))
+            and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
-        if uncalled := [verdict.target or verdict.rule for verdict in verdicts if verdict.state == "uncalled"]:
+        idle_targets = [one for one in verdicts if one.state == "uncalled" and not _is_idle_rule(one)]
+        if uncalled := [verdict.target or verdict.rule for verdict in idle_targets]:
             notes.append(_never_called(sorted(uncalled)))
         notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
@@ -200,6 +202,10 @@ class Account:
         notes.extend(self._complaints)
         return notes
 
+    def unmet(self) -> str:
+        """A sentence on requests or jobs that came and were not recorded, "" without any."""
+        return "; ".join(str(one) for one in without_others(self.verdicts(), board.marks()) if one.state == "unmet")
+
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""
         verdicts = self.selection.verdicts()
@@ -211,6 +217,11 @@ class Account:
         # A call that has not ended is one too: a server's main loop never does.
         calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
         return [verdict.counted(lambda site: calls[site.key]) for verdict in verdicts]
+
+
+def _is_idle_rule(verdict: Verdict) -> bool:
+    """Whether a verdict says of a rule as a whole that nothing has called what it is attached to."""
+    return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
 def _never_called(targets: Sequence[str]) -> str:

@@ -258,6 +258,10 @@ class Exporting(Recorded):
         self.handover.look(joined)
         self._gauge_watch.look(joined)
         self._tell_readings_of_agent()
+        self.tell_verdicts()
+        if joined != self._requests_told and joined and self.selection.has_requests():
+            self._requests_told = joined
+            self._membership.tell({"requests": True})
 
     def _hear_agent(self, message: Mapping[str, Any]) -> None:
         """Go by what the agent says of what it does in place of this process."""
@@ -265,6 +269,8 @@ class Exporting(Recorded):
             self.handover.take_over()
         if "gauges" in message:
             self._gauge_watch.hear(message["gauges"])
+        if isinstance(ports := message.get("connections"), list):
+            self.selection.note_connections(ports)
 
     def _tell_readings_of_agent(self) -> None:
         """Tell gauges that the agent has read, where the session itself exports."""

@@ -35,9 +35,6 @@ FIRST_FD = 256
 ALIVE_S = 0.5
 """How long the agent has to say that it has heard a goodbye."""
 
-NOTES_TOLD, NOTE_TOLD = 50, 500
-"""How many notes the run's agent is told at the end, and characters of each."""
-
 NOBODY = "nobody listens there"
 
 
@@ -314,12 +311,13 @@ class RunFacts:
         }
 
     def at_end(self) -> dict[str, Any]:
-        notes = [note[:NOTE_TOLD] for note in self._session.notes()[:NOTES_TOLD]]
         return {
             "calls": RECORDER.calls,
             "is_timed": self._session.times_devices,
             "losses": dict(self._session.losses()),
-            "notes": notes,
+            "notes": self._session.notes_in_short(),
+            "unmet": self._session.account.unmet(),
+            "requests": self._session.selection.has_requests(),
             "cost": asdict(self._session.cost()),
             "files": [str(path) for path in self._saving.newest],
         }

@@ -23,7 +23,7 @@ from instrument.device.timer import Timing
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, report_to_check
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import MeteredFacts
 from instrument.otlp.metrics import asked_of_metrics
@@ -72,6 +72,12 @@ from instrument.trace.interruptions import Interruptions
 
 MARKS_SHARE = 20
 """What takes a time to be told as modules are imported is not told again within so many times as long."""
+
+VERDICTS_EVERY_NS = 10_000_000_000
+"""Nanoseconds after which the verdicts on the rules are said again, at the longest."""
+
+NOTES_TOLD, NOTE_TOLD = 50, 500
+"""Notes that other processes are told, at most, and characters of each."""
 
 
 class Recorded:
@@ -139,6 +145,9 @@ class Recorded:
         self._begin()
 
     def _begin(self) -> None:
+        self._notes_told: tuple[str, ...] = ()
+        self._verdicts_until_ns = 0
+        self._requests_told = 0
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
@@ -297,6 +306,7 @@ class Recorded:
     def _facts(self) -> Mapping[str, Any]:
         """What others are to know who read this process's recording."""
         facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
+        facts["notes"] = self._notes_told
         if self._exporter is not None:
             of_profile = self.profile.capture, self.profile.limits.spans_per_request
             facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
@@ -374,6 +384,27 @@ class Recorded:
     def notes(self) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences."""
         return self.account.notes()
+
+    def notes_in_short(self) -> tuple[str, ...]:
+        """As many of these, and as much of each, as other processes are told."""
+        return tuple(note[:NOTE_TOLD] for note in self.notes()[:NOTES_TOLD])
+
+    def tell_verdicts(self) -> None:
+        """Say in the recording, and to `instrument check`, what became of the rules, so that it outlives this process.
+
+        It is said for a 20th of the time, each second at first, each ten later on.
+        """
+        began_ns = time.monotonic_ns()
+        if began_ns < self._verdicts_until_ns:
+            return
+        if asked := os.environ.get(CHECK_FOLDER):
+            report_to_check(asked, RECORDER.calls, self.profile, self.verdicts())
+        notes = self.notes_in_short()
+        if notes != self._notes_told:
+            self._notes_told = notes
+            RECORDER.tell(self._facts())
+        rest_ns = min((began_ns - self.start_ns) // 10, VERDICTS_EVERY_NS)
+        self._verdicts_until_ns = began_ns + max(rest_ns, MARKS_SHARE * (time.monotonic_ns() - began_ns))
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""

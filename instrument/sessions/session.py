@@ -296,6 +296,9 @@ class Session(Exporting):
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self._threads.stop(before_sending)
         self._generations.stop(before_sending)
+        FAULTS.attempt("last look at connections", self.selection.look_for_connections)
+        while message := self._membership.heard():  # since there is no thread for it, or never was
+            FAULTS.attempt("words of the agent", partial(self._hear_agent, message))
         self.handover.end(before_sending)
         with self._lock.held():
             if self._stopped:
@@ -316,7 +319,11 @@ class Session(Exporting):
                 FAULTS.attempt("report to check", lambda: report(self.verdicts()))
             if self._observed_for:
                 FAULTS.attempt("report to init", self._leave_observation)
-            tells = RECORDER.calls or (self._saving.place().is_first and board.RECORDED not in board.marks())
+            tells = (
+                RECORDER.calls
+                or self.account.unmet()
+                or (self._saving.place().is_first and board.RECORDED not in board.marks())
+            )
             if tells:
                 FAULTS.attempt("last window", partial(self._deliver, deadline))
             elif self._exporter is not None:

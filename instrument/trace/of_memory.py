@@ -68,6 +68,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         spans=[],
         threads=mapped.threads(),
         losses=losses,
+        notes=header.notes,
         held_from_ns=max(held, default=0),
         gpus=header.gpus,
         samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],

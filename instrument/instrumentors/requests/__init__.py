@@ -6,7 +6,8 @@ imported by us, only met when the host has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,16 +19,18 @@ from instrument.instrumentors.requests import (
     grpc,
     litserve,
     mosec,
+    packages,
     propagation,
     ray_serve,
     routes,
     servers,
     triton,
 )
-from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.exchange import PORT, Exchanges
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
 SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
@@ -57,6 +60,8 @@ class Requests:
         self._recorder = recorder
         self._undos: list[Undo] = []
         self._met: dict[str, str] = {}
+        self.ports: frozenset[int] = frozenset()
+        """Ports of this process that connections came to, as far as anybody has looked."""
         self._begin(rules)
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
@@ -130,18 +135,60 @@ class Requests:
             exchanges.is_on = False
         undo_all(self._undos)
 
-    def verdicts(self) -> list[Verdict]:
-        """What became of the rule: which servers it has met, and what it has recorded."""
-        return [self._verdict(rule) for rule in self.rules]
+    def has_begun(self) -> bool:
+        """Whether any request has begun, by these rules or by one for functions."""
+        has_met = any(exchanges.sites() for exchanges in self._exchanges)
+        return has_met or any(site.kind == "request" for site in self._recorder.site_calls())
 
-    def _verdict(self, rule: RequestsRule) -> Verdict:
-        met = [name for name, kind in self._met.items() if kind in SERVERS]
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts on the rule: on the servers that it has met, and on what came and was not recorded."""
+        pairs = zip(self.rules, self._exchanges, strict=True)
+        return [verdict for rule, exchanges in pairs for verdict in self._verdicts(rule, exchanges)]
+
+    def _verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
+        """The verdict on the rule, and on what it does not reach of the requests that came."""
+        met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
+        sites, calls_of = exchanges.sites(), self._recorder.site_calls()
+        calls = sum(calls_of.get(site, 0) for site in sites)
         if lacking:
-            return Verdict(rule.text, "unreachable", why="; ".join(lacking))
-        if not met:
-            return Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
-        why = f"at {', '.join(sorted(met))}"
-        if "mosec" in self._met.values():
-            why += "; mosec's requests are not seen, but its workers' batches"
-        return Verdict(rule.text, "attached", why=why)
+            verdict = Verdict(rule.text, "unreachable", why="; ".join(lacking))
+        elif not met:
+            verdict = Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
+        else:
+            why = f"at {', '.join(sorted(met))}"
+            if "mosec" in met.values():
+                why += "; mosec's requests are not seen, but its workers' batches"
+            state = "attached" if sites or "mosec" in met.values() else "uncalled"
+            verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
+        return [verdict, *self._unmet(rule, sites, calls_of), *self._unrouted(rule, sites, calls_of)]
+
+    def _unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+        """The verdicts on connections and jobs that came to this process while no request was recorded of them.
+
+        Where requests were recorded at one port, another is spoken of if there is a server for it that is not met.
+        """
+        has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
+        strangers = packages.of_role(sys.modules, "unmet")
+        ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
+        if ports and (not has_requests or set(strangers) - packages.OF_ALL):
+            named = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
+            whose = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
+            why = f"they came to {named}, and no request was recorded there{whose}; {packages.REMEDY}"
+            yield Verdict(rule.text, "unmet", "connections", why)
+        queues = packages.of_role(sys.modules, "queue")
+        if queues and not has_requests:
+            whose = " and ".join(name.partition(".")[0] for name in queues)
+            yield Verdict(rule.text, "unmet", "jobs", f"{whose} takes them off its queue; {packages.REMEDY}")
+
+    def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+        """The verdict on the routes of requests, where no router that is known has found one."""
+        strangers = packages.of_role(sys.modules, "unrouted")
+        facts = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
+        named = sum(calls for one, calls in facts if "http.route" in one)
+        unnamed = sum(calls for one, calls in facts if "http.route" not in one and "http.request.method" in one)
+        if named or not unnamed or (routes.ROUTERS.keys() & self._met.keys() and not strangers):
+            return
+        why = f"{', '.join(strangers)} is imported, whose router is not known" if strangers else "no router is known"
+        many = "1 request has none" if unnamed == 1 else f"{unnamed} requests have none"
+        yield Verdict(rule.text, "unreachable", "routes", f"{many}: {why}; they are named by their methods alone")

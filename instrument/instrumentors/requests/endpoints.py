@@ -54,6 +54,10 @@ class Endpoints:
         key = (protocol, method, route)
         return self._sites.get(key) or self._made(key)
 
+    def sites(self) -> list[Site]:
+        """All of them so far."""
+        return list(self._sites.values())
+
     def _made(self, key: Key) -> Site:
         protocol, method, route = key
         if protocol not in CALLED and method not in METHODS and method != "_OTHER":

@@ -30,6 +30,7 @@ from instrument.recording.spans import (
     OUTCOME,
     STATUS_CODE,
     AttributeValue,
+    Site,
 )
 from instrument.runtime.faults import FAULTS
 
@@ -108,6 +109,10 @@ class Exchanges:
         """Return the arrivals of a protocol: one for all apps, by the functions that `Arrivals` takes."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
+
+    def sites(self) -> list[Site]:
+        """The sites that the requests so far are recorded as; of requests that are open, too."""
+        return [site for endpoints in (self.endpoints, *list(self._at.values())) for site in endpoints.sites()]
 
     def wanted(self, path: str) -> bool:
         """Whether a request to a path is to be recorded now."""

@@ -1,4 +1,4 @@
-"""Packages that a first profile has something to say about: servers, frameworks, engines."""
+"""Packages that a report or a first profile has something to say about: servers, frameworks, queues, engines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 class Package:
     """A package by the name under which it is imported.
 
-    `role` is `web` (its requests are met), `server` (it serves apps of others), `unmet` (a server whose requests nobody
-    meets), `engine` (a model server of its own) or `library`. `profile` is the file in `configs/` that is made for it.
+    `role` is `web` (its requests are met), `unrouted` (they are met, but not their routes), `server` (it serves apps of
+    others), `unmet` (a server whose requests nobody meets), `queue` (a worker of a queue, likewise), `engine` (a model
+    server of its own) or `library`. `profile` is the file in `configs/` that is made for it.
     """
 
     name: str
@@ -28,7 +29,9 @@ PACKAGES: tuple[Package, ...] = (
     Package("fastapi", "web", "fastapi.yaml"),
     *(Package(name, "server") for name in ("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc")),
     *(Package(name, "server") for name in ("gevent.pywsgi", "cheroot.wsgi", "bjoern")),
-    *(Package(name, "unmet") for name in ("sanic", "tornado.web", "http.server")),
+    *(Package(name, "unrouted") for name in ("blacksheep", "pyramid.router", "cherrypy")),
+    *(Package(name, "unmet") for name in ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server")),
+    *(Package(name, "queue") for name in ("celery.worker", "rq.cli", "dramatiq.cli", "arq.worker", "huey.consumer")),
     *(Package(name, "engine", f"{name}.yaml") for name in ("litserve", "mosec", "mlserver", "vllm", "sglang")),
     Package("ray.serve", "engine", "ray-serve.yaml"),
     Package("bentoml", "engine"),
@@ -36,6 +39,16 @@ PACKAGES: tuple[Package, ...] = (
     *(Package(name, "library") for name in ("sklearn", "sentence_transformers", "torch")),
     Package("transformers", "library", "transformers.yaml"),
 )
+
+
+NOTED = frozenset(package.name for package in PACKAGES if package.role in ("unrouted", "unmet", "queue"))
+"""Those whose requests are not recorded, or not by their routes."""
+
+
+OF_ALL = frozenset({"http.server"})
+"""Servers that many programs import and do not run."""
+
+REMEDY = "give the function that handles one a rule of `kind: request`"
 
 
 def imported_packages() -> list[str]:

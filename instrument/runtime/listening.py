@@ -1,0 +1,91 @@
+"""Listening sockets of a process, and the connections that came to them, as the system's tables have them.
+
+TCP alone: what listens on a Unix socket is mostly a helper of the process's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+LISTENS, HAS_BEEN_CLOSED = "0A", "06"
+"""States of a socket (TCP_LISTEN, TCP_TIME_WAIT in the kernel's `tcp_states.h`). A closed one has no descriptor."""
+
+
+class Connections(NamedTuple):
+    """Ports of a process that connections came to: those that it has now, and others that were closed lately.
+
+    Of the latter nobody knows which process accepted them, where several have the listening socket. `listens` are the
+    ports at which it listens, `sockets` the inodes of its sockets that do.
+    """
+
+    open: frozenset[int]
+    closed: frozenset[int]
+    listens: frozenset[int]
+    sockets: frozenset[str]
+
+
+def connections_of(process: Path, listened: frozenset[int] = frozenset(), network: Path | None = None) -> Connections:
+    """The connections of a process, by its folder in `/proc`; none where the system does not tell.
+
+    It has listened at some ports before, to which connections may have come that are closed by now. `network` is the
+    folder of a process of the same network, for one that has ended.
+    """
+    own = sockets_of(process)
+    rows = list(_rows_of(network or process))
+    listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in own}
+    known = listening.keys() | listened
+    others = [row for row in rows if row.state != LISTENS]
+    return Connections(
+        frozenset(row.port for row in others if row.port in known and row.inode in own),
+        # The end that closes first waits; of a client on this machine that is the other one.
+        frozenset({row.port for row in others if row.state == HAS_BEEN_CLOSED} & known)
+        | frozenset({row.to_port for row in others if row.state == HAS_BEEN_CLOSED and row.is_local} & known),
+        frozenset(listening),
+        frozenset(listening.values()),
+    )
+
+
+def is_same_network(process: Path) -> bool:
+    """Whether a process sees the network that this one sees."""
+    try:
+        return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
+    except OSError:
+        return False
+
+
+def sockets_of(process: Path) -> frozenset[str]:
+    """The inodes of the sockets that a process has open."""
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(process / "fd"):  # noqa: PTH208 - of thousands
+            with suppress(OSError):
+                target = os.readlink(process / "fd" / name)  # noqa: PTH115
+                if target.startswith("socket:["):
+                    found.append(target[8:-1])
+    return frozenset(found)
+
+
+class _Row(NamedTuple):
+    """A socket of a network. It `is_local` where both ends have one address."""
+
+    port: int
+    to_port: int
+    state: str
+    inode: str
+    is_local: bool
+
+
+def _rows_of(process: Path) -> Iterator[_Row]:
+    """The sockets of the network that a process sees."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
+            next(file, None)
+            for line in file:
+                fields = line.split()
+                if len(fields) > 9:
+                    (address, _, port), (to_address, _, to_port) = (one.rpartition(":") for one in fields[1:3])
+                    yield _Row(int(port, 16), int(to_port, 16), fields[3], fields[9], address == to_address)

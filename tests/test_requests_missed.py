@@ -1,0 +1,229 @@
+"""Requests and jobs that come to a process and are not recorded: each report says so, with what is known of them."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from server_programs import serving
+
+from instrument.agent.connections import ConnectionWatch
+from instrument.agent.processes import Process, Run
+from instrument.instrumentors.requests import Requests
+from instrument.instrumentors.requests.servers import ASGI
+from instrument.instrumentors.verdict import Verdict, over_processes, without_others
+from instrument.profile.model import RequestsRule
+from instrument.recording import board
+from instrument.runtime import listening
+from instrument.trace import file
+
+SELF = Path("/proc/self")
+
+
+@pytest.fixture
+def family(recorder: Any) -> Iterator[Requests]:
+    """The rule of requests, at work where nothing has been imported for it."""
+    made = Requests((RequestsRule(),), recorder)
+    yield made
+    made.undo()
+
+
+def met(family: Requests) -> Any:
+    """A server of ASGI that is met; returns the way to have it serve a request at a port."""
+    name = "granian.asgi"
+    module: Any = ModuleType(name)
+    module._callback_wrapper = lambda callback, *_: callback
+    family.imported(module)
+    assert name in ASGI
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    served = module._callback_wrapper(app)
+
+    def serve(port: int = 80) -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "server": ("127.0.0.1", port)}
+        with pytest.raises(StopIteration):
+            served(scope, None, None).send(None)
+
+    return serve
+
+
+def states(family: Requests) -> Mapping[str, tuple[str, int | None]]:
+    return {verdict.target: (verdict.state, verdict.calls) for verdict in family.verdicts()}
+
+
+def test_a_server_that_is_imported_and_serves_nothing_is_uncalled(family: Requests) -> None:
+    assert states(family) == {"": ("waiting", None)}
+    serve = met(family)
+    assert states(family) == {"requests": ("uncalled", None)}
+    serve()
+    serve()
+    assert states(family) == {"requests": ("attached", 2), "routes": ("unreachable", None)}
+
+
+def test_requests_without_a_route_are_told_of_where_no_router_is_known(
+    family: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met(family)()
+    assert "no router is known" in family.verdicts()[1].why
+    monkeypatch.setitem(sys.modules, "blacksheep", ModuleType("blacksheep"))
+    assert "1 request has none: blacksheep is imported, whose router is not known" in family.verdicts()[1].why
+    monkeypatch.delitem(sys.modules, "blacksheep")
+    flask = pytest.importorskip("flask.app")
+    family.imported(flask)
+    assert "routes" not in states(family), "a request to a path that has no route has none"
+
+
+def test_connections_to_a_process_that_records_no_request_are_told_of(
+    family: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family.ports = frozenset({8000, 9000})
+    assert states(family)["connections"] == ("unmet", None)
+    assert "they came to ports 8000, 9000" in family.verdicts()[1].why
+    met(family)(port=9000)
+    assert "connections" not in states(family), "what else listens may be no server of requests at all"
+    monkeypatch.setitem(sys.modules, "sanic", ModuleType("sanic"))
+    (told,) = (verdict for verdict in family.verdicts() if verdict.target == "connections")
+    assert told.why.startswith("they came to port 8000, and no request was recorded there; requests of ")
+    assert "sanic" in told.why
+
+
+def test_a_worker_of_a_queue_that_records_no_request_is_told_of(
+    family: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "celery.worker", ModuleType("celery.worker"))
+    assert states(family)["jobs"] == ("unmet", None)
+    assert family.verdicts()[1].why.startswith("celery takes them off its queue")
+
+
+def test_what_came_to_one_process_and_was_recorded_in_another_is_not_told_of() -> None:
+    """As in the parent of workers, and in an engine's process behind the one that takes the requests."""
+    unmet = Verdict("requests", "unmet", "connections", "they came to port 80")
+    served = Verdict("requests", "attached", "requests", calls=3)
+    assert over_processes([unmet, served]) == [served]
+    assert over_processes([unmet]) == [unmet]
+    assert without_others([unmet], {board.called("requests")}) == []
+    assert without_others([unmet], {board.attached("requests")}) == [unmet]
+
+
+def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert port in listening.connections_of(SELF).listens
+        assert port not in listening.connections_of(SELF).open
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            assert port in listening.connections_of(SELF).open
+            client.shutdown(socket.SHUT_WR)  # the client's end closes first
+            accepted.recv(1)
+            accepted.close()
+            client.recv(1)
+        found = listening.connections_of(SELF)
+    assert (port in found.open, port in found.closed) == (False, True)
+    assert port in listening.connections_of(SELF, frozenset({port})).closed
+    assert listening.connections_of(Path("/proc/0")) == (frozenset(),) * 4
+
+
+LISTENING = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+accepted = listener.accept()
+print("accepted", flush=True)
+input()
+"""
+
+
+def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", LISTENING], stdin=-1, stdout=-1, text=True)
+    assert child.stdout is not None
+    port = int(child.stdout.readline())
+    told: list[Any] = []
+    later: list[Any] = []
+    process = Process(run=Run("run"), pid=child.pid, started=0, facts={}, joined_ns=0)
+    watch = ConnectionWatch(
+        lambda _, look: later.append(look), lambda _, message: told.append(message), lambda: [process]
+    )
+    watch.begin(process)
+    later.pop()()
+    assert (told, process.listened) == ([], {port})
+    with socket.create_connection(("127.0.0.1", port)):
+        assert child.stdout.readline() == "accepted\n"
+        later.pop()()
+        assert told == [{"connections": [port]}]
+        process.ports = frozenset()
+        child.kill()
+        child.communicate()
+    watch.last_look(process)
+    assert process.ports in ({port}, set()), "an end by a reset leaves nothing that waits"
+    process.has_requests = True
+    later.pop()()
+    assert later == [], "who records requests is looked at no more"
+
+
+def test_a_service_on_a_server_that_nobody_knows_says_so_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        textwrap.dedent("""
+        import http.server, sys
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_): ...
+
+        http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+        """)
+    )
+    (tmp_path / "profile.yaml").write_text("requests: auto\nexport: {summary: {to: stderr}}")
+    with serving([str(tmp_path / "app.py"), "{port}"], tmp_path, {}, ours=True) as (port, program):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+    text = " ".join(program.output.split())
+    assert program.code == -signal.SIGTERM
+    assert "No request was recorded: see `Not observed` below." in text
+    assert f"requests: connections: unmet (they came to port {port}, and no request was recorded there" in text
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_verdicts_outlive_a_process_that_ends_without_a_goodbye(tmp_path: Path, end: str) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent(f"""
+        import os
+        from instrument.recorder.recorder import RECORDER
+
+        def called(): ...
+        def idle(): ...
+
+        while not RECORDER.facts.get("notes"):
+            called()
+        {end}
+        """)
+    )
+    (tmp_path / "profile.yaml").write_text('functions: [{match: "__main__:*"}, {match: "lacking:x"}]')
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
+    command = [sys.executable, "-m", "instrument", "check", "profile.yaml", "--", "main.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=240, check=False)
+    assert "__main__:idle: uncalled" in done.stdout, (done.stdout, done.stderr)
+    assert "__main__:called: attached" in done.stdout
+    until = time.monotonic() + 240
+    while not (saved := list(tmp_path.glob("**/*-died.npz"))):  # the agent saves it, after the command
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    notes = file.load(saved[0]).facts.notes
+    assert "1 target was never called: __main__:idle" in notes
+    assert any(note.startswith("lacking:x: waiting") for note in notes)
