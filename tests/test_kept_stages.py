@@ -743,7 +743,7 @@ def test_a_request_is_kept_with_its_parts_of_other_processes_or_not_at_all(sampl
         run.add(run.front, WAIT, at_ns + 10, at_ns + S - 10, top, key=key)
         part = run.add(run.engine, WORKER, at_ns + 20, at_ns + S // 2, key=key)
         run.add(run.engine, ACCEPT, at_ns + 30, at_ns + 40, part)
-        if number % 5 == 0:
+        if number % 5 == 0 and not is_sampled(part.span_id, sample):
             part.attributes = {**part.attributes, "tenant": "x"}
             wanted.add(top.span_id)
         elif is_sampled(top.span_id, sample):

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from instrument.otlp.packing import Ids
 from instrument.otlp.processor.key_facts import KeyedSpan
-from instrument.otlp.processor.known_request import GIVERS, OPEN_NS, KeyedRequest
+from instrument.otlp.processor.known_request import OPEN_NS, KeyedRequest
 from instrument.recording.rows import REQUEST_BIT
+
+UNDER_ONE_KEY = 2_048
+"""Spans that are remembered of one key."""
 
 FORGOTTEN_NS = 3 * 10**10
 """So long after spans with a key were read they are forgotten, where no open request is known by it."""
@@ -63,7 +66,7 @@ class SpansWithKeys:
             around = before.around if around is None and before is not None else around
             if around is not None or not one.root_id & REQUEST_BIT:
                 of_key.spans[span_id] = SpanWithKey(one.start_ns, end_ns, span_id, around)
-            if len(of_key.spans) > GIVERS:
+            if len(of_key.spans) > UNDER_ONE_KEY:
                 del of_key.spans[next(iter(of_key.spans))]
         while len(self._of) > most:
             self._of.popitem(last=False)

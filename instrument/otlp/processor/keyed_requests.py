@@ -31,8 +31,11 @@ from instrument.trace.sub_requests import are_strays
 KEYS_KNOWN = 20_000
 """Keys of requests that are remembered; the oldest go first, of requests that have ended before others."""
 
-UNDER_ONE_KEY = 8
-"""Requests that are known by one key, for keys come again."""
+UNDER_ONE_KEY = 512
+"""Requests that are known by one key, for keys come again, such as the slots of an engine."""
+
+NEAR = 8
+"""The newest of them at a time, which are looked at."""
 
 ENDED_NS = 10**10
 """How long a request is remembered that has ended, and that nobody has kept yet."""
@@ -354,6 +357,8 @@ class KeyedRequests:
 
     def _of(self, key: str, at_ns: int) -> KeyedRequest | None:
         before = [one for one in self._by_key.get(key, ()) if one.start_ns <= at_ns]
+        if len(before) > NEAR:
+            before = sorted(before, key=_start_of)[-NEAR:]
         is_open = [one.is_open and not any(self._may_be_around(other, one) for other in before) for one in before]
         first = min((one for one, its in zip(before, is_open, strict=True) if its), key=_start_of, default=None)
         whole = [
@@ -407,10 +412,14 @@ class KeyedRequests:
             return found
         return found if found.is_open and not is_sure else None
 
+    def is_used_again(self, key: str) -> bool:
+        """Whether several requests are known by a key, and another one may be soon."""
+        return len(self._by_key.get(key, ())) > 1
+
     def decided(self, key: str, at_ns: int) -> bool | None:
         """Whether a request is kept that has this key and was open then, None where one that is open has it."""
         found = self.of(key, at_ns)
-        if found is not None and found.is_kept and at_ns <= found.end_ns:
+        if found is not None and (found.is_kept or found.is_wanted) and at_ns <= found.end_ns:
             return True
         return None if any(one.is_open for one in self._by_key.get(key, ())) else False
 

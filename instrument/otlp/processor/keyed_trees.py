@@ -99,7 +99,8 @@ class KeyedTrees:
             if not first.root_id & REQUEST_BIT:
                 loose.setdefault(first.root_id, []).extend(spans)
             elif first.span_id == first.root_id and (keys := set(keys_of(spans))):
-                self._take_request(spans, keys, undecided.get(first.root_id), is_kept=True)
+                by_chance = first.error is None and is_sampled(first.root_id, sample)
+                self._take_request(spans, keys, undecided.get(first.root_id), is_kept=True, by_chance=by_chance)
             elif first.root_id in undecided:
                 undecided[first.root_id].spans.extend(spans)
             elif spans := self._without_late_strays(spans, opened, is_kept=True):
@@ -257,16 +258,18 @@ class KeyedTrees:
 
     # ---------------------------------------------------------------- strays in the trees of requests
 
-    def _take_request(self, spans: list[Span], keys: set[str], known: WaitingSpans | None, *, is_kept: bool) -> None:
+    def _take_request(
+        self, spans: list[Span], keys: set[str], known: WaitingSpans | None, *, is_kept: bool, by_chance: bool = False
+    ) -> None:
         """A request has ended. One that was let go may be kept later."""
         first = spans[0]
         if taken := self._taken.pop(first.root_id, None):
             spans = [span for span in spans if span.span_id not in taken]
         if known is not None:
-            known.spans, known.is_kept = spans, is_kept
+            known.spans, known.is_kept, known.by_chance = spans, is_kept, by_chance
         else:
             top = (first.span_id, min(keys), first.start_ns)
-            self._waiting.append(WaitingSpans(spans, keys, top, is_request=True, is_kept=is_kept))
+            self._waiting.append(WaitingSpans(spans, keys, top, is_request=True, is_kept=is_kept, by_chance=by_chance))
 
     def _without_strays(
         self, one: WaitingSpans, opened: Mapping[int, OpenSpan]
@@ -325,6 +328,8 @@ class KeyedTrees:
         is_last = is_last or self._requests.are_over
         for one in waiting:
             one.around = self._around(one) if one.is_request else None
+            if one.around is not None and one.is_kept and not one.by_chance:
+                one.around.is_wanted = True
         # Requests first, and parts of them as they began: what one hands over may wait here, too.
         ordered = [(one.is_part, one.start_ns, place, one) for place, one in enumerate(waiting)]
         heapify(ordered)
@@ -367,7 +372,12 @@ class KeyedTrees:
         requests = self._requests
         if one.top is None:
             at_ns = one.spans[0].start_ns
-            unsure = [key for key in one.keys if requests.linked(key, at_ns, is_sure=True) is None]
+            unsure = [
+                key
+                for key in one.keys
+                if (found := requests.linked(key, at_ns, is_sure=True)) is None
+                or (age_ns < LOOKED_NS and (found.end_ns < at_ns or requests.is_used_again(key)))
+            ]
             if not unsure:
                 return False
             return age_ns < PATIENCE_NS or (
@@ -452,6 +462,8 @@ class KeyedTrees:
                     return []
                 for span in spans:
                     span.remote = self._callers.get(span.root_id, span.remote)
+            elif one.is_request and one.around is not None and one.by_chance and not one.around.is_open:
+                return []  # the whole is let go, and so is its part
             elif one.is_request:
                 self._link_to_around(spans[0])
                 own = requests.known(self._ids, spans[0].root_id)

@@ -49,11 +49,11 @@ class KeyedRequest:
 
     `keys` are those that it is known by, each with the one below which it came elsewhere, "" of its own tree's.
 
-    `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been. `givers` are its spans with keys.
-    `work` are its own phases until its stages are known. It began in the tree of the one that it is `within`, and
-    `is_around_others` in its own one; it `is_apart` from these once its tree was looked through. Also of one that is
-    not kept there are its `own` phases, once it has ended, and those `elsewhere`, of which there are others that began
-    after `missing_ns`.
+    `is_sure` is whether it is kept whatever comes, and `is_kept` whether it has been; it `is_wanted` where a part of it
+    is kept for what that was like. `givers` are its spans with keys. `work` are its own phases until its stages are
+    known. It began in the tree of the one that it is `within`, and `is_around_others` in its own one; it `is_apart`
+    from these once its tree was looked through. Also of one that is not kept there are its `own` phases, once it has
+    ended, and those `elsewhere`, of which there are others that began after `missing_ns`.
 
     `borne` are the keys of its own tree, by the `first_key`
     of which it was known first. `strays` are those of other requests, and `below_strays` lie those of yet others;
@@ -69,6 +69,7 @@ class KeyedRequest:
     caller: RemoteParent
     is_sure: bool = False
     is_kept: bool = False
+    is_wanted: bool = False
     keys: dict[str, str] = field(default_factory=dict)
     givers: list[Giver] = field(default_factory=list)
     work: Edges | None = None

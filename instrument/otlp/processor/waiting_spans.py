@@ -37,6 +37,8 @@ class WaitingSpans:
     top: Top | None = None
     is_request: bool = False
     is_kept: bool = True
+    by_chance: bool = False
+    """Whether a request is kept for the sample alone, which of a part of another one decides nothing."""
     is_stray: bool = False
     is_noted: bool = False
     has_several: bool = False
