@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,12 @@ from otlp_spans import ORIGIN
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
+from instrument.otlp.exposition import BOUNDS_S, Metered, families_of_process, name_of, text_of
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.distributions import HISTOGRAM, Distribution, Metric, Snapshot
 from instrument.recording.spans import HOST, Sample
-from instrument.sessions.exposition import BOUNDS_S, name_of, text_of
 
 pytest.importorskip("prometheus_client")
 
@@ -134,8 +136,36 @@ def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit:
 def test_a_share_is_told_whichever_of_it_and_its_base_was_read_first() -> None:
     samples = [Sample("process_cpu", HOST, 1, 50.0), Sample("cores", HOST, 2, 4.0)]
     for read in (samples, samples[::-1]):
-        lines = text_of(ORIGIN, None, read, ()).splitlines()
+        lines = text_of(families_of_process(Metered(ORIGIN, None, read), "")).splitlines()
         assert "process_cpu_utilization_ratio 0.125" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("http.server.request.duration", 0.005, 10),
+        ("gen_ai.server.request.duration", 0.01, 81.92),
+        ("gen_ai.server.time_to_first_token", 0.001, 10),
+        ("gen_ai.server.time_per_output_token", 0.01, 2.5),
+        ("gen_ai.server.time_in_queue", 0.001, 81.92),
+        ("instrument.call.duration", 1e-5, 167.77216),
+    ],
+)
+def test_each_duration_has_bounds_of_its_own_size(name: str, first: float, last: float) -> None:
+    long = Distribution()
+    long.add(round(last * 0.9e9))
+    snapshot = Snapshot(0, 1, (Metric(name, "s", HISTOGRAM, "", {(): long}),))
+    text = text_of(families_of_process(Metered(ORIGIN, snapshot), ""))
+    buckets = [(float(le), float(count)) for le, count in re.findall(r'_bucket{le="(.*?)"} (\S+)', text)]
+    assert (buckets[0][0], buckets[-2][0]) == (first, pytest.approx(last, abs=1e-5))
+    assert [count for _, count in buckets[-3:]] == [0, 1, 1]
+
+
+def test_what_one_process_tells_alone_says_so() -> None:
+    start("agent: off")
+    assert "# HELP instrument_processes Processes that these metrics are of: this one alone, agent: off." in (
+        instrument.prometheus()
+    )
 
 
 def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:

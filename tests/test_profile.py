@@ -48,6 +48,7 @@ from instrument.profile.model import (
     Limits,
     Otlp,
     Profile,
+    Prometheus,
     Rate,
     Schedule,
     Summary,
@@ -186,6 +187,12 @@ class TestWhatEachKeyGives:
     def test_an_export_is_on_with_its_key_and_off_without(self, text: str, expected: tuple[bool, ...]) -> None:
         export = read(text).export
         assert (export.chrome is not None, export.otlp is not None, export.summary is not None) == expected
+
+    def test_metrics_for_scrapes_have_an_address(self) -> None:
+        default, given = read("export:\n  prometheus:"), read("export: {prometheus: {listen: '[::1]:80'}}")
+        assert default.export.prometheus == Prometheus("127.0.0.1:9464")
+        assert given.export.prometheus == Prometheus("[::1]:80")
+        assert read("export: {prometheus: off}").export.is_empty
 
     def test_the_function_whose_calls_are_steps_is_recorded_as_one(self) -> None:
         profile = read("schedule: {record: 1, step: 'train:step'}\nfunctions: [{match: 'train:*'}]")
@@ -697,6 +704,7 @@ export:
             ("export: {recording: {path: '{service}-{rum}.json.gz'}}", "{service}-{run}.npz"),
             ("export: {otlp: {endpoint: 'localhost:4318'}}", "http://localhost:4318"),
             ("export: {otlp: {compression: gzipp}}", "gzip"),
+            ("export: {prometheus: {listen: ':9464'}}", "127.0.0.1:9464"),
             ("export: {summary: {to: stdrr}}", "stderr"),
             ("export: {summary: {views: [event]}}", "events"),
             ("export: {summary: {sorted_by: avg}}", "ave"),
@@ -799,6 +807,10 @@ export:
             ("export: {chrome: {path: '{pid!r}'}}", "1:25: export.chrome.path: found '{pid!r}'"),
             ("export: {otlp: {endpoint: 'ftp://c'}}", "1:27: export.otlp.endpoint: found 'ftp://c'; allowed: http://"),
             ("export: {otlp: {endpoint: 'http://'}}", "1:27: export.otlp.endpoint: found 'http://'"),
+            (
+                "export: {prometheus: {listen: '[::1]:70000'}}",
+                "1:31: export.prometheus.listen: found '[::1]:70000'; allowed: host:port",
+            ),
             (
                 "export: {otlp: {endpoint: 'http://c:70000'}}",
                 "1:27: export.otlp.endpoint: found 'http://c:70000' (Port",
@@ -985,7 +997,7 @@ class TestSchema:
         parts = {section: defaults(section) for section in KEYS if section.count(".") == 0}
         asked = {**parts[""], **{name: parts[name] for name in ("capture", "limits", "device", "control")}}
         asked["export"] = {name: defaults(f"export.{name}") for name in KEYS["export"]}
-        exports = read("export: {recording: , chrome: , otlp: , summary: }").export
+        exports = read("export: {recording: , chrome: , otlp: , prometheus: , summary: }").export
         assert asked.keys() >= {"service", "tracer_option", "state", "clock"}
         assert read(json.dumps(asked)) == Profile(export=exports)
         rules = {section: [{**extra, **defaults(section)}] for section, extra in RULES.items()}

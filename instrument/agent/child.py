@@ -24,6 +24,8 @@ BEGINNINGS, BEGINNINGS_S = 5, 600.0
 REAP_S, LOOK_S = 2.0, 0.001
 """How long the end of a child that was killed is waited for, and how often it is looked for."""
 
+PIPE_BYTES = 1 << 16
+
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -152,12 +154,16 @@ class AgentEnd:
         connection.setblocking(False)
         self._waiting = select.poll()
         self._waiting.register(connection, select.POLLIN)
+        self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._waiting.register(self._woken, select.POLLIN)
         self.has_gone = False
 
     def hear(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
         """What the agent says, with descriptors, once it says anything within such a time."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
+        with suppress(BlockingIOError):
+            os.read(self._woken, PIPE_BYTES)
         while not self.has_gone:
             try:
                 message, descriptors = packets.receive(self._connection)
@@ -171,6 +177,11 @@ class AgentEnd:
                 self.has_gone = True
             else:
                 yield message, descriptors
+
+    def wake(self) -> None:
+        """End the wait of who hears, from another thread."""
+        with suppress(BlockingIOError):
+            os.write(self._waker, b".")
 
     def tell(self, message: packets.Message) -> None:
         """Say something; where the agent has gone, or hears nothing, that is told by the end of the connection."""

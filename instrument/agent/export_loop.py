@@ -12,16 +12,21 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from instrument.agent.child import AgentEnd
+from instrument.agent.scrapes import EndedMetrics, Scope, Scrapes
+from instrument.errors import ExportError
 from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.exposition import Metered
 from instrument.otlp.processor.exported import Exported
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
 from instrument.recorder.shared_decisions import Decisions
+from instrument.recording.distributions import Metric
 from instrument.recording.spans import Origin
 from instrument.runtime import packets
 from instrument.runtime.faults import logger
@@ -34,6 +39,9 @@ BEHIND_S = 0.02
 
 EXPORTERS = 8
 """So many exporters, each with a thread, stay for the next recording with their settings."""
+
+SCRAPE_LOOKS = 20
+"""So often at most all recordings are read on for a scrape."""
 
 SAID = 1000
 """Characters that the agent says of what goes wrong here."""
@@ -55,9 +63,13 @@ class ExportLoop:
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
-        self._exporters: dict[Otlp, Exporter] = {}
+        self._exporters: dict[Otlp | None, Exporter] = {}
         self._recordings: dict[int, Exported] = {}
-        self._settings: dict[int, Otlp] = {}
+        self._settings: dict[int, Otlp | None] = {}
+        self._scopes: dict[int, list[Scope]] = {}
+        """Of which scrapes each recording is, by number."""
+        self._scrapes: Scrapes | None = None
+        self._ended = EndedMetrics(None)
         self._requests = KeyedRequests()
         self._decisions = Decisions(self._requests.decided)
         self._ends_at = 0.0
@@ -75,6 +87,8 @@ class ExportLoop:
                 self._do(message, descriptors)
             if self._agent.has_gone:
                 return
+            if self._scrapes is not None:
+                self._scrapes.answer(self._scraped)
             has_more = self._look()
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
@@ -95,7 +109,15 @@ class ExportLoop:
         if "export" in message:
             number, settings = int(message["export"]), message["settings"]
             generation = int(message.get("generation", 0))
-            self._attempt(number, partial(self._begin, number, settings, descriptors, generation))
+            listens = settings.get("prometheus")
+            self._scopes[number] = [("run", str(message["run"])), *([("listen", str(listens))] if listens else [])]
+            self._attempt(number, partial(self._begin, number, settings.get("otlp"), descriptors, generation))
+            if number in self._recordings:
+                self._recordings[number].is_scraped = bool(listens or message["is_scraped"])
+        elif "folder" in message:
+            self._ended = EndedMetrics(Path(message["folder"]))
+        elif "listen" in message or "scrape" in message:
+            self._begin_scrapes(message, *descriptors)
         elif "end" in message:
             self._ends_at = time.monotonic() + float(message["end"])
         for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("release", self._release)):
@@ -106,10 +128,36 @@ class ExportLoop:
     def _note_ended(self, _: int, found: Exported) -> None:
         found.has_ended = True
 
-    def _begin(self, number: int, settings: Mapping[str, Any], descriptors: list[int], generation: int) -> None:
+    def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
+        """Answer a scrape on a connection, or those at an address."""
+        try:
+            self._scrapes = self._scrapes or Scrapes(self._agent.wake)
+        except ExportError as problem:
+            os.close(descriptor)
+            self._agent.tell({"said": f"export.prometheus: {problem}"})
+            return
+        if "listen" in message:
+            self._scrapes.listen(descriptor, str(message["listen"]))
+        else:
+            self._scrapes.answer_on(descriptor, str(message["scrape"]))
+
+    def _scraped(self, scope: Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
+        """What the recordings of a scope tell now, and those that have ended."""
+        numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
+        for found in [self._recordings[number] for number in numbers if number in self._recordings]:
+            found.is_scraped = True
+            found.before_scrape()
+        looks = 0
+        while self._look() and looks < SCRAPE_LOOKS:
+            looks += 1
+        living = {one.key: one.metered() for number in numbers if (one := self._recordings.get(number)) is not None}
+        known = {key: metered for key, metered in living.items() if metered is not None}
+        return list(known.values()), self._ended.of(scope, known)
+
+    def _begin(self, number: int, settings: Mapping[str, Any] | None, descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
         try:
-            wanted = settings_from(settings)
+            wanted = None if settings is None else settings_from(settings)
             exporter = self._exporter(wanted)
         except BaseException:
             os.close(fd)
@@ -119,11 +167,15 @@ class ExportLoop:
         self._settings[number] = wanted
         self._decisions.members = len(self._recordings)
 
-    def _exporter(self, settings: Otlp) -> Exporter:
+    def _exporter(self, settings: Otlp | None) -> Exporter:
+        """The exporter for a collector; None stands for one that has nowhere to send, and is never started."""
         if settings not in self._exporters:
             self._stop_unused()
-            exporter = Exporter(settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
-            exporter.start()
+            own = Origin(os.getpid(), "", 0, 0)
+            sends = settings is not None
+            exporter = Exporter(settings or Otlp(), own, dict, self._note_settled, detects=False, sends=sends)
+            if sends:
+                exporter.start()
             self._exporters[settings] = exporter
         return self._exporters[settings]
 
@@ -188,11 +240,14 @@ class ExportLoop:
         """Be done with a recording, whatever can still be read of it."""
         found, fates = self._recordings.pop(number, None), {}
         self._requests.members.pop(number, None)
-        self._settings.pop(number, None)
+        is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
         self._decisions.members = len(self._recordings)
         try:
             if found is not None:
-                fates = dict(found.finish() if found.has_ended else {})
+                if found.is_scraped and (metered := found.metered()) is not None:
+                    self._ended.add(found.key, scopes, metered)
+                told = found.finish() if found.has_ended else {}
+                fates = dict(told) if is_sent else {}  # of what was to be sent nowhere nothing is lost
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         try:

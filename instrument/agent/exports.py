@@ -56,6 +56,10 @@ class Exports:
         self._next = 0
         self._folder = folder
         self._notes: dict[Process, Path] = {}
+        self._listeners: dict[str, socket.socket | None] = {}
+        """By address where scrapes are answered; None where that cannot be."""
+        self._handed_over: set[str] = set()
+        """Addresses of those that the child has."""
         self.fates: Counter[str] = Counter()
         """What has become of the spans of those processes that have ended."""
         self.fates["perhaps"] = run_folder.taken_unsent(folder)
@@ -71,12 +75,37 @@ class Exports:
         return not self._child.is_there
 
     def add(self, process: Process) -> None:
-        """Export what a process records, if it asks for that."""
+        """Export what a process records, or read it for scrapes, if it or somebody else asks for that."""
         if not self._numbers_of(process):
             self._add(process)
 
+    def scrape(self, run: Run, connection: socket.socket) -> None:
+        """Answer a scrape of a run on a connection; from now on its processes are read for that."""
+        run.is_scraped = True
+        for process in run.living():
+            self.add(process)
+        if not self.is_ending and self._is_begun():
+            self._child.send({"scrape": run.name}, connection.fileno())
+
+    def _listen(self, address: str) -> None:
+        """Have scrapes answered at an address from now on."""
+        if address in self._listeners:
+            return
+        try:
+            self._listeners[address] = _listener_at(address)
+        except OSError as problem:
+            self._listeners[address] = None
+            advice = "give export.prometheus.listen another address"
+            self._says(
+                f"instrument: export.prometheus: asked to listen at {address}, found: {problem.strerror}; {advice}"
+            )
+
     def _add(self, process: Process) -> None:
-        if not process.facts.get("export") or process.memory < 0:
+        wanted = process.facts.get("export") or {}
+        if address := str(wanted.get("prometheus") or ""):
+            self._listen(address)
+        is_read = wanted.get("otlp") or address or (wanted and process.run.is_scraped)
+        if not is_read or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
             self._count_left(process, process.memory, is_told=False)
@@ -156,22 +185,34 @@ class Exports:
         self.is_ending = True
         self._child.end()
         self._forget_recordings()
+        for listener in self._listeners.values():
+            if listener is not None:
+                listener.close()
+        self._listeners.clear()
 
     # ---------------------------------------------------------------- the child
 
     def _hand_over(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
-        self._child.send({"export": number, "settings": process.facts["export"], "generation": generation}, memory)
+        run, message = process.run, {"export": number, "settings": process.facts["export"], "generation": generation}
+        self._child.send({**message, "run": run.name, "is_scraped": run.is_scraped}, memory)
         if not process.lives:
             self._note(process, memory)
             self._child.send({"ended": number})
 
     def _is_begun(self) -> bool:
         """Whether there is a child: one is begun where there is none."""
-        problem = self._child.begin()
+        is_there, problem = self._child.is_there, self._child.begin()
         if problem:
             self.problem = f"the process that exports spans {problem}"
-        return not problem
+            return False
+        if not is_there:
+            self._child.send({"folder": str(self._folder)})
+        for address, listener in self._listeners.items():
+            if listener is not None and address not in self._handed_over:
+                self._handed_over.add(address)
+                self._child.send({"listen": address}, listener.fileno())
+        return True
 
     def _flush_waiting(self) -> None:
         to_flush, self._to_flush = self._to_flush, set()
@@ -204,7 +245,7 @@ class Exports:
 
     def _count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
         """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
-        if process.lives:
+        if process.lives or not exports_spans(process):
             return
         with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
             self.fates.update({} if is_told else place.read().untold())
@@ -215,6 +256,7 @@ class Exports:
         for number in self._released & set(self._recordings):
             os.close(self._recordings.pop(number)[1])
         self._released.clear()
+        self._handed_over.clear()
         self._to_flush.clear()
         if not self.is_ending and self._recordings and self._is_begun():
             for number in list(self._recordings):
@@ -233,7 +275,7 @@ class Exports:
 
     def _note(self, process: Process, memory: int) -> None:
         """Note how much of what a process has left may still be unsent."""
-        if process in self._notes:
+        if process in self._notes or not exports_spans(process):
             return
         with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
             spans = place.read().unsettled + export_place.unread(place)
@@ -246,6 +288,18 @@ class Exports:
         if process in self._notes and not self._numbers_of(process):
             with suppress(OSError):
                 self._notes.pop(process).unlink()
+
+
+def exports_spans(process: Process) -> bool:
+    """Whether spans of a process are to be sent to a collector."""
+    return bool((process.facts.get("export") or {}).get("otlp")) or process.is_missed
+
+
+def _listener_at(address: str) -> socket.socket:
+    """A socket that listens at `host:port`. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    return socket.create_server((host.strip("[]"), int(port)), family=family)
 
 
 def _is_alike(one: Process, other: Process) -> bool:

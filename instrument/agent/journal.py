@@ -27,7 +27,9 @@ def note(folder: Path, process: Process) -> None:
     """
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
-        facts.update(pid=process.pid, started=process.started, exports=bool(process.facts.get("export")))
+        facts.update(
+            pid=process.pid, started=process.started, exports=bool((process.facts.get("export") or {}).get("otlp"))
+        )
         with suppress(OSError, TypeError, ValueError), atomic.replacing(_place(folder, process)) as file:
             file.write(json.dumps(facts).encode())
 

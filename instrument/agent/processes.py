@@ -110,8 +110,9 @@ class Run:
     `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
     connection of the process that waits for it. `folded` is the file with the totals of the processes that ended first,
     `folded_ends` counts these by how they ended, `unfolded` those whose recordings could not be read for it. `captures`
-    counts those that vanished. `stderr` is what the first process writes its errors to, or who joined first where that
-    one never did: the service's, where helpers that outlive it may have files of their own.
+    counts those that vanished. It `is_scraped` once its metrics were asked for. `stderr` is what the first process
+    writes its errors to, or who joined first where that one never did: the service's, where helpers that outlive it may
+    have files of their own.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Run:
     is_told: bool = False
     waiting: Connection | None = None
     captures: int = 0
+    is_scraped: bool = False
     stderr: str = ""
     folded: str = ""
     folded_ends: Counter[str] = field(default_factory=Counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from instrument.agent import departure
@@ -46,10 +47,21 @@ class Questions:
             ]
             facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": self._runs.unseen()}
             self._loop.send(connection, {"end": facts})
+        elif what == "scrape":
+            self._scrape(connection, str(message.get("run")))
         elif what == "do":
             self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:
             connection.is_broken = True
+
+    def _scrape(self, connection: Connection, run: str) -> None:
+        """Hand a connection to who answers a scrape of the run."""
+        found = next((one for one in self._runs if one.name == run), None)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            if found is not None:
+                self._runs.exports.scrape(found, theirs)
+            self._loop.send(connection, {"end": {"agent": os.getpid()}}, [ours.fileno()])
 
     def _ask_processes(self, connection: Connection, wanted: dict[str, Any], pids: list[int]) -> None:
         self._numbers += 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from instrument.agent import departure, exit_status, journal, run_report, telling
 from instrument.agent.connections import ConnectionWatch
-from instrument.agent.exports import Exports
+from instrument.agent.exports import Exports, exports_spans
 from instrument.agent.gauge_reader import GaugeReader
 from instrument.agent.glance import rows_held
 from instrument.agent.jobs import Jobs
@@ -577,7 +577,7 @@ class Runs:
 
     def _leave_export_to(self, process: Process) -> None:
         """Have a process that lives export what it records itself, and at once."""
-        if process.lives:
+        if process.lives and exports_spans(process):
             self._tell(process, {"yours": True})
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:

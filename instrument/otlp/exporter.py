@@ -85,7 +85,7 @@ class Exporter:
     names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts of their own and are
     sent after the spans; those of other processes come with their sources, by `add_metrics`. `origin` and `ids` may be
     read, and `origin` replaced by a renewed one, at any time. Where it has none of its own it need not know what it
-    `detects` of itself.
+    `detects` of itself. One that never `sends` takes no metrics on.
     `settled(source)` is called by the thread that sends when the fate of some of a source's spans has become known or
     metrics of it were sent, and before it sends some, which the counts tell as `sending`.
 
@@ -100,8 +100,10 @@ class Exporter:
         settled: Callable[[Source], object] = lambda _: None,
         *,
         detects: bool = True,
+        sends: bool = True,
     ) -> None:
         self._settings = settings
+        self._sends = sends
         self._threads = threads
         self._settled = settled
         self._sender = sender_for(settings)
@@ -132,7 +134,8 @@ class Exporter:
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
         """Metrics of a process, by its environment, on their way to the same collector."""
         endpoint = self._settings.endpoint
-        return Metrics(endpoint if self._settings.protocol == "grpc" else metrics_url(endpoint), environ)
+        url = endpoint if self._settings.protocol == "grpc" else metrics_url(endpoint)
+        return Metrics(url if self._sends else None, environ)
 
     def add_metrics(self, source: Source) -> None:
         """From now on send the metrics of a source, too."""

@@ -65,6 +65,7 @@ from instrument.profile.model import (
     Limits,
     Otlp,
     Profile,
+    Prometheus,
     Recordings,
     RequestKeys,
     RequestsRule,
@@ -73,6 +74,7 @@ from instrument.profile.model import (
 )
 from instrument.profile.presets import PRESETS, named_by, refined
 from instrument.profile.values import (
+    address,
     argument_path,
     capture,
     chrome_path,
@@ -577,6 +579,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         ),
         "chrome": Key("chrome", _unless_off(_part("export.chrome", Chrome), "export.chrome"), blank=True),
         "otlp": Key("otlp", _otlp, blank=True),
+        "prometheus": Key(
+            "prometheus", _unless_off(_part("export.prometheus", Prometheus), "export.prometheus"), blank=True
+        ),
         "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
     },
     "export.recording": {
@@ -594,6 +599,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "certificate": Key("certificate", readable_file),
         "client_certificate": Key("client_certificate", readable_file),
         "client_key": Key("client_key", readable_file),
+    },
+    "export.prometheus": {
+        "listen": Key("listen", address),
     },
     "export.summary": {
         "to": Key("to", summary_target),

@@ -343,6 +343,13 @@ class Otlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Prometheus:
+    """Metrics of the run for scrapes by Prometheus: its agent answers HTTP at `listen`, a host and a port."""
+
+    listen: str = "127.0.0.1:9464"
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Text reports to `stderr`, `stdout` or a file, whose path may hold `{service}` and `{pid}`.
 
@@ -367,6 +374,7 @@ class Export:
     recording: Recordings | None = None
     chrome: Chrome | None = None
     otlp: Otlp | None = None
+    prometheus: Prometheus | None = None
     summary: Summary | None = None
 
     @property

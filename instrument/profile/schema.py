@@ -55,6 +55,7 @@ FILLED_BY: Mapping[str, type] = {
     "export.recording": model.Recordings,
     "export.chrome": model.Chrome,
     "export.otlp": model.Otlp,
+    "export.prometheus": model.Prometheus,
     "export.summary": model.Summary,
 }
 """What the keys of each section fill, which has their defaults."""

@@ -38,6 +38,7 @@ SIZE_UNITS: Mapping[str, int] = {
 }  # fmt: skip
 DURATION: Shape = {"$ref": "#/$defs/duration"}
 SIZE: Shape = {"$ref": "#/$defs/size"}
+MOST_PORT = 65_535
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
 PERCENTS = r"(?=[0-9.]*[1-9])(?:100(?:\.0{1,18})?|0{0,2}[0-9]{1,2}(?:\.[0-9]{1,18})?)%"
@@ -62,6 +63,7 @@ REQUEST_ATTRIBUTE_SYNTAX = (
 SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
 RING_FOLDER_SYNTAX = r"off|(?=[^{}]*/)[^{}]{1,1000}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
+ADDRESS_SYNTAX = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}"
 USUAL_SYNTAX = r"p([1-9][0-9]?(?:\.[0-9]{1,3})?)\*([1-9][0-9]{0,2}(?:\.[0-9]{1,3})?)"
 COMPARED_SYNTAX = r"([<>]=?) ?([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)"
 WHERE_SYNTAX = rf"{COMPARED_SYNTAX}|[^<>][\s\S]*"
@@ -319,6 +321,15 @@ def url(node: YamlNode) -> str:
         _ = urlsplit(text).port
     except ValueError as error:
         node.refuse(allowed, found=f"{node.shown} ({error})")
+    return text
+
+
+@shaped(syntax_shape(ADDRESS_SYNTAX))
+def address(node: YamlNode) -> str:
+    allowed = "host:port, such as 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464"
+    text: str = spelled(ADDRESS_SYNTAX, allowed, lambda text: f"127.0.0.1:{text.removeprefix(':')}")(node)
+    if int(text.rpartition(":")[2]) > MOST_PORT:
+        node.refuse(f"{allowed}, the port at most {MOST_PORT}")
     return text
 
 

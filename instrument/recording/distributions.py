@@ -7,7 +7,7 @@ A duration is told as a distribution: exact count and sum, and the tally's bucke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from instrument.recording.histogram import LAST_BUCKET, bucket, bucket_start
@@ -71,6 +71,16 @@ class Distribution:
                 self.buckets[index] = self.buckets.get(index, 0) + more
         self.sum_ns = max(self.sum_ns, now.sum_ns)
         self.least_ns, self.most_ns = now.least_ns, now.most_ns
+
+    def join(self, other: Distribution) -> None:
+        """Count what another distribution counts, too."""
+        if other.count:
+            self.least_ns = min(self.least_ns, other.least_ns) if self.count else other.least_ns
+            self.most_ns = max(self.most_ns, other.most_ns)
+            self.count += other.count
+            self.sum_ns += other.sum_ns
+            for index, count in other.buckets.items():
+                self.buckets[index] = self.buckets.get(index, 0) + count
 
     def copy(self) -> Distribution:
         """One of the caller's own."""
@@ -172,6 +182,47 @@ class Metric:
     description: str
     series: Mapping[Labels, float | Distribution]
     exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
+
+    def told(self) -> list[Any]:
+        """It as JSON has it, without exemplars."""
+        series = [
+            [told_labels(labels), value.told() if isinstance(value, Distribution) else value]
+            for labels, value in self.series.items()
+        ]
+        return [self.name, self.unit, self.kind, self.description, series]
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> Metric:
+        """What was told. Raises `TypeError` or `ValueError` for what is none."""
+        name, unit, kind, description, series = told
+        values = {
+            labels_told(labels): Distribution.of(value) if isinstance(value, list) else float(value)
+            for labels, value in series
+        }
+        return cls(str(name), str(unit), str(kind), str(description), values)
+
+
+def summed(metrics: Iterable[Metric]) -> list[Metric]:
+    """The sums of the metrics that have one name, as the metrics of several processes are those of all together."""
+    found: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
+    for metric in metrics:
+        _, series, exemplars = found.setdefault(metric.name, (metric, {}, {}))
+        for labels, value in metric.series.items():
+            place = labels if labels in series or len(series) < SERIES_LIMIT else OVERFLOW
+            known = series.get(place)
+            if isinstance(value, Distribution):
+                if not isinstance(known, Distribution):
+                    known = series[place] = Distribution()
+                known.join(value)
+            else:
+                series[place] = value + (known if isinstance(known, int | float) else 0)
+        for labels, its in metric.exemplars.items():
+            for one in its:
+                exemplars.setdefault(labels, Exemplars()).add(one)
+    return [
+        replace(metric, series=series, exemplars={labels: its.all() for labels, its in exemplars.items()})
+        for metric, series, exemplars in found.values()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class Exporting(Recorded):
         self._stopped = False
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._is_scraped = False
+        self._scraped: dict[bool, str] = {}
+        """What the agent answered a scrape last, as OpenMetrics and not."""
         self._resource_told: dict[str, object] = {}
 
     # ---------------------------------------------------------------- who exports
@@ -90,8 +92,11 @@ class Exporting(Recorded):
 
     def _is_left_to_agent(self) -> bool:
         """Whether an agent is there that the session before this one has left its export to."""
-        is_readable = RECORDER.memory_fd >= 0 and RECORDER.facts.get("export") is not None
-        return is_readable and self._membership.is_heard()
+        is_readable = RECORDER.memory_fd >= 0 and RECORDER.facts.get("is_awaited")
+        return bool(is_readable) and self._membership.is_heard()
+
+    def _has_agent(self) -> bool:
+        return bool(self._membership.path) and self.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     def _begin_export(self, rows: Mapping[int, int], done: int, metered: MeterState | None) -> None:
         self._start_exporter()  # before it is this one's to send: who flushes from then on waits for that
@@ -252,7 +257,7 @@ class Exporting(Recorded):
     def look_after_export(self, *, is_joined: bool) -> None:
         """Export here, or have the agent do so, as things stand: called now and then."""
         self._tell_resource()
-        if self._exporter is not None and not self.handover.is_own:
+        if self._is_metered_elsewhere:
             self._tell_books()
         joined = self._membership.joins if is_joined else 0
         self.handover.look(joined)
@@ -403,15 +408,27 @@ class Exporting(Recorded):
             self.handover.note_meter(*self._counted)
             self._exporter.metrics.put(snapshot)
         if self._is_scraped:
-            joined = self._joined.metrics(self._reading_back, self.handover.metered)
+            joined = self._joined.metrics(self._reading_back)
             snapshot = replace(snapshot, metrics=(*snapshot.metrics, *joined))
         self._snapshot = snapshot
         return snapshot
 
     def prometheus(self, *, openmetrics: bool = False) -> str:
-        """The metrics as they are now, in Prometheus's text format; see `instrument.prometheus`."""
-        from instrument.sessions.exposition import text_of
+        """The metrics of the run as they are now, in Prometheus's text format; see `instrument.prometheus`."""
+        from instrument.otlp import exposition
 
+        exposition.require_client()
+        why_alone = "agent: off" if self.profile.agent == "off" else "for it has no agent"
+        if self._has_agent():
+            try:
+                self._scraped[openmetrics] = self._membership.scraped(self._saving.run, openmetrics=openmetrics)
+            except TimeoutError:
+                pass  # it is told what was known before
+            except OSError:
+                self._scraped.clear()
+            if openmetrics in self._scraped:
+                return self._scraped[openmetrics]
+            why_alone = "for its agent does not answer"
         if not self._is_scraped:
             self._begin_scrapes()
             self._threads.start()  # from now on requests are told by status before the rings have lost them
@@ -421,7 +438,8 @@ class Exporting(Recorded):
         snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
-        return text_of(self.origin(), snapshot, samples, self._gauges.gpus(), openmetrics=openmetrics)
+        metered = exposition.Metered(self.origin(), snapshot, samples, self._gauges.gpus())
+        return exposition.text_of(exposition.families_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
         """From now on count metrics here, too: where another process does so, from what that one has counted."""

@@ -1,8 +1,7 @@
 """The metrics that requests tell once they are joined with the batches that served them, for who scrapes a session.
 
-They are those that a collector gets, counted by the same class. Who exports has counted them: the session, which reads
-its own recording where requests have keys, or the agent of its run, of all processes, which writes them there as it
-tells them. Where nothing is exported the session reads its recording for a scrape alone.
+They are those that a collector gets, counted by the same class, of a session that has no agent. Where it exports it
+reads its own recording, if requests have keys; else it does so for a scrape alone.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from instrument.otlp import export_facts
 from instrument.otlp.export_facts import MeteredFacts
 from instrument.profile.model import Capture, Otlp
 from instrument.recording.distributions import Metric
-from instrument.recording.generations import JOINED, GenerationTimes
-from instrument.recording.meter_place import DAMAGED, MeterState
 from instrument.recording.spans import Origin
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.keyed_export import KeyedExport
@@ -42,7 +39,7 @@ class JoinedMetrics:
         """Import what is needed, while no fork can come in."""
         told = export_facts.told(ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, MeteredFacts(start_ns, asks=True))
         # Of an exporter that nobody starts: nothing is kept, so nothing comes to it.
-        reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False), lambda: told)
+        reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False, sends=False), lambda: told)
         self._reading = reading
         try:
             reading.prepare()
@@ -63,16 +60,10 @@ class JoinedMetrics:
             FAULTS.attempt("end of reading for a scrape", reading.release)
             FAULTS.note("reading of the recording for a scrape", fault)
 
-    def metrics(self, exporting: KeyedExport | None, metered: Callable[[], MeterState | None]) -> Sequence[Metric]:
-        """Those that are known: by what the session is `exporting`, by its own reading, or as the agent `metered`."""
-        if (counting := exporting or self._reading) is not None:
-            return counting.joined()
-        state = metered()
-        try:
-            counted = GenerationTimes.of(state.meter["generated"]) if state is not None else GenerationTimes()
-        except DAMAGED:
-            return ()
-        return [one for one in counted.metrics(*JOINED) if one.series]
+    def metrics(self, exporting: KeyedExport | None) -> Sequence[Metric]:
+        """Those that are known: by what the session is `exporting`, or by its own reading."""
+        counting = exporting or self._reading
+        return () if counting is None else counting.joined()
 
     def release(self) -> None:
         """The session has ended, or another process's recording is read: let go of it."""

@@ -35,6 +35,11 @@ FIRST_FD = 256
 ALIVE_S = 0.5
 """How long the agent has to say that it has heard a goodbye."""
 
+SCRAPE_S = 2.0
+"""The longest that a scrape of the run waits for the agent, and again for its exporter, which may have to begin."""
+
+OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
+
 NOBODY = "nobody listens there"
 
 
@@ -138,6 +143,30 @@ class Membership:
         finally:
             connection.detach()
         return True
+
+    def scraped(self, run: str, *, openmetrics: bool) -> str:
+        """The metrics of all processes of a run in Prometheus's text format.
+
+        Raises `OSError`, which is a `TimeoutError` where the agent takes too long.
+        """
+        asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
+        with run_folder.called(Path(self.path), SCRAPE_S) as caller:
+            packets.send(caller, {"ask": "scrape", "run": run})
+            message, descriptors = packets.receive(caller)
+        if message is None or not descriptors:
+            raise ConnectionResetError("the agent has gone")
+        connection, answer = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fileno=descriptors[0]), bytearray()
+        try:
+            connection.settimeout(SCRAPE_S)
+            connection.sendall(asks)
+            while part := connection.recv(1 << 20):
+                answer += part
+        finally:
+            connection.close()
+        head, _, text = bytes(answer).partition(b"\r\n\r\n")
+        if not head.partition(b"\r\n")[0].endswith(b" 200 OK"):
+            raise ConnectionResetError("the agent does not answer scrapes")
+        return text.decode()
 
     def heard(self) -> Mapping[str, Any] | None:
         """The next message of the agent, {} for none; None where it has gone."""

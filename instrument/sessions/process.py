@@ -42,7 +42,9 @@ from instrument.sessions.session_threads import SessionThreads
 
 SWITCHED_OFF = f"instrument is off ({OFF})"
 
-NO_EXPORT = "the profile has no `export:` (recording, chrome, otlp or summary), so nothing will be written or sent"
+NO_EXPORT = (
+    "the profile has no `export:` (recording, chrome, otlp, prometheus or summary), so nothing will be written or sent"
+)
 
 _session: Session | None = None
 _session_lock = RLock()
@@ -171,16 +173,20 @@ def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
 
 
 def prometheus(*, openmetrics: bool = False) -> str:
-    """The metrics of this process in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+    """The metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
 
     With `openmetrics` they are in the format OpenMetrics (1.0.0), for scrapes that accept it: there, the buckets of
     requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
 
     They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
     gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. How long
-    requests with keys were in the queue, and how large their batches were, are there some seconds after their end. Some
-    milliseconds. Where there are several workers, each tells of itself. Raises `StateError` where no session runs, and
-    `ExportError` where `prometheus_client`, which writes the format, is not installed.
+    requests with keys were in the queue, and how large their batches were, are there some seconds after their end.
+
+    The run's agent adds up all processes, whichever is asked. Those that ended before the first scrape count where the
+    profile has `export: {prometheus: }`; the agent then answers scrapes by itself, too. Without an agent (`agent: off`)
+    these are the metrics of this process alone, which `instrument_processes` says in its help. Takes some milliseconds,
+    at the first call of a run up to a second. Raises `StateError` where no session runs, and `ExportError` where
+    `prometheus_client`, which writes the format, is not installed.
     """
     if OFF:
         return "# EOF\n" if openmetrics else f"# {SWITCHED_OFF}\n"

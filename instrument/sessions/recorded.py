@@ -62,7 +62,7 @@ from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
-from instrument.sessions.joined_metrics import JoinedMetrics
+from instrument.sessions.joined_metrics import KEEPS_NONE, SPANS_PER_REQUEST, JoinedMetrics
 from instrument.sessions.keyed_export import KeyedExport, KeysMet, has_keys
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
@@ -182,6 +182,10 @@ class Recorded:
         """Whether the session is to export by its recording, for requests have keys and it can be read."""
         keyed = self._keyed
         return keyed is not None and RECORDER.memory_fd >= 0 and not keyed.is_broken and self._has_keys()
+
+    def _has_agent(self) -> bool:
+        """Whether an agent reads what is recorded here, where anybody asks for it."""
+        return False
 
     def _begin_back(self) -> None:
         """Export by the recording from now on."""
@@ -307,10 +311,21 @@ class Recorded:
         """What others are to know who read this process's recording."""
         facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
         facts["notes"] = self._notes_told
+        is_scraped = self._has_agent() and self.profile.export.prometheus is not None
+        facts["is_awaited"] = self._exporter is not None or is_scraped  # not only once a scrape has asked for it
         if self._exporter is not None:
             of_profile = self.profile.capture, self.profile.limits.spans_per_request
             facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
+        elif self._is_metered_elsewhere:
+            facts["export"] = export_facts.told(self.ids(), {}, KEEPS_NONE, SPANS_PER_REQUEST, self._metered_facts)
         return facts
+
+    @property
+    def _is_metered_elsewhere(self) -> bool:
+        """Whether metrics are told by the recording: as it is read back, or by an agent, for scrapes at least."""
+        if self._exporter is not None:
+            return not self.handover.is_own
+        return self._has_agent() and (self._asks_for_metrics or self.profile.export.prometheus is not None)
 
     @property
     def _metered_facts(self) -> MeteredFacts:
@@ -338,7 +353,7 @@ class Recorded:
         Called as modules are imported, of which there may be hundreds, and now and then.
         """
         began_ns = time.monotonic_ns()
-        if self._exporter is None or self.handover.is_own or began_ns < self._marks_until_ns:
+        if not self._is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
         if any(rule.metrics or rule.gen_ai for rule in self.profile.functions):
             self._tell_metered(self._books_told)
@@ -361,9 +376,14 @@ class Recorded:
             RECORDER.tell(self._facts())
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """What the run's agent needs to export what this process records; None where it is not to."""
-        wanted = self.profile.export.otlp
-        return export_facts.settings_told(wanted) if wanted is not None and self.handover.has_agent else None
+        """What the run's agent needs to export what this process records, and for scrapes; None for neither."""
+        otlp, scraped = self.profile.export.otlp, self.profile.export.prometheus
+        if not (self._is_metered_elsewhere and self._has_agent()):
+            return None
+        return {
+            "otlp": export_facts.settings_told(otlp) if otlp is not None and self.handover.has_agent else None,
+            "prometheus": None if scraped is None else scraped.listen,
+        }
 
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.

@@ -307,7 +307,7 @@ class Session(Exporting):
             self._undo(before_sending)
             FAULTS.attempt("last gauges", self._tell_readings_of_agent)
             FAULTS.attempt("resource of the service", self._tell_resource)
-            if self._exporter is not None and not self.handover.is_own:
+            if self._is_metered_elsewhere:
                 FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
             FAULTS.attempt("export in place of the agent", partial(self._export_at_end, before_sending))
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))

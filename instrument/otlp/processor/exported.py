@@ -19,6 +19,7 @@ from typing import Any
 from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.exposition import Metered
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.otlp.processor.drain import Drain
 from instrument.otlp.processor.keyed_requests import KeyedRequests
@@ -120,6 +121,8 @@ class Exported:
         """Whether its process has."""
         self.is_over = False
         """Whether it has, and all that it recorded has been read."""
+        self.is_scraped = False
+        """Whether what it had counted is asked for once it has ended."""
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
@@ -344,6 +347,20 @@ class Exported:
         return [] if self._reading is None else self._reading.metering.joined()
 
     @property
+    def key(self) -> str:
+        """What tells it from the other recordings of a run."""
+        return f"{origin_of(self._mapped.header).pid}-{self._generation}"
+
+    def before_scrape(self) -> None:
+        """Note what has ended, before it is read on for a scrape."""
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.before_read(meters=False, scrapes=True)
+
+    def metered(self) -> Metered | None:
+        """Its metrics for a scrape, as it was read last; None where it has none."""
+        return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
+
+    @property
     def lag_ns(self) -> int:
         """How far what was read of it lies behind what is there, for device times that are still to come."""
         return 0 if self._reading is None else self._reading.drain.lag_ns
@@ -457,7 +474,7 @@ class _Reading:
 
     @property
     def _asks_queue_times(self) -> bool:
-        return self._facts.metered.asks and not self.metering.metrics.off
+        return self._facts.metered.asks
 
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""

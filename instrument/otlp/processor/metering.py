@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.exposition import Metered
 from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.processor.drain import Drain, WatchedRows
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
-from instrument.recording.distributions import Metric
+from instrument.recording.distributions import Metric, Snapshot
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
@@ -27,11 +28,15 @@ from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
+from instrument.trace.of_memory import origin_of
 
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
 """How soon a snapshot that was asked for is taken again where what had ended then was not read yet."""
+
+GAUGES_FOR_NS = 30 * 10**9
+"""How old a gauge may be that a scrape is told."""
 
 RELEASE_S = 0.5
 """The longest that a request with metrics is waited for as another one is to go on."""
@@ -169,11 +174,11 @@ class Metering:
         if first.site.kind == "request" and first.span_id == first.root_id:
             self._meter.note_kept(first, *self._facts.ids.of(first))
 
-    def before_read(self, *, meters: bool) -> None:
+    def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
         """The recording is about to be read: what has ended by now will have been met once it was read up to now."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
-        if self._is_due and self._facts.metered.asks and self._ended is None:
+        if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
@@ -205,13 +210,7 @@ class Metering:
             self._due_ns = time.monotonic_ns() + ASKED_NS
         else:
             self._due_ns = NEVER_NS if header.state == "goodbye" else time.monotonic_ns() + DELAY_NS
-        if (told := facts_from(header.facts.get("export"))) is not None:
-            self.change(told)
-        facts = self._facts.metered
-        self._rows.marks = self._meter.marks.union(facts.calls)
-        snapshot = None
-        if facts.asks and self._has_recorded():
-            snapshot = self._meter.snapshot(requests=facts.requests, marks=facts.calls, joins=True)
+        snapshot = self._snapshot()
         samples = [] if metrics.off else self._mapped.samples(metrics.taken_ns + 1)
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
@@ -229,6 +228,24 @@ class Metering:
                 metrics.put(snapshot)
         metrics.hurry()
         self._write()
+
+    def _snapshot(self) -> Snapshot | None:
+        """The totals as they are now, None where there are none to tell."""
+        if (told := facts_from(self._mapped.header.facts.get("export"))) is not None:
+            self.change(told)
+        facts = self._facts.metered
+        self._rows.marks = self._meter.marks.union(facts.calls)
+        if not (facts.asks and self._has_recorded()):
+            return None
+        return self._meter.snapshot(requests=facts.requests, marks=facts.calls, joins=True)
+
+    def metered(self) -> Metered | None:
+        """The metrics as they are now, for a scrape: of which a collector gets nothing."""
+        if self._mapped.generation != self._generation:
+            return None  # what is there by now is another session's
+        snapshot, header = self._snapshot(), self._mapped.header
+        samples = [] if self._rows.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
+        return Metered(origin_of(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
         """Whether the process has: many only begin others, and have no metrics."""

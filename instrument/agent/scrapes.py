@@ -1,0 +1,157 @@
+"""Scrapes by Prometheus, as the agent's exporter answers them: for all processes of a run, and for those that ended.
+
+What processes that have ended had counted remains in a file of the run's folder: the next exporter goes on from it, and
+no counter falls.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instrument.otlp.exposition import Metered, families_of_run, registry_of, require_client
+from instrument.recording.distributions import COUNTER, HISTOGRAM, Metric, summed
+from instrument.runtime import atomic
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Empty, SimpleQueue
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+ANSWER_S = 10.0
+"""The longest that a scrape may take to say what it asks for, and that it waits for an answer."""
+
+APART, SCOPES = 16, 64
+"""Up to so many processes that ended last are known apart, for one of them may be read once more; the others together,
+by up to so many scopes and services."""
+
+FILE = "metrics.ended"
+
+Scope = tuple[str, str]
+"""What a scrape is of: `run` and its name, or `listen` and the address that was asked."""
+
+
+class EndedMetrics:
+    """The totals of processes that have ended, in a file of `folder`.
+
+    Each has a `key`, the scopes that it is of, and a service.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._apart: dict[str, tuple[list[Scope], str, list[Metric]]] = {}
+        self._together: dict[tuple[Scope, str], list[Metric]] = {}
+        with suppress(OSError, TypeError, ValueError):
+            if self._path is not None:
+                apart, together = json.loads(self._path.read_bytes())
+                self._apart = {str(key): _part_of(part) for key, part in apart}
+                for (scope,), service, metrics in map(_part_of, together):
+                    self._together[scope, service] = metrics
+
+    def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
+        """Keep what a process had counted as it ended, in place of what was kept of it before."""
+        if metered.snapshot is None or not scopes:
+            return
+        metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
+        self._apart[key] = list(scopes), metered.origin.service, metrics
+        while len(self._apart) > APART:
+            its_scopes, service, metrics = self._apart.pop(next(iter(self._apart)))
+            for scope in its_scopes:
+                self._together[scope, service] = summed([*self._together.pop((scope, service), ()), *metrics])
+        while len(self._together) > SCOPES:
+            del self._together[next(iter(self._together))]
+        self._write()
+
+    def of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
+        """The totals of a scope by service, without processes of these keys, which live."""
+        lives, found = set(living), dict[str, list[Metric]]()
+        apart = [part for key, part in self._apart.items() if key not in lives]
+        together = [([its], service, metrics) for (its, service), metrics in self._together.items()]
+        for scopes, service, metrics in (*together, *apart):
+            if scope in scopes:
+                found.setdefault(service, []).extend(metrics)
+        return {service: summed(metrics) for service, metrics in found.items()}
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        apart = [[key, _told(part)] for key, part in self._apart.items()]
+        together = [_told(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
+        with suppress(OSError), atomic.replacing(self._path) as file:
+            file.write(json.dumps([apart, together]).encode())
+
+
+def _told(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
+    scopes, service, metrics = part
+    return [scopes, service, [metric.told() for metric in metrics]]
+
+
+def _part_of(told: Any) -> tuple[list[Scope], str, list[Metric]]:
+    scopes, service, metrics = told
+    known: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
+    return known, str(service), [Metric.of(metric) for metric in metrics]
+
+
+class Scrapes:
+    """Answers scrapes over HTTP, each on a thread of its own; `wake` is called where one waits to be answered.
+
+    Who reads the recordings answers them by `answer`. Raises `ExportError` where the client library is not installed.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        require_client()
+        self._wake = wake
+        self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[Family]]]] = SimpleQueue()
+
+    def answer(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
+        """Answer those that wait: `look` returns what lives of a scope, and the totals of what has ended by service."""
+        with suppress(Empty):
+            while True:
+                scope, reply = self._asked.get_nowait()
+                reply.put(list(families_of_run(*look(scope))))
+
+    def _families(self, scope: Scope) -> list[Family]:
+        reply: SimpleQueue[list[Family]] = SimpleQueue()
+        self._asked.put((scope, reply))
+        self._wake()
+        return reply.get(timeout=ANSWER_S)
+
+    def listen(self, descriptor: int, address: str) -> None:
+        """Answer all who connect to a socket that listens at an address, from now on."""
+        server = self._server(("listen", address))
+        server.socket = socket.socket(fileno=descriptor)
+        Thread(server.serve_forever, "instrument-scrapes").start()
+
+    def answer_on(self, descriptor: int, run: str) -> None:
+        """Answer one scrape of a run, on a connection."""
+        self._server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
+
+    def _server(self, scope: Scope) -> Any:
+        from socketserver import ThreadingMixIn
+        from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+        from prometheus_client import make_wsgi_app
+
+        class Handler(WSGIRequestHandler):
+            timeout = ANSWER_S
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing."""
+
+        class Server(ThreadingMixIn, WSGIServer):
+            daemon_threads = True
+            block_on_close = False
+            server_name, server_port = "", 0
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Say nothing of one that went away."""
+
+        server = Server(("", 0), Handler, bind_and_activate=False)
+        server.socket.close()
+        server.setup_environ()
+        server.set_app(make_wsgi_app(registry_of(lambda: self._families(scope))))
+        return server

@@ -1,0 +1,242 @@
+"""Metrics in Prometheus's text formats, by its own client library, under the names that OpenTelemetry's have there.
+
+Dots become underscores, the unit is put behind the name, counters end in `_total`. Histograms have fixed bounds, those
+that OpenTelemetry advises where it does: the format knows no exponential ones. A call counts below a bound by the
+middle of its bucket in the tally, so one within 0.78 % of a bound may count on its other side.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from instrument.errors import ExportError
+from instrument.otlp.metrics import series_of
+from instrument.recording.distributions import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    Distribution,
+    Exemplar,
+    Labels,
+    Metric,
+    Snapshot,
+    summed,
+)
+from instrument.recording.generations import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
+from instrument.recording.histogram import bucket_middle
+from instrument.recording.spans import Gpu, Origin, Sample
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import CollectorRegistry
+
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""The bounds of OpenTelemetry's conventions for `http.server.request.duration`."""
+
+_GENERATION_S = tuple(round(0.01 * 2**power, 2) for power in range(14))
+
+BOUNDS_OF: Mapping[str, Sequence[float]] = {
+    REQUEST_DURATION: _GENERATION_S,
+    FIRST_TOKEN: (
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    ),
+    OUTPUT_TOKEN: (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
+    "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
+}  # fmt: skip
+"""The bounds of other times by their metrics: those of OpenTelemetry's GenAI conventions, and for what these do not
+have as wide ones; for calls of functions from 10 us to some minutes."""
+
+BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
+"""Those of how many there are, between whole numbers."""
+
+UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
+"""What units are called in names; one in braces is not in the name."""
+
+_UNITS_OF_RATES = {"By/s": "bytes_per_second"}
+
+OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
+"""How the names of gauges begin that are of a process; others are of the machine, whoever reads them."""
+
+PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
+
+Value = float | Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """The metrics of one process: totals, and the newest samples of gauges while it lives."""
+
+    origin: Origin
+    snapshot: Snapshot | None
+    samples: Sequence[Sample] = ()
+    gpus: Sequence[Gpu] = ()
+
+
+def require_client() -> None:
+    """Raises `ExportError` where the client library is not installed."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as missing:
+        raise ExportError(
+            "asked for metrics in Prometheus's format, but prometheus_client is not installed; "
+            "install instrument-sdk[prometheus]"
+        ) from missing
+
+
+def registry_of(make: Callable[[], Iterable[Family]]) -> CollectorRegistry:
+    """What the client library writes texts of: the families that `make` returns as one is written."""
+    from prometheus_client import CollectorRegistry
+
+    class Collected:
+        def collect(self) -> Iterable[Family]:
+            return make()
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collected())
+    return registry
+
+
+def text_of(families: Iterable[Family], *, openmetrics: bool = False) -> str:
+    """Families as text; exemplars only where it is that of OpenMetrics."""
+    from prometheus_client import generate_latest
+    from prometheus_client.openmetrics import exposition as of_openmetrics
+
+    encode = of_openmetrics.generate_latest if openmetrics else generate_latest
+    return encode(registry_of(lambda: families)).decode()
+
+
+def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
+    """The metrics of one process by itself."""
+    yield from _totals([((), metered)])
+    yield from _gauges([((), metered)])
+    told = f"Processes that these metrics are of: this one alone, {why_alone}."
+    yield _family(Metric(PROCESSES, "{process}", GAUGE, told, {(): 1}), metered.origin)
+
+
+def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[Family]:
+    """The metrics of several processes: of each service the sums of those that live and of those that have `ended`.
+
+    Gauges of a process bear its number, and where there are several services each series bears the name of its own.
+    """
+    services = {*ended, *(one.origin.service for one in living)}
+    labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
+    before = [
+        (labels[name], Metered(Origin(0, name, 0, 0), Snapshot(0, 0, tuple(metrics))))
+        for name, metrics in ended.items()
+    ]
+    yield from _totals([*before, *((labels[one.origin.service], one) for one in living)])
+    pids = [((*labels[one.origin.service], (PROCESS_PID, str(one.origin.pid))), one) for one in living]
+    yield from _gauges(pids, OF_PROCESSES)
+    yield from _gauges([((), _joined(living))] if living else [], without=OF_PROCESSES)
+    told = "Processes that live of those that these metrics are of; the others have ended, and count all the same."
+    counts = Counter(one.origin.service for one in living)
+    series: dict[Labels, float] = {its: counts[name] for name, its in labels.items()}
+    yield _family(Metric(PROCESSES, "{process}", GAUGE, told, series or {(): 0}), Origin(0, "", 0, 0))
+
+
+def _joined(living: Sequence[Metered]) -> Metered:
+    """The readings of all processes as those of one, in the order of time."""
+    samples = sorted((sample for one in living for sample in one.samples), key=lambda sample: sample.at_ns)
+    gpus = {gpu.device: gpu for one in living for gpu in one.gpus}
+    return replace(living[0], samples=samples, gpus=list(gpus.values()))
+
+
+def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
+    metrics = [
+        replace(
+            metric,
+            series={(*labels, *its): value for its, value in metric.series.items()},
+            exemplars={(*labels, *its): found for its, found in metric.exemplars.items()},
+        )
+        for labels, one in parts
+        for metric in (one.snapshot.metrics if one.snapshot is not None else ())
+    ]
+    for metric in summed(metrics):
+        yield _family(metric, parts[-1][1].origin)
+
+
+def _gauges(
+    parts: Sequence[tuple[Labels, Metered]], named: tuple[str, ...] = ("",), without: tuple[str, ...] = ()
+) -> Iterator[Family]:
+    """The newest of the samples, of gauges whose names begin so."""
+    found: dict[str, Metric] = {}
+    for labels, one in parts:
+        newest = {(sample.name, sample.device): sample for sample in one.samples}
+        # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
+        known = {key: sample.value for key, sample in newest.items() if sample.value is not None}
+        for series in series_of(newest.values(), {gpu.device: gpu for gpu in one.gpus}, one.origin, known, {}):
+            if not series.name.startswith(named) or series.name.startswith(without or ("\0",)):
+                continue
+            metric = found.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
+            points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}
+            found[series.name] = replace(metric, series={**metric.series, **points})
+    for metric in found.values():
+        yield _family(metric, parts[0][1].origin)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _label(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9]+", "_", name)
+
+
+def name_of(name: str, unit: str) -> str:
+    """What a metric is called, without the ending of a counter."""
+    known = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
+    plain = _label(name)
+    return plain if not known or plain.endswith(f"_{known}") else f"{plain}_{known}"
+
+
+def _family(metric: Metric, origin: Origin) -> Family:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    names = sorted({_label(key) for labels in metric.series for key, _ in labels})
+    told = name_of(metric.name, metric.unit)
+    family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
+    if metric.kind == HISTOGRAM:
+        family = HistogramMetricFamily(told, metric.description, labels=names)
+    elif metric.kind == COUNTER:
+        family = CounterMetricFamily(told, metric.description, labels=names)
+    else:
+        family = GaugeMetricFamily(told, metric.description, labels=names)
+    bounds = BOUNDS_OF.get(metric.name, BOUNDS_S) if metric.unit == "s" else BOUNDS_ITEMS
+    for labels, value in metric.series.items():
+        # Prometheus takes a label that a series has not for an empty one.
+        by_name = {_label(key): _text(label) for key, label in labels}
+        texts = [by_name.get(label, "") for label in names]
+        if isinstance(family, HistogramMetricFamily):
+            if isinstance(value, Distribution):
+                buckets = _buckets(value, bounds, metric.exemplars.get(labels, ()), origin)
+                family.add_metric(texts, buckets, value.sum_ns / 1e9)
+        elif not isinstance(value, Distribution):
+            family.add_metric(texts, value)
+    return family
+
+
+def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
+    """The buckets as the client library takes them: each with the longest of its exemplars, where it has one."""
+    from prometheus_client.samples import Exemplar as Told
+
+    told = {}
+    for one in sorted(exemplars, key=lambda one: one.value_ns):
+        ids = {"trace_id": f"{one.trace_id:032x}", "span_id": f"{one.span_id:016x}"}
+        at = bisect_left(bounds, one.value_ns / 1e9)
+        told[at] = Told(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
+    return [(*bucket, told.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
+
+
+def _cumulative(of: Distribution, bounds: Sequence[float]) -> list[tuple[str, float]]:
+    """How many lie below each bound, as the format has it."""
+    counts = [0] * (len(bounds) + 1)
+    for index, count in of.buckets.items():
+        counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count
+    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True))
