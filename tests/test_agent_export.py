@@ -509,7 +509,7 @@ def test_a_process_whose_recording_the_agent_cannot_export_is_told_so_and_it_is_
     recording = os.memfd_create("no recording")
     with run_folder.called(home / run_folder.SOCKET, 60) as member:
         export = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
-        packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": export}}, [recording])
+        packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": {"otlp": export}}}, [recording])
         assert packets.receive(member)[0] == {"yours": True}
         packets.send(member, {"goodbye": {}})
     os.close(recording)

@@ -50,7 +50,7 @@ class Table:
 
     def add(self, settings: dict[str, Any] | None = None, memory: int = -1) -> Process:
         """A process; where nothing else is given its recording is none, so that the exporter is soon done with it."""
-        facts = {"export": SETTINGS if settings is None else settings}
+        facts = {"export": {"otlp": SETTINGS if settings is None else settings}}
         if memory < 0:
             path = self._folder / f"{time.monotonic_ns()}"
             path.write_bytes(bytes(100))

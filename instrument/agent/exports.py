@@ -292,7 +292,7 @@ class Exports:
 
 def exports_spans(process: Process) -> bool:
     """Whether spans of a process are to be sent to a collector."""
-    return bool((process.facts.get("export") or {}).get("otlp")) or process.is_missed
+    return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
 
 
 def _listener_at(address: str) -> socket.socket:
