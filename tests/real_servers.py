@@ -1,4 +1,4 @@
-"""Real servers under the ready profiles of `configs/`, and what their recordings say.
+"""Real servers under the presets that are made for them, and what their recordings say.
 
 Each server is installed in a virtual environment of its own, `TEST_SERVERS`/NAME, which `.ci/servers` makes. It is run
 twice, by itself and under `instrument run`, with the same requests; it is stopped as its own documentation says.
@@ -35,7 +35,7 @@ from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import timeline
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+PRESETS = Path(__file__).parent.parent / "instrument" / "profile" / "presets"
 VARIABLE = "TEST_SERVERS"
 START_LIMIT_S = 400.0
 REPORT_LIMIT_S = 60.0
@@ -139,7 +139,7 @@ def serve_twice(
     """
     environment = environment_of(server)
     words = [str(environment / words[0]) if words[0].startswith("bin/") else words[0], *words[1:]]
-    shutil.copy(CONFIGS / f"{server}.yaml", folder / "profile.yaml")
+    shutil.copy(PRESETS / f"{server}.yaml", folder / "profile.yaml")
     found = []
     for ours in (False, True):
         with server_programs.serving(

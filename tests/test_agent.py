@@ -663,8 +663,8 @@ def test_what_an_agent_notes_of_a_process_holds_no_secret_of_its_collector(folde
     started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
     export = {"endpoint": "https://ada:opensesame@collector", "headers": [["authorization", "Bearer opensesame"]]}
     process = Process(
-        run=Run("one"), pid=other.pid, started=started, facts={"service": "shop", "export": {"otlp": export}}, joined_ns=0,
-        exit_fd=exit_fd_of(other.pid, started),
+        run=Run("one"), pid=other.pid, started=started, facts={"service": "shop", "export": {"otlp": export}},
+        joined_ns=0, exit_fd=exit_fd_of(other.pid, started),
     )  # fmt: skip
     journal.note(folder, process)
     process.release()

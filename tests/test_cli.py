@@ -469,7 +469,7 @@ BAD: list[tuple[list[str], str]] = [
     (["check", "missing.yaml"], "missing.yaml"),
     (["check", "broken.yaml"], "broken.yaml:1:"),
     (["check", "import.yaml"], "broken_module fails to import: RuntimeError: boom"),
-    (["run", "--preset", "servin", "--", "main.py"], "'servin'; allowed: serving, training; did you mean 'serving'?"),
+    (["run", "--preset", "servin", "--", "main.py"], "'servin'; allowed: serving, training, vllm, "),
     (["report", "empty.json", "--view", "requsts"], "did you mean 'requests'?"),
     (["report", "empty.json", "--sorted-by", "totl"], "did you mean 'total'?"),
     (["convert", "empty.json", "--to", "crome"], "did you mean 'chrome'?"),

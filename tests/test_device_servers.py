@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from driver import environment, why_not
-from real_servers import CONFIGS, Answer, Served, ask, environment_of, with_report
+from real_servers import PRESETS, Answer, Served, ask, environment_of, with_report
 from server_programs import answers as answers_at
 from server_programs import serving
 
@@ -97,7 +97,7 @@ def served_by(
         pytest.skip(why_not())
     for name, text in (("torch", TORCH), ("shop_model", MODEL), ("app", app)):
         (folder / f"{name}.py").write_text(text)
-    profile = (CONFIGS / f"{server}.yaml").read_text()
+    profile = (PRESETS / f"{server}.yaml").read_text()
     rule = '  - {match: "shop_model:compute", phase: compute, device: true}\n'
     is_first = "\nfunctions:\n" not in profile
     profile = f"{profile}\nfunctions:\n{rule}" if is_first else profile.replace("functions:\n", f"functions:\n{rule}")

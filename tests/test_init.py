@@ -25,8 +25,9 @@ from server_programs import answers
 
 from instrument import chrome
 from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch, SeenPath
-from instrument.instrumentors.requests.packages import PACKAGES, ready_profiles
+from instrument.instrumentors.requests.packages import PACKAGES, presets_for
 from instrument.profile.keys import loads
+from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import FirstProfile, command_of, text_of
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
 from instrument.proposal.key_choice import choose_keys
@@ -496,17 +497,16 @@ def test_what_the_preset_records_anyway_and_what_nobody_saw_is_told() -> None:
     assert "The preset records these, too: h2d 12 times, 2 ms each." in text
     assert "Not observed: app:odd (why not)." in text
     assert "Not observed: 2 processes that ended without a goodbye" in text
-    assert "made for fastapi, by hand: configs/fastapi.yaml" in text
+    assert "made for fastapi, by hand: `instrument check --preset fastapi`" in text
     ignored = loads(text).requests[0].ignore
     assert ignored.count("/health") == ignored.count("/v1/health") == 1
     assert "/ping" in ignored
 
 
-def test_a_profile_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
-    there = {path.name for path in (Path(__file__).parent.parent / "configs").glob("*.yaml")}
-    made_for = {f"{package.name.replace('.', '-')}.yaml" for package in PACKAGES}
-    assert there & made_for <= {package.profile for package in PACKAGES}
-    assert ready_profiles(["fastapi", "uvicorn", "vllm"]) == [("vllm", "vllm.yaml")]  # which is made of the others
+def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
+    made_for = {package.name.replace(".", "-") for package in PACKAGES} & set(PRESETS)
+    assert made_for == {package.preset for package in PACKAGES if package.preset}
+    assert presets_for(["fastapi", "uvicorn", "vllm"]) == [("vllm", "vllm")]  # which is made of the others
 
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:

@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 
 import instrument.profile.keys
 from instrument import chrome
+from instrument.cli.interpreter import service_of
 from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, RequestsRule, Summary
@@ -53,8 +54,16 @@ class TestEveryPreset:
         profile = load(path_of(preset), environ={})
         assert (profile.source, profile.preset) == (path_of(preset), preset)
         assert profile == read(f"preset: {preset}")
-        assert profile.origins["loaders"] == "preset"
+        assert "preset" in profile.origins.values()
 
+    def test_it_is_shipped(self, preset: str) -> None:
+        root = Path(__file__).parent.parent
+        assert '"instrument.profile.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
+        assert Path(path_of(preset)).is_file()
+
+
+@pytest.mark.parametrize("preset", ["serving", "training"])
+class TestPresetsOfAnyService:
     def test_it_shows_one_screen_and_a_trace_of_each_process(self, preset: str) -> None:
         export = read(f"preset: {preset}").export
         assert (export.summary, export.otlp) == (Summary(), None)
@@ -68,11 +77,6 @@ class TestEveryPreset:
         lives = ("20261123T160205-2", "20261123T160930-2")
         paths = {Destination(tmp_path, "shop", run, is_first=True).path(chrome.path) for run in lives}
         assert len(paths) == 2
-
-    def test_it_is_shipped(self, preset: str) -> None:
-        root = Path(__file__).parent.parent
-        assert '"instrument.profile.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
-        assert Path(path_of(preset)).is_file()
 
 
 def test_serving_records_requests_but_not_those_of_probes() -> None:
@@ -142,8 +146,8 @@ def test_it_is_told_what_came_from_the_preset() -> None:
     profile = read("preset: serving\ndevice: {host: 5s}\nloaders: off", {"OTEL_SERVICE_NAME": "shop"})
     of_preset = {name for name, origin in profile.origins.items() if origin == "preset"}
     assert of_preset == {
-        "requests.ignore", "frameworks", "startup", "copies", "device.nvml", "export.otlp", "export.summary.to",
-        "export.chrome.path",
+        "requests.ignore", "frameworks", "startup", "engines", "copies", "device.nvml", "export.otlp",
+        "export.summary.to", "export.chrome.path",
     }  # fmt: skip
     assert profile.origins["service"] == "OTEL_SERVICE_NAME"
     assert profile.told["copies"] == "[{directions: [h2d, d2h]}]"
@@ -152,8 +156,8 @@ def test_it_is_told_what_came_from_the_preset() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("preset: servin", "1:9: preset: found 'servin'; allowed: serving, training; did you mean 'serving'?"),
-        ("preset: [serving]", "1:9: preset: found a list; allowed: serving, training"),
+        ("preset: servin", "1:9: preset: found 'servin'; allowed: serving, training, vllm, "),
+        ("preset: [serving]", "1:9: preset: found a list; allowed: serving, training, vllm, "),
         ("preset: serving\nloader: off", "2:1: profile: found the unknown key 'loader'"),
         ("preset: serving\nexport: {chrome: {paht: x}}", "2:19: export.chrome: found the unknown key 'paht'"),
         ("preset: serving\ndevice: {host: often}", "2:16: device.host: found 'often'"),
@@ -302,3 +306,109 @@ def test_check_without_a_profile_shows_what_the_preset_stands_for_and_what_it_re
     done = command("check", "--", "serve.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"requests: attached \(at waitress\.\S+\)", done.stdout)
+
+
+# ---------------------------------------------------------------- engines
+
+
+ENGINE = """
+class Dispatcher:
+    def dispatch_request(self, request_message):
+        return Worker()._process_request(request_message)
+
+class AsyncResponses:
+    def resolve(self, response):
+        pass
+
+class Worker:
+    def _process_request(self, request):
+        return request.id
+"""
+
+MAIN = """
+import importlib.util, subprocess, sys
+importlib.util.find_spec("mlserver")  # to look for it is no import
+import instrument
+profile = instrument.session().profile
+if profile.engines == "auto":
+    assert not any(rule.engine for rule in profile.functions), profile.functions
+import types
+import mlserver.parallel.dispatcher, mlserver.parallel.worker
+
+message = types.SimpleNamespace(id="r7")
+with instrument.scope("POST /infer", kind="request"):
+    mlserver.parallel.dispatcher.Dispatcher().dispatch_request(message)
+session = instrument.session()
+print(sorted(row.path[-1].name for row in session.tally().rows() if row.path[-1].kind != "user" or row.path[-1].module))
+print("/v2/health/*" in session.profile.requests[0].ignore, session.generation)
+print([note for note in session.notes() if "mlserver" in note])
+if sys.argv[1:]:
+    session.reload("changed.yaml")
+    mlserver.parallel.worker.Worker()._process_request(message)
+    print(sum(row.totals.calls for row in session.tally().rows() if row.path[-1].name == "worker"))
+    subprocess.run([sys.executable, "main.py"], check=True)
+"""
+
+
+@pytest.fixture
+def engine(folder: Path) -> Path:
+    """A service on a package that has the names of an engine's."""
+    dispatcher = "from mlserver.parallel import worker\n" + ENGINE.replace("Worker()", "worker.Worker()")
+    for name, text in {"__init__": "", "dispatcher": dispatcher, "worker": ENGINE}.items():
+        path = folder / "mlserver" / "parallel" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "mlserver" / "__init__.py").write_text("import mlserver.parallel.worker\n")
+    write("main.py", MAIN)
+    return folder
+
+
+def test_the_rules_for_an_engine_are_taken_on_where_the_service_imports_it_and_that_is_said_once(engine: Path) -> None:
+    write("changed.yaml", "preset: serving\nrequests: auto")
+    done = command("run", "--preset", "serving", "--", "main.py", "again")
+    assert done.returncode == 0, done.stderr
+    first = ["['POST /infer', 'dispatch', 'worker']", "True 1", "[]"]
+    assert done.stdout.splitlines() == [*first, "2", *first]
+    assert done.stderr.count("imports mlserver, so the rules of the preset mlserver are taken on, too") == 1
+
+
+def test_a_profile_that_wants_no_rules_for_engines_gets_none(engine: Path) -> None:
+    write("p.yaml", "preset: serving\nengines: off")
+    done = command("run", "--profile", "p.yaml", "--", "main.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['POST /infer']", "False 1", "[]"]
+    assert "mlserver" not in done.stderr
+
+
+def test_a_service_without_a_name_is_called_as_what_is_run(engine: Path) -> None:
+    (engine / "shop").mkdir()
+    (engine / "shop" / "api.py").write_text("import instrument\nprint(instrument.session().profile.service)\n")
+    words = ("run", "--preset", "serving", "--", "-m", "shop.api")
+    assert command(*words).stdout == "shop\n"
+    assert command(*words, OTEL_SERVICE_NAME="chat").stdout == "chat\n"
+    assert command(*words, OTEL_RESOURCE_ATTRIBUTES="service.name=chat").stdout == "unknown_service\n"
+    write("p.yaml", "service: mine")
+    assert command("run", "--profile", "p.yaml", "--", "-m", "shop.api").stdout == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("uvicorn app:app", "acme"),
+        ("-m uvicorn shop.api:app --port 80", "shop"),
+        ("-m your.service", "your"),
+        ("server.py", "acme"),
+        ("/venv/bin/python3.11 train.py", "train"),
+        ("/venv/bin/gunicorn -w 3 -b localhost:8000 wapp:app", "wapp"),
+        ("/venv/bin/vllm serve org/model", "vllm"),
+        ("-c pass", "acme"),
+    ],
+)
+def test_a_command_names_its_service_by_app_module_script_or_folder(
+    words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme").mkdir()
+    monkeypatch.chdir(tmp_path / "acme")
+    assert service_of(words.split()) == name
+    (tmp_path / "acme" / "pyproject.toml").write_text('[tool.x]\nname = "y"\n[project]\nname = "chat 7"\n')
+    assert service_of(words.split()) == "chat-7"

@@ -34,6 +34,7 @@ from otlp_collectors import collecting, take
 from trees import outline, tree_of
 
 from instrument import chrome
+from instrument.profile.presets import text_of
 from instrument.recording.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
@@ -325,7 +326,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_transformers_computes_is_the_same_bit_for_bit_and_seen_by_our_profile_for_it(
     folder: Path, model: str
 ) -> None:
-    write("profile.yaml", (ROOT / "configs" / "transformers.yaml").read_text())
+    write("profile.yaml", text_of("transformers"))
     write(
         "compute.py",
         """

@@ -1,4 +1,4 @@
-"""The ready profiles of servers in `configs/`, each against the real package: one request, one life, all its processes.
+"""The presets of servers, each against the real package: one request, one life, all its processes.
 
 `.ci/servers FOLDER [NAME ...]` installs the servers and runs these; see there what each takes.
 """

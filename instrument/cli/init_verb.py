@@ -8,16 +8,15 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import host_of, running
+from instrument.cli.interpreter import host_of, running, service_of
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import service_name, text_of
+from instrument.proposal.first_profile import text_of
 from instrument.proposal.observation import Observation, await_reports, observed
 from instrument.proposal.of_observation import first_profile_of
 from instrument.proposal.own_modules import own_names, patterns_of
@@ -83,7 +82,7 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     host_of("init", host)
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe(words, options.for_ns, to_stderr=prints)
-    first = first_profile_of(observation, words, _service(words), named)
+    first = first_profile_of(observation, words, service_of(words), named)
     text = text_of(first)
     loads(text)  # what we write must be a profile
     if prints:
@@ -151,18 +150,3 @@ def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, boo
         print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
         child.kill()
         return child.wait(), True
-
-
-def _service(words: Sequence[str]) -> str:
-    """The service's name: that of its project, else of the module or folder that is run."""
-    project = Path("pyproject.toml")
-    if project.is_file():
-        found = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', project.read_text("utf-8"))
-        if found:
-            return service_name(found[1])
-    named = [word for before, word in zip(("", *words), words, strict=False) if ":" in word or before == "-m"]
-    for word in reversed(named):
-        found = re.match(r"([A-Za-z_]\w*)(?=[.:]|$)", word)
-        if found and found[1] not in ("app", "main", "server", "service", "uvicorn", "gunicorn", "hypercorn"):
-            return service_name(found[1])
-    return service_name(Path.cwd().name)

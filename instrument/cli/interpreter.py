@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -134,6 +134,40 @@ def _python_of(verb: str, words: list[str]) -> Command:
         if last and not rest:
             next(options, None)  # what -W or -X means
     return Command([sys.executable, *interpreter_flags(), *words])
+
+
+_GENERIC = frozenset(
+    ("app", "main", "server", "service", "serve", "run", "api", "wsgi", "asgi", "manage", "src", "code")
+)
+_SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "fastapi", "celery"))
+
+
+def service_of(words: Sequence[str]) -> str:
+    """The name of the service that a command starts: of its project, else of its app, module, script or folder.
+
+    Names that say nothing, such as `app` and `main`, come last.
+    """
+    project = Path("pyproject.toml")
+    if project.is_file():
+        text = project.read_text("utf-8", "replace")
+        found = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
+        if found:
+            return _as_name(found[1])
+    named = [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if before == "-m" or re.match(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\.\w+)*(?:\(|$)", word)
+    ]
+    modules = [re.split(r"[.:]", word)[0] for word in reversed(named)]
+    programs = [Path(word).stem for word in words if not re.match(r"-|(.*/)?python[\d.]*$", word)]
+    is_script = not named and words[:1] != ["-c"]
+    names = [name for name in (*modules, *programs[:is_script], Path.cwd().name) if name and name not in _SERVERS]
+    return _as_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
+
+
+def _as_name(text: str) -> str:
+    """A text as a service's name: letters, digits, points and dashes."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 
 def _path_of(verb: str, word: str) -> Path:

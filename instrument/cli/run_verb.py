@@ -13,7 +13,7 @@ from typing import NoReturn
 from instrument import native
 from instrument.agent import launch
 from instrument.cli import first_process
-from instrument.cli.interpreter import host_of
+from instrument.cli.interpreter import host_of, service_of
 from instrument.cli.option_values import Verbs, one_of
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
@@ -23,6 +23,7 @@ from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
+from instrument.profile.variables import SERVICE
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import environment, run_folder
@@ -58,6 +59,9 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
+    environ.pop(SERVICE, None)
+    if "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        environ[SERVICE] = service_of(host)
     environ[files.RUN_VARIABLE] = name = _new_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]

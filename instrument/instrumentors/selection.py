@@ -22,6 +22,7 @@ from instrument.instrumentors.functions import Undo
 from instrument.instrumentors.holders import loaded_modules, namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
+from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime import environment, imports, listening, main_module
@@ -124,14 +125,16 @@ def awaited(profile: Profile) -> frozenset[str] | None:
         if packages is None:
             return None
         found |= packages
-    return frozenset(found)
+    engines = ENGINES if profile.engines == "auto" else ()
+    return frozenset(found.union(name.partition(".")[0] for name in engines))
 
 
 class Selection:
     """Attaches the probes of a profile and takes them off again. One for each session.
 
     `late` names the modules with targets that had been imported before. `noted` is called when a module has been
-    imported that rules for functions name, once these are attached.
+    imported that rules for functions name, once these are attached. `begun` is called with the package of an engine
+    whose import begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -150,6 +153,7 @@ class Selection:
         self._ports: frozenset[int] = frozenset()
         self.late: list[str] = []
         self.noted: Callable[[], object] = lambda: None
+        self.begun: Callable[[str], object] = lambda _: None
 
     def _lay_down(self, key: str) -> None:
         """Let the rules of a key sleep, or make their family now where any module may have a target."""
@@ -219,7 +223,8 @@ class Selection:
                     self._make(key)
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
-        self._undo_imports = imports.install(self.wants, self.imported, watch.expect if main else lambda: None)
+        expect = watch.expect if main else lambda: None
+        self._undo_imports = imports.install(self._wants_import, self.imported, expect, self._import_begins)
         for module in loaded:
             if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
                 self.late.append(names_of(module)[0])
@@ -307,6 +312,13 @@ class Selection:
             self._wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
+    def _wants_import(self, module_name: str) -> bool:
+        return self.wants(module_name) or module_name in ENGINES
+
+    def _import_begins(self, module_name: str) -> None:
+        if module_name in ENGINES:
+            self.begun(module_name)
+
     def imported(self, module: ModuleType) -> bool:
         """A module's code has run: attach what the rules name in it. Whether copies of it may be held elsewhere."""
         copied = False
@@ -334,7 +346,7 @@ class Selection:
 
         Not requests, which whoever takes a preset for a service wants to see.
         """
-        names: set[str] = set()
+        names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
             self._wake_all()
             for key, family in self._families.items():

@@ -72,7 +72,7 @@ from instrument.profile.model import (
     Schedule,
     Summary,
 )
-from instrument.profile.presets import PRESETS, named_by, refined
+from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
 from instrument.profile.values import (
     address,
     argument_path,
@@ -189,6 +189,24 @@ REMOVED: Mapping[tuple[str, str], str] = {
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
 }
 """The keys that an earlier version had, by section and name, with what replaces each."""
+
+
+def with_engine(profile: Profile, package: str) -> Profile:
+    """A profile with what the preset for an engine has on its functions and requests; its own rules come first."""
+    preset = load(path_of(ENGINES[package]))
+    ignored = tuple(path for rule in preset.requests for path in rule.ignore)
+    generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
+    requests = tuple(
+        replace(
+            rule,
+            ignore=tuple(dict.fromkeys((*rule.ignore, *ignored))),
+            gen_ai=tuple(dict.fromkeys((*rule.gen_ai, *generated))),
+        )
+        for rule in profile.requests
+    )
+    functions = tuple(replace(rule, engine=package) for rule in preset.functions)
+    return replace(profile, functions=(*profile.functions, *functions), requests=requests)
+
 
 _TOO_LARGE = "more than 1 MiB; is this the right file?"
 
@@ -476,6 +494,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "loaders": Key("loaders", one_of("auto", "off")),
         "phases": Key("phases", one_of("auto", "off")),
         "comm": Key("comm", one_of("auto", "off")),
+        "engines": Key("engines", one_of("auto", "off")),
         "frameworks": Key("frameworks", _frameworks),
         "requests": Key("requests", _requests),
         "startup": Key("startup", one_of("auto", "off")),

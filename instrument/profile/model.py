@@ -105,7 +105,8 @@ class FunctionRule:
     that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
     one with `first_request` is what the view `startup` takes for the first request. How long calls take is a metric of
     each function with `metrics`. What those with `gen_ai` yield is generated, item by item. `key` names the request
-    that a span serves, `batch` the requests of one that serves several.
+    that a span serves, `batch` the requests of one that serves several. `engine` is the package of an engine that the
+    host has imported, and whose preset has the rule.
     """
 
     match: tuple[str, ...]
@@ -122,6 +123,7 @@ class FunctionRule:
     gen_ai: bool = False
     key: RequestKeys | None = None
     batch: RequestKeys | None = None
+    engine: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)
     text: str = ""
@@ -389,7 +391,8 @@ class Profile:
 
     `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
     what a training loop does with torch (forward, backward, optimizer), `comm`, for what torch.distributed does, and
-    `startup`, for the time of imports and what loads and compiles models. `agent` is `auto`, for one of each run, or
+    `startup`, for the time of imports and what loads and compiles models. With `engines: auto` the rules of the preset
+    that is made for an engine are added where the host imports it. `agent` is `auto`, for one of each run, or
     `off`.
 
     `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
@@ -412,6 +415,7 @@ class Profile:
     loaders: str = "off"
     phases: str = "off"
     comm: str = "off"
+    engines: str = "off"
     frameworks: tuple[FrameworkRule, ...] = ()
     requests: tuple[RequestsRule, ...] = ()
     startup: str = "off"

@@ -15,8 +15,11 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
     return tuple((f"OTEL_EXPORTER_OTLP_{signal}{setting}", read) for signal in ("TRACES_", ""))
 
 
+SERVICE = "INSTRUMENT_SERVICE"
+"""The variable by which `instrument run` names a service that nobody else does."""
+
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
-    "service": (("OTEL_SERVICE_NAME", string),),
+    "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
     "export.otlp.endpoint": _otlp_variables("ENDPOINT", url),
     "export.otlp.protocol": _otlp_variables("PROTOCOL", one_of(*PROTOCOLS)),
     "export.otlp.headers": _otlp_variables("HEADERS", header_list),

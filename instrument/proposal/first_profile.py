@@ -151,11 +151,6 @@ def _is_beside(word: str) -> bool:
         return False
 
 
-def service_name(text: str) -> str:
-    """A text as a service's name: letters, digits, points and dashes."""
-    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
-
-
 def _one_or_list(texts: Sequence[str]) -> str:
     told = ", ".join(map(_quoted, texts))
     return told if len(texts) == 1 else f"[{told}]"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from instrument.instrumentors.requests.packages import of_role, ready_profiles
+from instrument.instrumentors.requests.packages import of_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
 from instrument.proposal.first_profile import FirstProfile, command_of, list_of
@@ -62,8 +62,8 @@ def _packages_told(observation: Observation) -> Iterator[str]:
     if seen:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
         yield f"Imported: {', '.join(seen)}.{device}"
-    for package, profile in ready_profiles(observation.packages):
-        yield f"A profile that is made for {package}, by hand: configs/{profile} in the repository."
+    for package, preset in presets_for(observation.packages):
+        yield f"A preset that is made for {package}, by hand: `instrument check --preset {preset}` prints it."
 
 
 def _tell_requests(first: FirstProfile, observation: Observation, choice: FunctionChoice) -> None:

@@ -44,6 +44,7 @@ class _Loader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
+        self._finder.begin(module.__name__)
         self._loader.exec_module(module)
         try:
             # A module's code may have put another module into its place.
@@ -64,12 +65,19 @@ class Finder:
         wants: Callable[[str], bool],
         imported: Callable[[ModuleType], object],
         asked_for_code: Callable[[], object] = lambda: None,
+        begins: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._wants = wants
         self._imported = imported
+        self._begins = begins
         self._asked_for_code = asked_for_code
         self._busy = threading.local()
         self.listens = True
+
+    def begin(self, name: str) -> None:
+        """A module's code is about to run."""
+        if self.listens:
+            FAULTS.attempt("import hook", lambda: self._begins(name))
 
     def hear(self, module: ModuleType) -> None:
         """A module's code has run. One that was found before the undo and loads itself after it is not told."""
@@ -125,13 +133,14 @@ def install(
     wants: Callable[[str], bool],
     imported: Callable[[ModuleType], object],
     asked_for_code: Callable[[], object] = lambda: None,
+    begins: Callable[[str], object] = lambda _: None,
 ) -> Undo:
-    """Call `imported(module)` after each import of a module for which `wants(name)` is true.
+    """Call `begins(name)` before and `imported(module)` after each import of a module for which `wants(name)` is true.
 
-    Both run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
+    All run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
     about to run such a module, as for `python -m`. Returns the way back.
     """
-    finder = Finder(wants, imported, asked_for_code)
+    finder = Finder(wants, imported, asked_for_code, begins)
     sys.meta_path.insert(0, finder)
     for name, module in list(sys.modules.items()):
         if is_asleep(module) and wants(name):

@@ -177,9 +177,13 @@ class Account:
             if (verdict.state not in untold or _is_idle_rule(verdict))
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
-        idle_targets = [one for one in verdicts if one.state == "uncalled" and not _is_idle_rule(one)]
-        if uncalled := [verdict.target or verdict.rule for verdict in idle_targets]:
-            notes.append(_never_called(sorted(uncalled)))
+        uncalled = [
+            verdict
+            for verdict in verdicts
+            if verdict.state == "uncalled" and verdict.rule not in idle and not _is_idle_rule(verdict)
+        ]
+        if uncalled:
+            notes.append(_never_called(sorted(verdict.target or verdict.rule for verdict in uncalled)))
         notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())

@@ -10,9 +10,12 @@ from typing import Any
 
 from instrument.errors import InstrumentError, ProfileError, StateError
 from instrument.instrumentors.selection import Selection
-from instrument.profile.keys import load, loads, setting
+from instrument.profile.keys import load, loads, setting, with_engine
 from instrument.profile.model import Profile
+from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
+from instrument.recording import board
+from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
 from instrument.sessions.control import ControlServer
@@ -152,8 +155,9 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 class Generations:
     """Takes a session from one profile to the next, as code asks, a caller of the control socket, or a changed file.
 
-    `enter(profile)` has it go by the settings of a profile whose rules are at work; `has_ended()` is whether it has
-    been stopped, `end_of_main_thread()` gives what to do where the main thread's end would be that of the process.
+    `enter(profile)` has it go by the settings of a profile whose rules are at work, `refine(profile)` by rules that
+    were added to those of the present one. `has_ended()` is whether it has been stopped, `end_of_main_thread()` gives
+    what to do where the main thread's end would be that of the process.
     """
 
     def __init__(
@@ -162,6 +166,7 @@ class Generations:
         folder: Path,
         membership: Membership,
         enter: Callable[[Profile], None],
+        refine: Callable[[Profile], None],
         has_ended: Callable[[], bool],
         end_of_main_thread: Callable[[], Callable[[], object] | None],
         look_after_export: Callable[[bool], object],
@@ -171,6 +176,7 @@ class Generations:
         self._folder = folder
         self._membership = membership
         self._enter = enter
+        self._refine = refine
         self._has_ended = has_ended
         self._end_of_main_thread = end_of_main_thread
         self._look_after_export = look_after_export
@@ -180,6 +186,8 @@ class Generations:
         """Held while one profile takes the place of another."""
         self._hearing = RLock()
         self.control: ControlServer | None = None
+        self._engines: list[str] = []
+        """The packages of engines whose rules were taken on."""
 
     def after_fork_in_child(self) -> None:
         """No reload is under way here, whatever the parent was about."""
@@ -260,7 +268,7 @@ class Generations:
             if self._has_ended():
                 raise StateError("asked to reload a session that has been stopped; call instrument.start()")
             wanted, file = read(profile, self._file)
-            kept = taken_on(wanted, session.profile)
+            kept = self._with_engines(taken_on(wanted, session.profile))
             attached: list[str] = []
             undone: list[str] = []
             if kept != session.profile:
@@ -269,6 +277,31 @@ class Generations:
             self._file = file
             self._enter(kept)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
+
+    def _with_engines(self, profile: Profile) -> Profile:
+        for package in self._engines if profile.engines == "auto" else ():
+            profile = with_engine(profile, package)
+        return profile
+
+    def add_engine(self, package: str) -> None:
+        """Take on the rules that are made for an engine, where the profile wants them: before its modules are there."""
+        session = self._session
+        with self.lock:
+            now = session.profile
+            if self._has_ended() or now.engines != "auto" or package in self._engines:
+                return
+            to = with_engine(now, package)
+            change_rules(session.selection, now, to)
+            self._engines.append(package)
+            self._refine(to)
+        preset, mark = ENGINES[package], board.attached(f"engine {package}")
+        if len(to.functions) > len(now.functions) and mark not in board.marks():
+            board.put([mark])
+            logger.warning(
+                "instrument: the service imports %s, so the rules of the preset %s are taken on, too "
+                "(`instrument check --preset %s` prints them; `engines: off` leaves them out)",
+                package, preset, preset,
+            )  # fmt: skip
 
     def refuse(self, error: str) -> None:
         """Note why a profile was not taken on, until one is."""

@@ -21,6 +21,7 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
+from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.remote_parents import noted
@@ -112,6 +113,7 @@ class Session(Exporting):
             folder,
             self._membership,
             self._enter,
+            self._refine,
             has_ended=lambda: self._threads.stopping.is_set(),
             end_of_main_thread=lambda: self._end_of_main_thread if self._is_of_thread else None,
             look_after_export=lambda is_joined: self.look_after_export(is_joined=is_joined),
@@ -148,7 +150,11 @@ class Session(Exporting):
                 timing.install()
                 self._undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
                 self._undos.append(graphs.watch())
+            self.selection.begun = self._generations.add_engine
             self._undos.append(self.selection.attach())
+            for package in ENGINES:
+                if package in sys.modules:
+                    self._generations.add_engine(package)
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._undos.append(lambda: self._gauge_watch.stop(self._undo_by))
             self._gauges.prepare()
@@ -254,6 +260,13 @@ class Session(Exporting):
         """Go by the settings of another profile, whose rules are at work."""
         with self._lock.held():
             self._change_settings(profile)
+
+    def _refine(self, profile: Profile) -> None:
+        """Go by rules that were added to those of the present profile, which stays the same generation."""
+        with self._lock.held():
+            self.profile = profile
+            self._watch_generations()
+            RECORDER.tell(self._facts())
 
     def _change_settings(self, profile: Profile) -> None:
         before = self.profile

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from instrument.profile.presets import ENGINES
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -13,12 +15,12 @@ class Package:
 
     `role` is `web` (its requests are met), `unrouted` (they are met, but not their routes), `server` (it serves apps of
     others), `unmet` (a server whose requests nobody meets), `queue` (a worker of a queue, likewise), `engine` (a model
-    server of its own) or `library`. `profile` is the file in `configs/` that is made for it.
+    server of its own) or `library`. `preset` is the one that is made for it.
     """
 
     name: str
     role: str
-    profile: str = ""
+    preset: str = ""
 
 
 PACKAGES: tuple[Package, ...] = (
@@ -26,18 +28,17 @@ PACKAGES: tuple[Package, ...] = (
         Package(name, "web")
         for name in ("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "aiohttp.web")
     ),
-    Package("fastapi", "web", "fastapi.yaml"),
+    Package("fastapi", "web", "fastapi"),
     *(Package(name, "server") for name in ("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc")),
     *(Package(name, "server") for name in ("gevent.pywsgi", "cheroot.wsgi", "bjoern")),
     *(Package(name, "unrouted") for name in ("blacksheep", "pyramid.router", "cherrypy")),
     *(Package(name, "unmet") for name in ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server")),
     *(Package(name, "queue") for name in ("celery.worker", "rq.cli", "dramatiq.cli", "arq.worker", "huey.consumer")),
-    *(Package(name, "engine", f"{name}.yaml") for name in ("litserve", "mosec", "mlserver", "vllm", "sglang")),
-    Package("ray.serve", "engine", "ray-serve.yaml"),
+    *(Package(name, "engine", preset) for name, preset in ENGINES.items()),
     Package("bentoml", "engine"),
     *(Package(name, "library") for name in ("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba")),
     *(Package(name, "library") for name in ("sklearn", "sentence_transformers", "torch")),
-    Package("transformers", "library", "transformers.yaml"),
+    Package("transformers", "library", "transformers"),
 )
 
 
@@ -62,8 +63,8 @@ def of_role(names: Iterable[str], *roles: str) -> list[str]:
     return [package.name for package in PACKAGES if package.name in found and package.role in roles]
 
 
-def ready_profiles(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Packages among these names for which `configs/` has a profile, with its file. Of a model server's alone, which is
-    made of others."""
+def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Packages among these names that a preset is made for, with its name. Of a model server's alone, which is made of
+    others."""
     found = set(of_role(names, "engine") or names)
-    return [(package.name, package.profile) for package in PACKAGES if package.name in found and package.profile]
+    return [(package.name, package.preset) for package in PACKAGES if package.name in found and package.preset]

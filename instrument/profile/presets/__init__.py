@@ -7,12 +7,23 @@ gives takes the place of the preset's, a list as a whole. Null counts as left ou
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from instrument.profile.document import Document, YamlNode
 
-PRESETS: tuple[str, ...] = ("serving", "training")
+ENGINES: Mapping[str, str] = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "mlserver": "mlserver",
+    "ray.serve": "ray-serve",
+    "mosec": "mosec",
+    "litserve": "litserve",
+}
+"""The presets that are made for engines, by the package that a service imports of each."""
+
+PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 
 _FOLDER = Path(__file__).parent
 
