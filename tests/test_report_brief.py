@@ -19,7 +19,7 @@ import instrument
 from instrument import chrome, scope
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import Cost, DeviceInterval, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.report.benchmark_view import benchmark
 from instrument.report.brief_view import MOST_LINES, Brief, brief
 from instrument.report.device_view import device
@@ -161,10 +161,14 @@ def test_a_batch_job_has_steps_and_their_phases_in_place_of_requests() -> None:
 
 def test_without_requests_and_steps_there_are_the_functions_alone() -> None:
     text = text_of(trace_of([span(1, Site("load", "op"), 0, 5), span(2, Site("parse", "user"), 1, 4, 1)]))
-    told = " ".join(text.split())
-    assert "No request was recorded: `requests:` finds those of servers, rules of `kind: request` all others." in told
-    assert row(text, "parse")[:2] == ["3", "60.0%"]
-    assert "Device: No device time was recorded: no span asked for it" in text
+    assert row(text, "parse") == ["3", "60.0%", "1", "3", "3", "3", "host"]
+    assert row(text, "load") == ["2", "40.0%", "1", "5", "5", "5", "host"]
+    assert re.search("[Rr]equest|[Dd]evice|[Cc]op(y|ies)", text.partition("More:")[0]) is None
+
+
+def test_a_hint_at_device_time_is_for_machines_with_a_gpu() -> None:
+    trace = replace(job(), gpus=[Gpu(0, "H100", "GPU-1")], samples=[Sample("utilization", 0, 1, 5.0)])
+    assert "Device: No device time was recorded: no span asked for it" in text_of(trace)
 
 
 def test_nothing_at_all_is_said_to_be_nothing() -> None:

@@ -54,8 +54,7 @@ LOSSES = 3
 NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
 
-NO_REQUEST = "No request was recorded: `requests:` finds those of servers, rules of `kind: request` all others."
-NO_REQUEST_WHY = "No request was recorded: see `Not observed` below."
+NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has the list."
 
 
@@ -97,7 +96,8 @@ class Brief:
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
         lines += [*_losses(self.losses), *_notes(others)]
-        lines.append(MORE.format("benchmark,phases" if self.steps is not None else "requests,events,cost"))
+        views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
+        lines.append(MORE.format("benchmark,phases" if self.steps is not None else views))
         return [*lines, ""]
 
     def _served(self) -> list[str]:
@@ -117,8 +117,9 @@ class Brief:
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
-            why = NO_REQUEST_WHY if any(note.startswith("requests: ") for note in self.notes) else NO_REQUEST
-            lines = wrapped(f"Window: {window}. {why if not cut else f'No whole request is held{cut}.'}")
+            has_why = any(note.startswith("requests: ") for note in self.notes)
+            why = f"No whole request is held{cut}." if cut else NO_REQUEST if has_why else ""
+            lines = wrapped(f"Window: {window}. {why}" if why else f"Window: {window}")
         if self.requests.coverage.complete:
             return lines
         return [*lines, *self.requests.coverage.lines()]
@@ -232,22 +233,27 @@ def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[st
 def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     if places is None:
         return ["No call was counted: name functions or layers in the profile, or open a scope."]
-    header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Per call", "On"]
+    header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Call p50", "p99", "Max", "On"]
     cells = []
     for row in places.rows:
-        times = four_digits(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls), four_digits(row.per_call_ns, unit)
-        cells.append([path_text(row.names), *times, row.where])
+        times = four_digits(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls)
+        of_calls = (four_digits(time_ns, unit) for time_ns in (row.p50_ns, row.p99_ns, row.max_ns))
+        cells.append([path_text(row.names), *times, *of_calls, row.where])
     rest = places.remaining
     if rest is not None:
-        times = four_digits(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls), MISSING
-        cells.append([f"(remaining {rest.rows})", *times, ""])
+        times = four_digits(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls)
+        cells.append([f"(remaining {rest.rows})", *times, MISSING, "", "", ""])
     return named_table(header, cells, 0)
 
 
 def _device_lines(found: DeviceView, why: str) -> list[str]:
-    """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says."""
+    """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says.
+
+    No line where no span asked for device time, and no GPU is seen.
+    """
     if not found.devices:
-        return wrapped(f"Device: {safe(why) or found.why_none()}")[:2]
+        has_gpu = found.gauges is not None and bool(found.gauges.gpus)
+        return wrapped(f"Device: {safe(why) or found.why_none()}")[:2] if why or found.asked or has_gpu else []
     lines = []
     for one in found.devices[:DEVICES]:
         lines.append(

@@ -24,7 +24,8 @@ ORDERS = ("total", "calls", "ave")
 class Group(NamedTuple):
     """Lines of a function that are one row: the number of the first of them, how many, and their sums.
 
-    What lines waited is a row of its own: `waiting` is as many as `lines` there, else 0.
+    What lines waited is a row of its own: `waiting` is as many as `lines` there, else 0. `number` is by what
+    `FunctionTable.lines` knows them.
     """
 
     first: int
@@ -33,6 +34,7 @@ class Group(NamedTuple):
     calls: int
     on_device: int
     waiting: int
+    number: int
 
 
 class FunctionSums(NamedTuple):
@@ -56,8 +58,10 @@ class FunctionSums(NamedTuple):
 class FunctionTable:
     """The functions by their numbers, all of them together as 0 and each in the order of first calls."""
 
-    def __init__(self, functions: Rows, groups: Rows) -> None:
+    def __init__(self, functions: Rows, groups: Rows, of_group: Int64s, at: Int64s) -> None:
         self._functions, self._groups = functions, groups
+        order = np.argsort(of_group, kind="stable")
+        self._at, self._ends = at[order], np.cumsum(np.bincount(of_group, minlength=len(groups)))
 
     def __len__(self) -> int:
         return len(self._functions)
@@ -74,6 +78,11 @@ class FunctionTable:
         """The rows of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
+
+    def lines(self, group: Group) -> Int64s:
+        """The numbers of the lines of a group."""
+        begin = self._ends[group.number - 1] if group.number else 0
+        return self._at[begin : self._ends[group.number]]
 
     def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
         """Of the rows of a function together: what ran and waited is two of them, and counts in both."""
@@ -118,16 +127,19 @@ def functions(
     ones = np.ones((len(lines), 1), dtype=lines.dtype)
     count = len(firsts) + 1
     sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
-    groups, of_groups = _groups(lines, number, np.concatenate([rows, rows]), at)
+    groups, of_groups, of_line, at = _groups(lines, number, np.concatenate([rows, rows]), at)
     in_order = _order(groups, of_groups, order)
     sizes = np.bincount(of_groups, minlength=count)
     edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
     node = np.concatenate([[NONE], its_function[firsts]])[:, None]
-    return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order])
+    return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order], of_line, at)
 
 
-def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows, Int64s]:
-    """The rows of functions, and the number of the function of each: what lines ran, and what they waited."""
+def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows, Int64s, Int64s, Int64s]:
+    """The rows of functions: what lines ran, and what they waited.
+
+    With the number of the function of each, and the group of lines with the number of each of these.
+    """
     waited = lines[:, WAITING]
     runs, waits = np.flatnonzero((waited == 0) | (lines[:, SELF] > waited)), np.flatnonzero(waited != 0)
     own_ns = np.concatenate([lines[runs, SELF] - waited[runs], waited[waits]])
@@ -138,7 +150,9 @@ def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows
     ones = np.ones(len(which), dtype=lines.dtype)
     parts = np.stack([ones, own_ns, lines[which, CALLS], on_device, is_waiting], axis=1).astype(lines.dtype)
     first = at[which][some][:, None].astype(lines.dtype)
-    return np.concatenate([first, _summed(parts, of_group, len(some))], axis=1), number[which][some]
+    numbers = np.arange(len(some))[:, None].astype(lines.dtype)
+    rows_of_groups = np.concatenate([first, _summed(parts, of_group, len(some)), numbers], axis=1)
+    return rows_of_groups, number[which][some], of_group, at[which]
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:

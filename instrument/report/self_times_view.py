@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 from operator import ne
 
 import numpy as np
 
+from instrument.recording.histogram import percentiles
 from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
-from instrument.report.line_sums import Int64s, LineSums, Rows
+from instrument.report.line_sums import Int64s, LineSums, Rows, together
 from instrument.report.section import Section
 from instrument.report.table import (
     LINE,
@@ -59,8 +61,9 @@ class SelfRow:
     """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
 
     `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `where` it runs: `host`, `device` where every place of it has device time, or `both`; `waiting` for what coroutines
-    waited and what is open in them, beside a row of what the same ran. A `number` is only of an instance.
+    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None where none has ended. `where` it runs: `host`,
+    `device` where every place of it has device time, or `both`; `waiting` for what coroutines waited and what is open
+    in them, beside a row of what the same ran. A `number` is only of an instance.
     """
 
     names: tuple[str, ...]
@@ -71,6 +74,19 @@ class SelfRow:
     calls: int
     instances: int
     number: int | None
+    _call_times: Callable[[], tuple[int | None, int | None, int | None]] = field(repr=False, compare=False)
+
+    @property
+    def p50_ns(self) -> int | None:
+        return self._call_times()[0]
+
+    @property
+    def p99_ns(self) -> int | None:
+        return self._call_times()[1]
+
+    @property
+    def max_ns(self) -> int | None:
+        return self._call_times()[2]
 
     def path(self) -> str:
         """The names as one."""
@@ -267,7 +283,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
     most = len(shown) if options.rows is None else options.rows
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    table = _Table(of, lines, nodes, sites, found, options)
+    table = _Table(of, lines, nodes, merged, sites, found, options)
     left = len(found) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(found) > 2 else []
@@ -299,11 +315,13 @@ class _Table:
         of: str,
         lines: LineSums,
         nodes: Int64s,
+        rows: Rows,
         sites: SiteFacts,
         found: FunctionTable,
         options: Options,
     ) -> None:
         self._of, self._found, self._options = of, found, options
+        self._sums, self._histogram = rows, lines.histogram
         self._every: list[Site] = lines.tree.sites
         self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
         self._site_of: list[int] = lines.site_of.tolist()
@@ -364,6 +382,16 @@ class _Table:
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
+    def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
+        """The median, the 99th percentile and the longest of the calls of a row. Not made before they are asked for."""
+        at = self._found.lines(group)
+        sums = together(self._sums[at])
+        if not sums.calls:
+            return None, None, None
+        histogram = self._histogram([self._nodes[line] for line in at.tolist()], None)
+        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), sums.calls, sums.min_ns, sums.max_ns)
+        return p50_ns, p99_ns, sums.max_ns
+
     def _rows(self, its: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
         """The rows in order, as many as are asked for, and what the others add up to if there are any."""
         shown: list[SelfRow] = []
@@ -388,6 +416,7 @@ class _Table:
                     calls=group.calls,
                     instances=group.lines,
                     number=group.first if self._of == "instances" else None,
+                    _call_times=cache(partial(self._call_times, group)),
                 )
             )
         left = its.rows - len(shown)
