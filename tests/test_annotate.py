@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_spans import ORIGIN
@@ -206,6 +207,14 @@ class Number(float):
         ([None], None),
         ({"a": 1}, None),
         (b"bytes", None),
+        (numpy.bool_(True), True),
+        (numpy.array(2.5), 2.5),
+        (numpy.array(3), 3),
+        (numpy.array(False), False),
+        ([numpy.bool_(True), numpy.bool_(False)], (True, False)),
+        ([numpy.int64(1), numpy.array(2)], (1, 2)),
+        (numpy.array([1, 2]), None),
+        (numpy.datetime64(5, "s"), None),
     ],
 )
 def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder: Any, given: Any, kept: Any) -> None:
@@ -217,6 +226,30 @@ def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder:
     assert all(type(span.attributes[name]) is type(value) for name, value in wanted.items())
     assert recorder.counts() == ({} if kept is not None else {"attributes of a kind that no span has": 1})
     assert (FAULTS.counts_of_rules() != {}) == (kept is None)
+
+
+def test_a_tensor_is_kept_where_it_is_one_number_of_the_host(recorder: Any) -> None:
+    torch = pytest.importorskip("torch")
+    with recorder.make_scope("scope"):
+        recorder.annotate_innermost(whole=torch.tensor(7), part=torch.tensor(0.5, requires_grad=True))
+        recorder.annotate_innermost(truth=torch.tensor(True), several=torch.tensor([1]))
+        recorder.annotate_innermost(elsewhere=torch.empty((), device="meta"))
+    (span,) = recorder.spans()
+    assert span.attributes == {"whole": 7, "part": 0.5, "truth": True}
+    assert recorder.counts() == {"attributes of a kind that no span has": 2}
+
+
+def test_each_class_of_what_is_left_out_is_named(recorder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with recorder.make_scope("scope"):
+        for given in (2**63, [1, "a"], numpy.array([1]), {}, {}, {}):
+            recorder.annotate_innermost(x=given)
+    (note,) = FAULTS.notes_of_rules()
+    told = "dict 3, int of more than 64 bits 1, list of int and str 1, ndarray 1"
+    assert note.startswith(f"annotate: not read: 6 times ({told}); asked for attribute x, found int")
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text.partition("found ")[2].partition(";")[0] for text in logged] == [
+        "int of more than 64 bits", "list of int and str", "ndarray", "dict",
+    ]  # fmt: skip
 
 
 def test_names_that_are_none_and_mappings_that_raise_are_counted(recorder: Any) -> None:

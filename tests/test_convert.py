@@ -160,7 +160,7 @@ def test_every_table_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ask("select name, attributes from sites order by site desc")[0] == ["child", "{}"]
     assert ask("select * from threads") == [["7", "it's"]]
     assert ask("select span_id, name, value from attributes order by name") == [
-        ["1", "a'b", "[1,2]"], ["1", "f", "nan"],
+        ["1", "a'b", "[1,2]"], ["1", "f", "NaN"],
     ]  # fmt: skip
     assert ask("select count(*) from samples") == [["0"]]
     assert ask("select unix_ns from spans where parent_id = 0") == [[str(10**18 + 10)]]
@@ -258,6 +258,21 @@ def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPa
         request_of(resource, pack(trace.spans, ids, trace.origin, trace.threads))
     )
     assert made == sent
+
+
+def test_a_number_that_is_not_finite_stays_one(tmp_path: Path) -> None:
+    trace = hostile()
+    found = {"loss": float("nan"), "best": float("-inf"), "losses": (0.5, float("inf"))}
+    trace.spans[0].attributes = found
+    again = file.load(file.dump(tmp_path / "a.npz", trace)).trace()
+    assert repr(again.spans[0].attributes) == repr(found)
+    (line,) = json_lines([again.spans], trace.origin, trace.threads)
+    (span, *_) = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    values = {one["key"]: one["value"] for one in span["attributes"]}
+    assert (values["loss"], values["best"]) == ({"doubleValue": "NaN"}, {"doubleValue": "-Infinity"})
+    assert values["losses"]["arrayValue"]["values"][1] == {"doubleValue": "Infinity"}
+    chrome.dump(tmp_path / "a.json", trace)
+    assert chrome.load(tmp_path / "a.json")[0].spans[0].attributes["loss"] == "nan", "which viewers cannot read else"
 
 
 def test_each_process_is_a_resource_of_otlp(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

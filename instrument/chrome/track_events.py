@@ -348,7 +348,7 @@ class _Packets:
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
-                _say(add(name_iid=number), safe(value))
+                _say(add(name_iid=number), safe(value, finite=False))
 
 
 def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:

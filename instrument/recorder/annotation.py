@@ -1,9 +1,9 @@
 """What a service says of an open span: which attributes, names and states can be kept, and what is said of the others.
 
 The values are those that OpenTelemetry has. Whatever else is given is left out, counted, and named in the log once:
-nothing here raises into the service, and no code of a value's class is run but that of numbers. So the class is asked
-for by `type`: `isinstance` asks an object for its `__class__`, for which a lazy one, as Django's `request.user`, loads
-what it stands for.
+nothing here raises into the service, and no code of a value's class is run but that of numbers, and of an array of the
+host that is one number. So the class is asked for by `type`: `isinstance` asks an object for its `__class__`, for which
+a lazy one, as Django's `request.user`, loads what it stands for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from zlib import crc32
 
 from instrument.recording.spans import (
@@ -40,8 +40,11 @@ NO_WEIGHTS = "found such as are no finite numbers from 0 on of 64 bits; all coun
 LOOKED_AT = 4096
 """Characters of a key's begin and of its end that tell it from others: more would take the service's time."""
 
-Complain = Callable[[str, str], None]
-"""Counts what is left out under a text, and tells in words what was asked and found."""
+
+class Complain(Protocol):
+    """Counts what is left out under a text, and says in words what was asked and found, and of which kind that is."""
+
+    def __call__(self, what: str, words: str, kind: str = ..., /) -> None: ...
 
 
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
@@ -62,7 +65,8 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
         found = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if found is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one of these"
-            complain(REFUSED, f"asked for attribute {name:.60}, found {_kind(value)}; allowed: {allowed}")
+            kind = _kinds(value)
+            complain(REFUSED, f"asked for attribute {name:.60}, found {kind}; allowed: {allowed}", kind)
         else:
             kept[_cut(name)] = found
     return kept
@@ -290,11 +294,8 @@ def status_attributes(code: object, description: object, error_type: object) -> 
 
 
 def _value(value: object, most: int) -> AttributeValue | None:
-    if issubclass(type(value), list):
-        given = list.__getitem__(cast("list[Any]", value), slice(most))
-    elif issubclass(type(value), tuple):
-        given = list(tuple.__getitem__(cast("tuple[Any, ...]", value), slice(most)))
-    else:
+    given = _items(value, most)
+    if given is None:
         return _scalar(value)
     items = [_scalar(item) for item in given]
     kinds = {type(item) for item in items}
@@ -302,6 +303,15 @@ def _value(value: object, most: int) -> AttributeValue | None:
         return tuple(float(item) for item in items if item is not None)
     found: Any = tuple(items)
     return None if len(kinds) > 1 or type(None) in kinds else found
+
+
+def _items(value: object, most: int) -> list[Any] | None:
+    """The first items of a list or a tuple, None of another value."""
+    if issubclass(type(value), list):
+        return list.__getitem__(cast("list[Any]", value), slice(most))
+    if issubclass(type(value), tuple):
+        return list(tuple.__getitem__(cast("tuple[Any, ...]", value), slice(most)))
+    return None
 
 
 def _scalar(value: object) -> str | bool | int | float | None:
@@ -315,9 +325,19 @@ def _scalar(value: object) -> str | bool | int | float | None:
         if issubclass(kind, numbers.Integral):
             whole = int(number)
             return whole if -(2**63) <= whole < 2**63 else None
-        return float(number) if issubclass(kind, numbers.Real) else None
+        if issubclass(kind, numbers.Real):
+            return float(number)
+        if (kind.__module__, kind.__name__) in _BOOLS:
+            return bool(number)
+        item = _only_number(number) if _is_array(kind) else None
+        return _scalar(item) if type(item) in _ITEMS else None
     except Exception:  # of a number of the service's own
         return None
+
+
+_BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
+_ITEMS = (bool, int, float, str)
+"""The classes of what an array without dimensions may hold for an attribute."""
 
 
 def _text(value: object) -> str | None:
@@ -331,3 +351,11 @@ def _cut(text: str) -> str:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+def _kinds(value: object) -> str:
+    """The class of a value, and those of the items of a list."""
+    items = _items(value, ATTRIBUTE_LIMIT)
+    if items is None:
+        return "int of more than 64 bits" if type(value) is int else _kind(value)
+    return f"{_kind(value)} of {' and '.join(dict.fromkeys(map(_kind, items)))}"

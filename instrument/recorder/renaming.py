@@ -73,6 +73,6 @@ class Renaming(Muting):
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
         return annotation.checked(attributes, more, self._complain)
 
-    def _complain(self, what: str, words: str) -> None:
+    def _complain(self, what: str, words: str, kind: str = "") -> None:
         self.count(what)
-        FAULTS.note_of_rule("annotate", words)
+        FAULTS.note_of_rule("annotate", words, kind)

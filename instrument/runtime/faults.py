@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
+
+KINDS_TOLD, OTHER_KINDS = 20, "others"
+"""Kinds of what cannot be had that are named at a place, and the name of the rest."""
 
 
 class Faults:
@@ -23,7 +27,7 @@ class Faults:
     def __init__(self) -> None:
         self._lock = RLock()  # a finaliser may come in while its thread holds it
         self._counts: dict[str, int] = {}
-        self._of_rules: dict[str, tuple[int, str]] = {}
+        self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
         """By name, where a function that is pickled by value takes what counts along."""
@@ -53,15 +57,17 @@ class Faults:
         except Exception as fault:
             self.note(place, fault)
 
-    def note_of_rule(self, place: str, words: str) -> None:
+    def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
         """Count what a rule of the profile asks for and cannot be had; `place` is the rule's. Never raises.
 
-        No fault of ours: the log gets one line at the first of each place, without a traceback.
+        No fault of ours: the log gets one line at the first of each place, and of each kind there, without a traceback.
         """
         with self._lock:
-            count, first = self._of_rules.get(place, (0, words))
-            self._of_rules[place] = count + 1, first
-        if not count:
+            _, kinds = self._of_rules.setdefault(place, (words, Counter()))
+            kind = kind if kind in kinds or len(kinds) < KINDS_TOLD else OTHER_KINDS
+            kinds[kind] += 1
+            count = kinds[kind]
+        if count == 1:
             try:
                 logger.warning("%s: %s; it is left out, later ones are only counted", place, words)
             except Exception:
@@ -75,18 +81,26 @@ class Faults:
     def counts_of_rules(self) -> Mapping[str, int]:
         """How often each rule could not have what it asks for, by its place."""
         with self._lock:
-            return {place: count for place, (count, _) in self._of_rules.items()}
+            return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
         """The same in words, with what was found the first time."""
         with self._lock:
-            return [f"{place}: not read: {count} times; {first}" for place, (count, first) in self._of_rules.items()]
+            return [
+                f"{place}: not read: {sum(kinds.values())} times{_told(kinds)}; {first}"
+                for place, (first, kinds) in self._of_rules.items()
+            ]
 
     def clear(self) -> None:
         """Forget all counts (tests, and a forked child)."""
         self._lock = RLock()
         self._counts = {}
         self._of_rules = {}
+
+
+def _told(kinds: Counter[str]) -> str:
+    """The kinds of what was found, where there are several."""
+    return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 
 FAULTS = Faults()

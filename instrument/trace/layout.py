@@ -19,7 +19,7 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import DeviceIntervals, Int64s, Trace
 from instrument.trace.forest import NONE, tops
 from instrument.trace.groups import distinct, places_of, ranked
-from instrument.trace.text import encode, safe
+from instrument.trace.text import encode, encode_numbers, safe
 
 Column = NDArray[Any]
 Columns = Mapping[str, Column]
@@ -145,7 +145,9 @@ def _packed_attributes(trace: Trace, order: Int64s) -> dict[str, Column]:
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
     known: dict[str, int] = {}
-    numbers = [known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist())]
+    numbers = [
+        known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist(), finite=False)
+    ]
     texts = [text.encode() for text in known]
     return {
         "attributes_row_steps": steps(rows),
@@ -159,15 +161,16 @@ PLAIN = {str, int, bool}
 """Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
 
 
-def attribute_texts(trace: Trace, rows: Iterable[int]) -> Iterator[str]:
-    """The JSON of the rows' attributes; most are the same as others', and are made into text once."""
+def attribute_texts(trace: Trace, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
+    """The JSON of the rows' attributes; most are the same as others', and are made into text once. Numbers that are not
+    `finite` are texts in JSON that viewers read."""
     made: dict[object, str] = {}
     for row in rows:
         its = trace.attributes[row]
         values = tuple(its.values())
         kinds = tuple(map(type, values))
         if not PLAIN.issuperset(kinds):
-            yield encode(safe(dict(its)))
+            yield encode_numbers(safe(dict(its), finite=finite))
             continue
         key = *its, values, kinds
         text = made.get(key)

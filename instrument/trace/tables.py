@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.runtime import atomic
-from instrument.trace.text import clean, encode, safe
+from instrument.trace.text import clean, encode, encode_numbers, safe
 
 if TYPE_CHECKING:
     from instrument.recording.spans import Trace as Facts
@@ -209,7 +209,7 @@ def _attributes(trace: Trace, rows: Int64s | None) -> Iterator[Columns]:
 
 def _table_of(rows: list[tuple[int, str, Any]]) -> Columns:
     def text(value: Any) -> str:
-        return value if isinstance(value, str) else encode(safe(value))
+        return value if isinstance(value, str) else encode_numbers(safe(value, finite=False))
 
     numbers = [float(one[2]) if type(one[2]) in (int, float) else np.nan for one in rows]
     return {

@@ -31,6 +31,9 @@ LIMIT_SPANS = 10_000_000
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """The JSON of a value that is `safe`."""
 
+encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""The same with NaN and Infinity, which JSON has not, as Python's `json` writes and reads them."""
+
 
 # Out
 
@@ -40,30 +43,32 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def safe(value: object, depth: int = 0) -> Any:
-    """The value as strict JSON and viewers take it. It never fails and runs no code of a foreign type: a tensor
-    asked for its text would wait for the device and show what must not leave."""
+def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
+    """The value as strict JSON and viewers take it, or with numbers that are not `finite` as they are. It never fails
+    and runs no code of a foreign type: a tensor asked for its text would wait for the device and show what must not
+    leave."""
     if isinstance(value, str):
         return clean(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Real):
-        return _safe_number(value)
+        return _safe_number(value, finite)
     if isinstance(value, (list, tuple)) and depth < 4:
-        return [safe(item, depth + 1) for item in value]
+        return [safe(item, depth + 1, finite=finite) for item in value]
     if isinstance(value, dict) and depth < 4:
-        return {clean(key): safe(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
+        items = ((key, item) for key, item in value.items() if isinstance(key, str))
+        return {clean(key): safe(item, depth + 1, finite=finite) for key, item in items}
     return _type_name(value)
 
 
-def _safe_number(value: numbers.Real) -> int | float | str:
+def _safe_number(value: numbers.Real, finite: bool) -> int | float | str:
     """The number, or its text if JSON or int64 does not have it."""
     try:
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
     except (ArithmeticError, TypeError, ValueError):
         return _type_name(value)
     if isinstance(number, float):
-        return number if math.isfinite(number) else str(number)
+        return number if math.isfinite(number) or not finite else str(number)
     if -INT64 <= number < INT64:
         return number
     return str(number) if number.bit_length() <= 4096 else f"<int of {number.bit_length()} bits>"
