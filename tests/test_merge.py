@@ -30,9 +30,11 @@ from instrument.recording.spans import (
     Gpu,
     Kernel,
     Origin,
+    OwnNotes,
     Site,
     Span,
     Trace,
+    never_called,
 )
 from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
@@ -417,6 +419,44 @@ def test_a_folder_with_several_runs_shows_the_newest_and_names_the_others(
     assert capsys.readouterr().out.startswith("4 files of 4 processes in 2 runs, on the monotonic clock")
     assert main(["report", str(runs), "--run", "r3"]) == 2
     assert "asked for the run r3, found in the folder" in capsys.readouterr().err
+
+
+def test_what_one_process_has_not_met_of_the_rules_is_no_note_where_another_one_has(tmp_path: Path) -> None:
+    """A rule is at work in the engine's process, and a target is called in one of two."""
+    sites = [Site(name, "user", "shop", name) for name in ("work", "rest")]
+    files = []
+    for pid, site, at_work, waiting, uncalled in (
+        (1, sites[0], ("a 1",), (("a 2", "engine:*: waiting (engine not imported)"),), ("shop:rest", "shop:idle")),
+        (2, sites[1], ("a 2",), (("a 3", "gone:*: waiting (gone not imported)"),), ("shop:idle", "shop:work")),
+    ):
+        notes = [*(note for _, note in waiting), never_called(uncalled), "blind"]
+        trace = trace_with(span(1, 0, 5, site=site), notes=notes, own_notes=OwnNotes(at_work, waiting, uncalled))
+        its = saved(trace, pid=pid)
+        files.append(file.load(file.write(tmp_path / f"{pid}.npz", its.columns, its.facts, its.tally)))
+    expected = ["shop 2: gone:*: waiting (gone not imported)", "blind", "1 target was never called: shop:idle"]
+    merged = merge(files).saved
+    assert sorted(merged.facts.notes) == sorted(expected)
+    assert sorted(merge([merged, files[0]]).saved.facts.notes) == sorted(expected)
+
+
+RULES_OF_TWO = """
+import os, sys, time
+def first(): pass
+def second(): pass
+if len(sys.argv) > 1: second()
+else:
+    first()
+    import subprocess; subprocess.run([sys.executable, __file__, "child"], check=True)
+"""
+
+
+def test_a_run_says_never_called_of_what_none_of_its_processes_called(tmp_path: Path) -> None:
+    (tmp_path / "service.py").write_text(RULES_OF_TWO)
+    (tmp_path / "profile.yaml").write_text("functions: [{match: '__main__:*'}]\nexport: {summary: {to: stderr}}")
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
+    done = subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True)
+    assert "never called" not in done.stderr
+    assert "Processes: 2" in done.stderr
 
 
 def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devices() -> None:

@@ -85,12 +85,14 @@ def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
 
     from instrument.errors import TraceError
     from instrument.recording.spans import Cost
+    from instrument.trace.metadata import own_notes_of
 
     if not said:
         return facts
     try:
         cost = Cost(**said["cost"])
-        return replace(facts, cost=cost, losses=dict(said["losses"]), notes=tuple(map(str, said["notes"])))
+        notes, own_notes = tuple(map(str, said["notes"])), own_notes_of(said.get("own_notes", {}))
+        return replace(facts, cost=cost, losses=dict(said["losses"]), notes=notes, own_notes=own_notes)
     except (KeyError, TypeError, ValueError) as problem:
         raise TraceError(f"a process said goodbye in words of another version: {problem}") from problem
 

@@ -458,6 +458,34 @@ class Startup:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnNotes:
+    """What a process had not met of its rules, which others of its run may have.
+
+    `at_work` are marks of rules that it had at work, `waiting` notes by the marks of rules that it had not. `uncalled`
+    are targets that it never called, as modules and qualified names.
+    """
+
+    at_work: tuple[str, ...] = ()
+    waiting: tuple[tuple[str, str], ...] = ()
+    uncalled: tuple[str, ...] = ()
+
+
+UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
+"""How many of the targets that nobody has called are named, and each in how many characters."""
+
+
+def never_called(targets: Sequence[str]) -> str:
+    """The note on targets that nobody has called, the first of them by name."""
+    some = sorted(targets)[:UNCALLED_NAMED]
+    half = UNCALLED_COLUMNS // 2
+    named = [one if len(one) <= UNCALLED_COLUMNS else f"{one[: half - 2]}...{one[1 - half :]}" for one in some]
+    many = f"{len(targets)} targets were" if len(targets) > 1 else "1 target was"
+    rest = len(targets) - UNCALLED_NAMED
+    more = f", and {rest} more (`instrument check` names all)" if rest > 0 else ""
+    return f"{many} never called: {', '.join(named)}{more}"
+
+
+@dataclass(frozen=True, slots=True)
 class MergedProcess:
     """A process among those of a merged trace: its `facts`, which is a trace without spans, on its own clock.
 
@@ -487,7 +515,7 @@ class Trace:
     operators that it saw beside the spans of ours. `startup` is of the process,
     None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
     `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
-    none where it is of one.
+    none where it is of one. `own_notes` says which `notes` hold for the process alone.
     """
 
     origin: Origin
@@ -510,6 +538,7 @@ class Trace:
     died: str = ""
     apart_ns: int = 0
     processes: Sequence[MergedProcess] = ()
+    own_notes: OwnNotes = OwnNotes()
 
     @property
     def held(self) -> Interval:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from instrument import otlp
@@ -14,12 +14,11 @@ from instrument.device.timer import Timing
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.verdict import Verdict, without_others
+from instrument.instrumentors.verdict import Verdict, marks_of, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board, export_place
-from instrument.recording.spans import Cost, Site
-from instrument.report.table import shorten
+from instrument.recording.spans import Cost, OwnNotes, Site, never_called
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
@@ -28,8 +27,8 @@ from instrument.sessions.reader import Reader
 
 COMPLAINTS_KEPT = 20
 
-UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""How many of the targets that nobody has called are named, and each in how many columns."""
+UNCALLED_KEPT = 500
+"""Targets that nobody has called of which others are to know, by name."""
 
 SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
 """The modules by which a program makes sub-interpreters."""
@@ -177,13 +176,8 @@ class Account:
             if (verdict.state not in untold or _is_idle_rule(verdict))
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
-        uncalled = [
-            verdict
-            for verdict in verdicts
-            if verdict.state == "uncalled" and verdict.rule not in idle and not _is_idle_rule(verdict)
-        ]
-        if uncalled:
-            notes.append(_never_called(sorted(verdict.target or verdict.rule for verdict in uncalled)))
+        if uncalled := _uncalled(verdict for verdict in verdicts if verdict.rule not in idle):
+            notes.append(never_called(uncalled))
         notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
@@ -210,6 +204,16 @@ class Account:
         """A sentence on requests or jobs that came and were not recorded, "" without any."""
         return "; ".join(str(one) for one in without_others(self.verdicts(), board.marks()) if one.state == "unmet")
 
+    def own_notes(self) -> OwnNotes:
+        """The rules and targets of which `notes` hold for this process alone."""
+        verdicts = self.verdicts()
+        waiting = [(board.attached(one.rule), str(one)) for one in verdicts if one.state in ("waiting", "nothing")]
+        idle = self.selection.idle_of_preset()
+        told = without_others(verdicts, board.marks())
+        uncalled = sorted(_uncalled(verdict for verdict in told if verdict.rule not in idle))
+        kept = uncalled if len(uncalled) <= UNCALLED_KEPT else []
+        return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(kept))
+
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""
         verdicts = self.selection.verdicts()
@@ -228,8 +232,6 @@ def _is_idle_rule(verdict: Verdict) -> bool:
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
-def _never_called(targets: Sequence[str]) -> str:
-    many = f"{len(targets)} targets were" if len(targets) > 1 else "1 target was"
-    named = ", ".join(shorten(target, UNCALLED_COLUMNS) for target in targets[:UNCALLED_NAMED])
-    rest = len(targets) - UNCALLED_NAMED
-    return f"{many} never called: {named}" + (f", and {rest} more (`instrument check` names all)" if rest > 0 else "")
+def _uncalled(verdicts: Iterable[Verdict]) -> list[str]:
+    """The targets that nothing has called."""
+    return [one.target or one.rule for one in verdicts if one.state == "uncalled" and not _is_idle_rule(one)]

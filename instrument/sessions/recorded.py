@@ -494,6 +494,7 @@ class Recorded:
             samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
             gpus=self._gauges.gpus(),
             startup=self._startup_in(stretch),
+            own_notes=self.account.own_notes(),
         )
 
     def _startup_in(self, stretch: TakenStretch) -> Startup | None:

@@ -108,6 +108,13 @@ class ApartFile:
             found += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
         return found
 
+    def called_sites(self) -> set[Site]:
+        """The sites of its spans and of its totals, which were called."""
+        found = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
+        if self.saved.tally is not None:
+            found |= {row.path[-1] for row in self.saved.tally.rows() if row.path and row.totals.calls}
+        return found
+
     @property
     def of_all(self) -> slice:
         """Its rows among those of all files."""

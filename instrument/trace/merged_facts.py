@@ -192,12 +192,26 @@ def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
 
 
 def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
-    """All notes, each once; with those processes before it that say so where not all do, the first of them by name."""
+    """All notes, each once; with those processes before it that say so where not all do, the first of them by name.
+
+    Left out is what another process has met: a rule that it had at work, or a target that it called.
+    """
+    parts = [part for its in processes for part in its]
+    at_work = {mark for part in parts for mark in part.saved.facts.own_notes.at_work}
+    called_sites = {f"{site.module}:{site.qualname}" for part in parts for site in part.called_sites()}
     said: dict[str, list[str]] = {}
+    uncalled: dict[str, None] = {}
     for its in processes:
-        for note in dict.fromkeys(note for part in its for note in part.saved.facts.notes):
+        void = set[str]()
+        for own_notes in (part.saved.facts.own_notes for part in its):
+            void |= {note for mark, note in own_notes.waiting if mark in at_work}
+            if own_notes.uncalled:
+                void.add(spans.never_called(own_notes.uncalled))
+                uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
+        for note in dict.fromkeys(note for part in its for note in part.saved.facts.notes if note not in void):
             said.setdefault(note, []).append(called(its[0].saved))
-    return [note if len(who) == len(processes) else f"{_few(who)}: {note}" for note, who in said.items()]
+    notes = [note if len(who) == len(processes) else f"{_few(who)}: {note}" for note, who in said.items()]
+    return [*notes, *([spans.never_called([*uncalled])] if uncalled else [])]
 
 
 def _few(names: Sequence[str]) -> str:

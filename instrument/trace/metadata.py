@@ -6,7 +6,7 @@ Viewers ignore it. Sites stand in it once, and the events name them by their pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from operator import add
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from instrument.recording.spans import (
     Kernel,
     MergedProcess,
     Origin,
+    OwnNotes,
     Sample,
     Site,
     Span,
@@ -154,6 +155,7 @@ def _of_process(trace: Trace) -> dict[str, Any]:
         "losses": safe(dict(trace.losses)),
         "notes": safe(list(trace.notes)),
         **({"died": clean(trace.died)} if trace.died else {}),
+        **({"own_notes": safe(asdict(trace.own_notes))} if trace.own_notes != OwnNotes() else {}),
         "cost": trace.cost and _facts(trace.cost),
     }
 
@@ -368,7 +370,16 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
+        own_notes=own_notes_of(facts.get("own_notes", {})),
     )
+
+
+def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
+    """What a process had not met of its rules, of a file or of its last words. Raises for what is damaged."""
+    waiting = tuple((checked(mark, str), checked(note, str)) for mark, note in facts.get("waiting", ()))
+    texts = (tuple(checked(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled"))
+    at_work, uncalled = texts
+    return OwnNotes(at_work, waiting, uncalled)
 
 
 def _read_merged_process(facts: Any) -> MergedProcess:
