@@ -79,6 +79,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("engine.py").write_text(ENGINE)
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
+    for home in runs.glob("*/by-hand-*"):  # of an agent that the test has killed
+        if not Path(f"/proc/{run_folder.first_process(home.name)}").exists():
+            run_folder.remove(home)
     try:
         until(lambda: not list(runs.iterdir()))
     finally:
@@ -1248,3 +1251,40 @@ def test_who_was_killed_for_want_of_memory_is_said_to_be(tmp_path: Path) -> None
     process.status = signal.SIGSEGV
     assert "(SIGSEGV)" in departure.line_of(process, {"path": "x"})
     assert exit_status.oom_kills(None) == exit_status.oom_kills(tmp_path / "none") == 0
+
+
+HORSES = """
+import os, sys
+import engine
+
+for number in range(12):
+    if os.fork() == 0:
+        engine.step(number)
+        os._exit(3 if number == 11 else 0)
+    os.wait()
+"""
+
+
+def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their_spans_are_in_files(
+    folder: Path,
+) -> None:
+    with Path("profile.yaml").open("a") as profile:
+        profile.write("  recording:\n  chrome: {path: 'traces/{service}-{run}-{window}.json'}\n")
+    done = run(HORSES)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not run_folder.found())
+    died = set(re.findall("ended without a goodbye.*; no span was open", done.stderr))
+    assert died == {"ended without a goodbye (exit code 3); no span was open"}
+    assert re.search(r"\bstep .* 12 ", done.stderr), done.stderr
+    for pattern, load in (
+        ("*.npz", lambda path: file.load(path).columns),
+        ("*.json", lambda path: chrome.read(path)[0].spans),
+    ):
+        paths = [path for path in Path("traces").glob(pattern) if not path.name.endswith("-died.npz")]
+        assert sum(len(load(path)) for path in paths) == 11
+
+
+def test_a_worker_that_leaves_in_the_middle_of_a_span_has_died_whatever_its_code(folder: Path) -> None:
+    Path("engine.py").write_text("import os\n\ndef step(x):\n    os._exit(x)\n")
+    done = run("import os, engine\nif os.fork() == 0:\n    engine.step(0)\nos.wait()\n")
+    assert "ended without a goodbye (exit code 0): it died in `step`" in done.stderr

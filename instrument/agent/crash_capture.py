@@ -14,7 +14,11 @@ from instrument.recording.spans import GAUGES, HOST
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan
     from instrument.recording.spans import Sample, Trace
+    from instrument.recording.tally import Tally
     from instrument.trace.columns import Trace as Columns
+
+RECORDING = ".npz"
+"""How the names of recordings end."""
 
 LAST_GAUGES = " Its last gauges, "
 
@@ -36,12 +40,14 @@ def capture(
     since_ns: int = 0,
     end_ns: int | None = None,
     said: Mapping[str, Any] | None = None,
+    copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """Save what a recording in memory holds, that which ended before `since_ns` left out.
 
     Where `how` is given its process has gone, in that way, at `end_ns`, or after all that it recorded where that is not
     known; what was open then is told in the file and in the answer, under `died`. What it `said` of costs and losses as
-    it left is told, too. Raises `TraceError` for what is no sound recording.
+    it left is told, too. `copies` are files of the same, recordings and Chrome traces by their names; those that were
+    written are in the answer. Raises `TraceError` for what is no sound recording.
     """
     from dataclasses import replace
 
@@ -59,9 +65,22 @@ def capture(
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         file.write(path, saved.columns, _with(facts, said or {}), saved.tally)
+        written = [copy for copy in copies if _is_written(copy, saved.columns, facts, saved.tally)]
     finally:
         mapped.close()
-    return {"path": path, "died": died, "spans": len(saved.columns)}
+    return {"path": path, "died": died, "spans": len(saved.columns), "copies": written}
+
+
+def _is_written(path: str, columns: Columns, facts: Trace, tally: Tally | None) -> bool:
+    from instrument.chrome import writing
+    from instrument.errors import TraceError
+    from instrument.trace import file
+
+    try:
+        (file if path.endswith(RECORDING) else writing).write(path, columns, facts, tally)
+    except TraceError:
+        return False
+    return True
 
 
 def found(path: str, run: str) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import crash_capture, exit_status, journal, run_report, telling
-from instrument.agent.processes import GOODBYE, PROC, REPLACED, VANISHED, Process, Run
+from instrument.agent.processes import EXITED, GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
 from instrument.runtime import disk_room, run_folder
 
@@ -102,17 +102,32 @@ def _is_notable(process: Process) -> bool:
 
 
 def _line_in_report(process: Process) -> str:
-    files = (process.goodbye or {}).get("files", ())
+    files = process.files or (process.goodbye or {}).get("files", ())
     if process.saved.endswith(CAPTURE):
         files = [process.saved]
     return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
+def captures_of(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
+    """A job that saves for the run's report what some processes have left in memory."""
+    jobs = [capture_of(process, process.saved, folder) for process in processes]
+
+    def attempt(job: Callable[[], Answer]) -> Answer:
+        try:
+            return job()
+        except Exception as problem:
+            return {"error": f"{type(problem).__name__}: {problem!s:.500}"}
+
+    return lambda: {"each": [attempt(job) for job in jobs]}
+
+
 def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """What saves what a process has left in memory; of one that vanished also what it was in the middle of.
+    """A job that saves what a process has left in memory; of one that vanished also what it was in the middle of.
 
     It goes on where the agent is killed meanwhile. The next one waits for it, and takes what is saved for its own.
+    One that exited has the files that its profile asks for, too: it could not write them.
     """
+    copies = process.facts.get("files", ()) if process.how == EXITED else ()
     how = _way(process) if process.how == VANISHED else ""
     end_ns, said = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
@@ -121,7 +136,9 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
             found = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
             if found is None and process.memory < 0:
                 return {"error": why_unread(process)}
-            return found or crash_capture.capture(process.memory, path, how=how, end_ns=end_ns, said=said)
+            return found or crash_capture.capture(
+                process.memory, path, how=how, end_ns=end_ns, said=said, copies=copies
+            )
 
     return job
 
@@ -196,12 +213,12 @@ def place_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int) -> int:
-    """Remove the oldest captures of a service beside one that was saved, until all keep within `disk_bytes`: how many.
+    """Remove the oldest files of a service as one that was saved, until all keep within `disk_bytes`: how many.
 
     It stays, and so do those in `kept`, which the report of a run is still to be made of.
     """
     own, found = _less_numbers(saved.name, service), []
-    for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}"):
+    for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
         if _less_numbers(path.name, service) != own:
             continue
         with suppress(OSError):  # another agent has just removed it
@@ -237,7 +254,7 @@ def _way(process: Process) -> str:
 
 def end_of(process: Process) -> str:
     """How a process ended, in a word or two."""
-    words = {GOODBYE: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
+    words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
     return f"{words.get(process.how, 'runs')}{_how(process.status)}"
 
 

@@ -18,23 +18,53 @@ def holds_anything(fd: int) -> bool:
         head = os.pread(fd, layout.HEADER.size, 0)
         if head[:8] != layout.MAGIC or _number(head, layout.HEADER, "version") != layout.VERSION:
             return False
-        generation, inner = (_number(head, layout.HEADER, name) for name in ("generation", "object_bytes"))
+        inner = _number(head, layout.HEADER, "object_bytes")
         if inner > layout.STRIDES["rings"] - layout.RING.size:
             return False
-        part, rings = _slots(fd, head, "rings")
-        own = set()
-        for slot, ring in enumerate(rings):
-            number, of = (_number(ring, layout.RING, name, inner) for name in ("number", "generation"))
-            if number and of == generation:
-                if _number(ring, layout.RING, "head", inner) or _number(ring, layout.RING, "folded", inner):
-                    return True
-                own.add(_number(head, layout.HEADER, "address") + part.offset + slot * part.stride)
-        return any(
-            _number(frame, layout.FRAME, "state") and _number(frame, layout.FRAME, "ring") in own
-            for frame in _slots(fd, head, "frames")[1]
+        has_rows = any(
+            _number(ring, layout.RING, "head", inner) or _number(ring, layout.RING, "folded", inner)
+            for _, ring in _rings_of_now(fd, head, inner)
         )
+        return has_rows or _has_open_frame(fd, head, inner)
     except (OSError, struct.error, OverflowError):
         return False
+
+
+def has_open_span(fd: int) -> bool:
+    """Whether a span is open. True for what cannot be read."""
+    try:
+        head = os.pread(fd, layout.HEADER.size, 0)
+        return _has_open_frame(fd, head, _number(head, layout.HEADER, "object_bytes"))
+    except (OSError, struct.error, OverflowError):
+        return True
+
+
+def _rings_of_now(fd: int, head: bytes, inner: int) -> Iterator[tuple[int, bytes]]:
+    """The rings of the generation of now, each with its address in the process."""
+    generation, address = (_number(head, layout.HEADER, name) for name in ("generation", "address"))
+    part, rings = _slots(fd, head, "rings")
+    for slot, ring in enumerate(rings):
+        number, of = (_number(ring, layout.RING, name, inner) for name in ("number", "generation"))
+        if number and of == generation:
+            yield address + part.offset + slot * part.stride, ring
+
+
+def _has_open_frame(fd: int, head: bytes, inner: int) -> bool:
+    own = dict(_rings_of_now(fd, head, inner))
+    open_ids = {
+        _number(frame, layout.FRAME, "span_id")
+        for frame in _slots(fd, head, "frames")[1]
+        if _number(frame, layout.FRAME, "state") and _number(frame, layout.FRAME, "ring") in own
+    }
+    ended_ids = {_newest_id(fd, head, ring, inner) for ring in own.values()}  # it may not have forgotten its frame
+    return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
+
+
+def _newest_id(fd: int, head: bytes, ring: bytes, inner: int) -> int:
+    """The span of the newest row of a ring, 0 for none."""
+    rows, mask, count = (_number(ring, layout.RING, name, inner) for name in ("rows", "mask", "head"))
+    at = rows - _number(head, layout.HEADER, "address") + ((count - 1) & mask) * layout.STRIDES["rows"]
+    return int.from_bytes(os.pread(fd, 8, at), "little") if count else 0
 
 
 def rows_held(fd: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ from instrument.runtime import run_folder
 
 PROC = Path("/proc")
 
-GOODBYE, VANISHED, REPLACED = "goodbye", "vanished", "replaced"
-"""How a process ended: it said so; without a word; it became another program, or began another recording."""
+GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
+"""How a process ended: it said so; without a word; it became another program, or began another recording; with exit
+code 0 and no open span, by a way past Python's own end, as workers that are forked for a job do."""
 
 _IMAGE_BYTES = 4096
 
@@ -31,6 +33,7 @@ class Process:
     `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
     `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
     by the process where it `saves_itself`; `link` is one that leads there where it is a capture.
+    `files` are those that its profile asks for and that were written in its place.
     One that had nobody beside it `told_of_itself`, and left no such file.
     `is_missed` says that its run's agent went before it had saved what it left, `is_elsewhere` that its number is one
     of another namespace: it lives as long as it is connected.
@@ -56,6 +59,7 @@ class Process:
     link: str = ""
     is_saving: bool = False
     saves_itself: bool = False
+    files: Sequence[str] = ()
     told_of_itself: bool = False
     is_missed: bool = False
     is_elsewhere: bool = False

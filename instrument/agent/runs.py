@@ -9,7 +9,8 @@ import os
 import selectors
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ from instrument.agent import departure, exit_status, journal, run_report, tellin
 from instrument.agent.connections import ConnectionWatch
 from instrument.agent.exports import Exports, exports_spans
 from instrument.agent.gauge_reader import GaugeReader
-from instrument.agent.glance import rows_held
+from instrument.agent.glance import has_open_span, rows_held
 from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
 from instrument.agent.peer import Connection
 from instrument.agent.processes import (
+    EXITED,
     GOODBYE,
     REPLACED,
     VANISHED,
@@ -48,6 +50,9 @@ STATUS_S = 0.3
 
 CAPTURES = 20
 """Of so many processes of a run that vanished captures are saved."""
+
+SAVED_AT_ONCE = 64
+"""Processes at most of which one child saves what they have left."""
 
 DISK_BYTES = 1 << 30
 """What captures of processes may take that do not tell their `limits.disk`."""
@@ -94,6 +99,8 @@ class Runs:
         self._runs: dict[str, Run] = {} if own is None else {own.name: own}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
+        self._to_save: deque[Process] = deque()
+        self._saves = 0
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
@@ -276,7 +283,7 @@ class Runs:
     def saved(self, process: Process) -> None:
         """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
         process.is_saving = False
-        if process.how == VANISHED:
+        if process.how in (VANISHED, EXITED):
             journal.forget(self._folder, process)
         process.release()
         self._trim(process.run)
@@ -324,7 +331,8 @@ class Runs:
             journal.note(self._folder, process)
         self._ended(process, VANISHED)
         if process.has_recorded:
-            self._loop.after(STATUS_S, lambda: self._capture(process))
+            wait_s = 0 if process.status == 0 else STATUS_S
+            self._loop.after(wait_s, lambda: self._capture(process))
         self._say_of_unmet(process, "")
 
     def _say_of_unmet(self, process: Process, said: str) -> None:
@@ -348,12 +356,38 @@ class Runs:
         """Save for the run's report what a process has left in memory."""
         process.saves_itself = False
         process.saved = departure.place_for_report(self._folder, process)
+        self._to_save.append(process)
+        if not self._saves:
+            self._save_next()
 
-        def then(answer: Any) -> None:
-            process.saved = str(answer.get("path", ""))
+    def _save_next(self) -> None:
+        """Have one child save what many processes have left: to begin it takes longer than to save that of one."""
+        batch = [self._to_save.popleft() for _ in range(min(len(self._to_save), SAVED_AT_ONCE))]
+        if batch:
+            self._start_saves(batch)
+
+    def _start_saves(self, batch: Sequence[Process]) -> None:
+        self._saves += 1
+        self._jobs.start(departure.captures_of(batch, self._folder), partial(self._end_saves, batch))
+
+    def _end_saves(self, batch: Sequence[Process], answer: Any) -> None:
+        self._saves -= 1
+        if "each" not in answer and len(batch) > 1:  # one of them has ended the child
+            for process in batch:
+                self._start_saves([process])
+            return
+        for process, one in zip(batch, answer.get("each", [answer]), strict=True):
+            process.saved, process.files = str(one.get("path", "")), tuple(map(str, one.get("copies", ())))
+            for path in process.files:
+                self._make_room(process, Path(path))
             self.saved(process)
+        if not self._saves:
+            self._save_next()
 
-        self._jobs.start(departure.capture_of(process, process.saved, self._folder), then)
+    def _make_room(self, process: Process, saved: Path) -> None:
+        service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
+        kept = {one.saved for run in self for one in run.processes} | departure.captures_for_reports(self._folder)
+        departure.make_room(saved, service, kept, disk_bytes)
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
@@ -378,8 +412,12 @@ class Runs:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Save what a process that vanished has left, and say so."""
+        """Save what a process that vanished has left, and say so, unless it ended as it was to."""
         run = process.run
+        if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
+            process.how = EXITED
+            self._save(process)
+            return
         run.captures += 1
         if process.memory < 0 and not process.is_missed:
             self._captured(process, {"error": departure.why_unread(process)})
@@ -395,10 +433,8 @@ class Runs:
     def _captured(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
-            service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
             process.link = departure.link_to_capture(self._folder, process)
-            kept = {one.saved for run in self for one in run.processes} | departure.captures_for_reports(self._folder)
-            departure.make_room(Path(process.saved), service, kept, disk_bytes)
+            self._make_room(process, Path(process.saved))
         self._say(process.run, departure.line_of(process, answer), process)
         self.saved(process)
 

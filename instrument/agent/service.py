@@ -91,6 +91,8 @@ class Agent:
             self._runs.saved(process)
         elif process is not None and not process.lives:
             pass  # it goes on after its goodbye, or is about to end
+        elif process is not None and "exits" in message:
+            process.status = (int(message["exits"]) & 0xFF) << 8
         elif process is not None and "records" in message:
             self._runs.records(process)
         elif process is not None and "requests" in message:

@@ -18,7 +18,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 RESTORED = (signal.SIGINT, signal.SIGHUP)
 """Where the service puts the default back in place of a handler of its own, these are as SIGTERM. Where it has had
@@ -96,6 +96,28 @@ class Termination:
         if not self._is_native(number) and self._end(number, frame):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
+    """Have `action` called with the exit code as the process leaves by `os._exit`. Returns the way back.
+
+    Workers that are forked for a job leave so, past all that Python does at its end. The action may wait for nothing.
+    """
+    bare_exit = os._exit
+
+    @functools.wraps(bare_exit)
+    def leave(status: int) -> NoReturn:
+        try:
+            action(status)
+        finally:
+            bare_exit(status)
+
+    def undo() -> None:
+        if os._exit is leave:
+            os._exit = bare_exit
+
+    os._exit = leave
+    return undo
 
 
 def _address_of_handler(number: int) -> int | None:

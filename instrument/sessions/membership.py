@@ -27,7 +27,7 @@ from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.recorded import NOTE_TOLD, NOTES_TOLD, Recorded
-from instrument.sessions.saving import Saving
+from instrument.sessions.saving import Saving, templates
 
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
@@ -336,6 +336,7 @@ class RunFacts:
             "records": self._has_threads(),
             "folder": str(saving.folder),
             "captures": str(saving.folder / saving.place().path(recording.path)),
+            "files": [str(saving.folder / saving.place().path(one)) for one in templates(session.profile.export)],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
             "export": session.export_settings(),

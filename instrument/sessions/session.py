@@ -29,6 +29,7 @@ from instrument.recording.spans import COLLECTION
 from instrument.report.summary import prepare
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread, adopting
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
@@ -180,6 +181,8 @@ class Session(Exporting):
         self._end_with_multiprocessing()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
+        if self._membership.path:
+            self._last_undos.append(before_exit(lambda status: self._membership.tell({"exits": status})))
 
     def _join_run(self) -> None:
         """Tell the run's agent of this process, where there is one."""
