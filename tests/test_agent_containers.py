@@ -401,3 +401,62 @@ def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:
     for option in ("--socket", "--captures"):
         assert option in text
         assert option in done.stdout
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_the_first_process_of_a_container_begins_its_agent_anew_which_tells_how_the_service_ended() -> None:
+    done = first(f"""{ASK}
+import engine, signal
+engine.step(1)
+before = ask()[1]
+os.kill(before, signal.SIGKILL)
+members, agent = [], before
+while agent == before or not members:
+    try:
+        members, agent = ask()
+    except (OSError, TypeError):
+        pass
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "of shop ended without a goodbye (SIGKILL)" in done.stderr
+
+
+@pytest.mark.slow
+def test_verbs_find_an_agent_beside_the_service_and_take_a_service_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
+    agent = beside("--socket", str(path))
+    serves = "import engine; engine.step(1); print('ready', flush=True); engine.hang(600)"
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    services = []
+    for name in ("shop", "bank"):
+        Path("profile.yaml").write_text(PROFILE.replace("shop", name))
+        services.append(begin(serves))
+        assert services[-1].stdout is not None
+        assert services[-1].stdout.readline() == "ready\n"
+    monkeypatch.delenv(run_folder.VARIABLE)
+    shop, bank = (service.pid for service in services)
+    assert {f"  {shop} ", f"  {bank} "} <= set(re.findall(r"  \d+ ", done_by("ps").stdout))
+    refused = done_by("off")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.search(
+        r"found several: .*\(shop: 1 process, for .* s\); .*\(bank: 1 process, for .*--all", refused.stderr
+    )
+    assert done_by("off", "shop").stdout == f"{shop}: does not record\n"
+    assert ": 1 process, 1 switched off" in done_by("live", "--once", "shop").stdout
+    assert "found several" in done_by("live", "--once").stderr
+    assert set(done_by("on", "--all").stdout.splitlines()) == {f"{shop}: records", f"{bank}: records"}
+    assert done_by("reload", "--run", "bank").stdout.startswith(f"{bank}: generation")
+    assert "1 process" in done_by("dump", "bank", "--output", "bank.npz").stdout
+    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    assert done_by("off", "bank").stdout == f"{bank}: does not record\n"
+    for service in services:
+        service.terminate()
+        service.communicate(timeout=240)
+    agent.terminate()
+    agent.communicate(timeout=240)
+    path.parent.rmdir()

@@ -53,6 +53,20 @@ class Asked:
     unseen: str = ""
 
     @property
+    def living(self) -> list[Member]:
+        """Its processes that have not ended."""
+        return [member for member in self.members if member.lives]
+
+    @property
+    def described(self) -> str:
+        """Its name, with its services, how many processes live, and since when."""
+        its = self.living or self.members
+        services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in its)) or "no process"
+        begun_ns = min((int(member.facts["joined_ns"]) for member in its), default=time.monotonic_ns())
+        count = f"{len(self.living)} process{'es' * (len(self.living) != 1)}"
+        return f"{self.name} ({services}: {count}, for {(time.monotonic_ns() - begun_ns) / 1e9:.3g} s)"
+
+    @property
     def none_joined(self) -> str:
         """What there is to say of one that has answered and of which no process is known, else ""."""
         if self.problem or self.members:
@@ -66,18 +80,23 @@ class Asked:
 def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
     """The runs of this user, or those that `name` means; their recordings are open within the block, if asked for.
 
-    `name` is that of a run or how it begins, the number of a process, or the path of an agent's socket. Where it is
-    left out, `INSTRUMENT_AGENT` may name the only one. Raises `InstrumentError` where there is none.
+    `name` is that of a run or how it begins, of a service, the number of a process, or the path of an agent's socket.
+    Where it is left out, `INSTRUMENT_AGENT` may name the only one. Raises `InstrumentError` where there is none.
     """
-    named = name or os.environ.get(run_folder.VARIABLE, "")
+    own = os.environ.get(run_folder.VARIABLE, "")
+    named = name or own
     is_socket = "/" in named
-    sockets = [Path(named)] if is_socket else [folder / run_folder.SOCKET for folder in run_folder.found()]
-    runs = [run for socket in sockets for run in _runs_at(socket, memory=memory)]
+    sockets = [(folder / run_folder.SOCKET).resolve() for folder in run_folder.found()]  # some agents lie elsewhere
+    if is_socket:
+        sockets = [Path(named)]
+    elif "/" in own:
+        sockets.append(Path(own).resolve())
+    runs = [run for socket in dict.fromkeys(sockets) for run in _runs_at(socket, memory=memory)]
     try:
         found = runs if is_socket or not named else [one for run in runs for one in _meant(run, named)]
         if not found:
-            known = ", ".join(run.name for run in runs) or "none"
-            what = f"a run, or a process of one, that is called {named}" if named else "a run"
+            known = "; ".join(run.described for run in runs) or "none"
+            what = f"a run, a service or a process that is called {named}" if named else "a run"
             advice = "`instrument ps` lists their processes" if runs else "`instrument run` begins one"
             raise InstrumentError(f"asked for {what}, found {known}; {advice}")
         yield found
@@ -93,15 +112,15 @@ def only(verb: str, runs: Sequence[Asked]) -> Asked:
     if len(answering) == 1:
         return answering[0]
     if len(answering) > 1 or len(runs) > 1:
-        names = ", ".join(run.name for run in answering or runs)
-        raise InstrumentError(f"{verb}: asked for one run, found several: {names}; name one")
+        names = "; ".join(run.described for run in answering or runs)
+        raise InstrumentError(f"{verb}: asked for one run, found several: {names}; name one, its service or a process")
     raise InstrumentError(f"{verb}: {runs[0].name}: {runs[0].problem}")
 
 
 def _meant(run: Asked, name: str) -> list[Asked]:
     if run.name.startswith(name) and not name.isdecimal():
         return [run]
-    its = [member for member in run.members if str(member.pid) == name]
+    its = [member for member in run.members if name in (str(member.pid), member.facts["service"])]
     return [replace(run, members=its, folded=0)] if its else []
 
 

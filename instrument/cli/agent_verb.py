@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from instrument.agent import service
@@ -50,7 +51,8 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
     print(f"instrument: an agent listens at {path}", file=sys.stderr)
     is_ours = True
     try:
-        is_ours = service.serve_on(listener, path.parent, run, captures=captures, says=True)
+        with run_folder.registered(path) if run is None else nullcontext():
+            is_ours = service.serve_on(listener, path.parent, run, captures=captures, says=True)
     finally:
         if is_ours:
             path.unlink(missing_ok=True)

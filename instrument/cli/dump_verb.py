@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser("dump", help="save what the processes of a run have recorded; they go on meanwhile")
-    parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: the only one)")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument("--last", type=time_ns, metavar="T", help="only what ended in this time, such as 10s")
     parser.add_argument(
         "--output",

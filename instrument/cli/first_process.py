@@ -21,6 +21,9 @@ from instrument.runtime import packets, run_folder
 WAIT_S = 5.0
 """The longest that the agent has for its last words once the service has ended."""
 
+AGENTS = 10
+"""The agents at most that one run has, each in place of one that has gone."""
+
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 
@@ -30,19 +33,33 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
     service = os.fork()
     if service == 0:
         _become(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
+    agent = _begun(listener, run, service)
+    path = Path(os.fsdecode(listener.getsockname()))
+    listener.close()
+    status, agent = _await(service, agent, path, run)
+    _end_others(agent)
+    if agent:
+        _await_agent(agent, time.monotonic() + WAIT_S)
+    run_folder.remove(path.parent)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _begun(listener: socket.socket, run: str, service: int) -> int:
+    """The number of a new agent, which listens there."""
     agent = os.fork()
     if agent == 0:
         try:
             launch.become(listener, run, service, keeps_stderr=True)
         finally:
             os._exit(1)
-    path = Path(os.fsdecode(listener.getsockname()))
-    listener.close()
-    status = _await(service, agent, path)
-    _end_others(agent)
-    _await_agent(agent, time.monotonic() + WAIT_S)
-    run_folder.remove(path.parent)
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    return agent
+
+
+def _begun_again(path: Path, run: str, service: int) -> int:
+    """The number of an agent in place of one that has gone, 0 where there can be none."""
+    with suppress(OSError), run_folder.listen(path) as listener:
+        return _begun(listener, run, service)
+    return 0
 
 
 def _become(words: Sequence[str], environ: Mapping[str, str], mask: set[signal.Signals | int]) -> None:
@@ -56,16 +73,23 @@ def _become(words: Sequence[str], environ: Mapping[str, str], mask: set[signal.S
         os._exit(127)
 
 
-def _await(service: int, agent: int, path: Path) -> int:
-    """Hand on signals and reap children until the service has ended: with which status."""
+def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
+    """Hand on signals, reap children, and begin an agent anew that has gone, until the service has ended.
+
+    Returns the service's status, and the number of the last agent.
+    """
+    begun = 1
     while True:
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
         if number == signal.SIGCHLD:
-            for pid, status in _reaped():
-                if pid != agent:
-                    _tell(path, pid, status)
-                if pid == service:
-                    return status
+            reaped = _reaped()
+            ended = [status for pid, status in reaped if pid == service]
+            if agent in dict(reaped):
+                agent, begun = 0 if ended or begun == AGENTS else _begun_again(path, run, service), begun + 1
+            for pid, status in reaped:
+                _tell(path, pid, status)
+            if ended:
+                return ended[0], agent
         elif number not in _TERMINAL:
             with suppress(ProcessLookupError):
                 os.kill(service, number)

@@ -18,7 +18,7 @@ EVERY_S = 1.0
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser("live", help="requests in flight, rates and hottest places of a run, as it is now")
-    parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: the only one)")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument("--every", type=seconds, default=EVERY_S, metavar="S", help=f"seconds (default: {EVERY_S:g})")
     parser.add_argument("--once", action="store_true", help="one look at all since the begin, as plain text")
     parser.add_argument("--json", action="store_true", help="each look as a line of JSON, times in ns")

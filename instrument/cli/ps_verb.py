@@ -11,12 +11,15 @@ from instrument.agent.processes import GOODBYE
 from instrument.cli.option_values import Verbs
 from instrument.report.table import compact, named_table, safe
 
-RUN = "a run, as far as it takes to tell it from others, the number of a process, or the path of an agent's socket"
+RUN = (
+    "a run, as far as it takes to tell it from others, a service, the number of a process, or the path of an agent's "
+    "socket; INSTRUMENT_AGENT may hold that path"
+)
 
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser("ps", help="list the runs and their processes, with what each records, costs and loses")
-    parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: all)")
     parser.add_argument("--json", action="store_true", help="the same as one JSON document, times in ns")
     parser.set_defaults(verb=ps)
 

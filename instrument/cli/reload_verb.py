@@ -11,6 +11,7 @@ from pathlib import Path
 
 from instrument.agent import client
 from instrument.cli.option_values import Verbs, count, seconds
+from instrument.cli.ps_verb import RUN
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -33,6 +34,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--pid", type=count, metavar="N", help="tell this process alone; P may be another file of its service then"
     )
+    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"tell the processes of this one alone: {RUN}")
     parser.add_argument(
         "--socket",
         metavar="PATH",
@@ -56,7 +58,9 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
     answers = {} if options.socket else _answers_of_runs(request, options)
     paths = [where] if where.is_socket() else sockets(where)
-    if options.pid is not None:
+    if options.run is not None:
+        paths = []
+    elif options.pid is not None:
         paths = [path for path in paths if path.stem == str(options.pid)]
     by_path = tell(
         [path for path in paths if path.stem not in answers],
@@ -98,7 +102,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
     """What the processes answer that the agents of this user's runs know, by their numbers."""
     answers: dict[str, Answer | None] = {}
     try:
-        with client.asked(None if options.pid is None else str(options.pid)) as runs:
+        with client.asked(options.run if options.pid is None else str(options.pid)) as runs:
             for run in runs:
                 pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
                 its: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
@@ -109,7 +113,9 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
                     its[str(pid)] = answer
                 answers.update(its)
     except InstrumentError:
-        pass  # there is no run; processes may listen by themselves
+        if options.run is not None:
+            raise
+        # there is no run; processes may listen by themselves
     return answers
 
 

@@ -5,34 +5,43 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from instrument.agent import client
 from instrument.cli.option_values import Verbs, seconds
 from instrument.cli.ps_verb import RUN
+from instrument.errors import InstrumentError
+from instrument.report.table import safe
 from instrument.sessions.control_client import WAIT_S, Request
 
 
 def add(verbs: Verbs) -> None:
     for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
         parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
-        parser.add_argument("run", nargs="?", metavar="RUN|PID", help=f"{RUN} (default: all)")
+        parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
+        parser.add_argument("--all", action="store_true", help="all that are found, unasked")
         told = f"the longest, for the answers (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=told)
         parser.set_defaults(verb=functools.partial(switch, on=on))
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Tell the processes and print what each answers. Returns the exit code: 1 where one has not answered yet."""
+    """Tell the processes and print what each answers. Returns the exit code: 1 where one has not answered yet.
+
+    Of several runs it asks first, or refuses where nobody is there to be asked.
+    """
     missing = False
     with client.asked(options.run) as runs:
+        several = [run for run in runs if run.living]
+        if len(several) > 1 and not (options.all or _is_wanted(several, on=on)):
+            return 2
         for run in runs:
             if run.problem:
                 print(f"instrument: {run.name}: {run.problem}", file=sys.stderr)
                 missing = True
                 continue
-            pids = [member.pid for member in run.members if member.lives]
+            pids = [member.pid for member in run.living]
             if not pids:
                 print(f"instrument: {run.name}: {run.none_joined or 'none of its processes lives'}", file=sys.stderr)
                 missing = True
@@ -42,6 +51,19 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 print(f"{pid}: {_told(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
     return int(missing)
+
+
+def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
+    """Whether somebody at a terminal says that all of several runs are meant. Raises `InstrumentError` without one."""
+    verb, names = "on" if on else "off", [run.described for run in runs]
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise InstrumentError(
+            f"{verb}: asked for one run, found several: {'; '.join(names)}; name one, its service or a process, or "
+            "give --all"
+        )
+    print("\n".join(map(safe, names)), file=sys.stderr)
+    print(f"instrument: {verb}: all of these {len(runs)} runs? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _told(answer: Mapping[str, Any] | None) -> str:
