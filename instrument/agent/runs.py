@@ -9,8 +9,7 @@ import os
 import selectors
 import stat
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from instrument.agent.processes import (
     exit_fd_of_another,
     image_of,
 )
+from instrument.agent.saves import Saves
 from instrument.agent.unseen import LOOK_S, Unseen
 from instrument.recording import export_place
 from instrument.runtime import run_folder
@@ -50,9 +50,6 @@ STATUS_S = 0.3
 
 CAPTURES = 20
 """Of so many processes of a run that vanished captures are saved."""
-
-SAVED_AT_ONCE = 64
-"""Processes at most of which one child saves what they have left."""
 
 DISK_BYTES = 1 << 30
 """What captures of processes may take that do not tell their `limits.disk`."""
@@ -99,8 +96,7 @@ class Runs:
         self._runs: dict[str, Run] = {} if own is None else {own.name: own}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
-        self._to_save: deque[Process] = deque()
-        self._saves = 0
+        self._saves = Saves(self._jobs, folder, self._is_saved)
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._leave_export_to)
         self._has_told_exports = False
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
@@ -356,33 +352,12 @@ class Runs:
         """Save for the run's report what a process has left in memory."""
         process.saves_itself = False
         process.saved = departure.place_for_report(self._folder, process)
-        self._to_save.append(process)
-        if not self._saves:
-            self._save_next()
+        self._saves.add(process)
 
-    def _save_next(self) -> None:
-        """Have one child save what many processes have left: to begin it takes longer than to save that of one."""
-        batch = [self._to_save.popleft() for _ in range(min(len(self._to_save), SAVED_AT_ONCE))]
-        if batch:
-            self._start_saves(batch)
-
-    def _start_saves(self, batch: Sequence[Process]) -> None:
-        self._saves += 1
-        self._jobs.start(departure.captures_of(batch, self._folder), partial(self._end_saves, batch))
-
-    def _end_saves(self, batch: Sequence[Process], answer: Any) -> None:
-        self._saves -= 1
-        if "each" not in answer and len(batch) > 1:  # one of them has ended the child
-            for process in batch:
-                self._start_saves([process])
-            return
-        for process, one in zip(batch, answer.get("each", [answer]), strict=True):
-            process.saved, process.files = str(one.get("path", "")), tuple(map(str, one.get("copies", ())))
-            for path in process.files:
-                self._make_room(process, Path(path))
-            self.saved(process)
-        if not self._saves:
-            self._save_next()
+    def _is_saved(self, process: Process) -> None:
+        for path in process.files:
+            self._make_room(process, Path(path))
+        self.saved(process)
 
     def _make_room(self, process: Process, saved: Path) -> None:
         service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
