@@ -1104,7 +1104,7 @@ def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
 def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
     done = subprocess.run([*INSTRUMENT, "live", "no-such", "--once"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "asked for a run, or a process of one, that is called no-such, found " in done.stderr
+    assert "asked for a run, a service or a process that is called no-such, found " in done.stderr
 
 
 # -------------------------------------------------------------------- many processes
