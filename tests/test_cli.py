@@ -662,3 +662,16 @@ def test_a_process_that_ends_at_once_still_delivers_with_its_resource(folder: Pa
     assert [span.name for span in spans] == ["step"] * 5
     assert {span.resource["deployment.environment.name"] for span in spans} == {"test bench"}
     assert len({span.resource["service.instance.id"] for span in spans}) == 5
+
+
+@pytest.mark.slow
+def test_without_a_profile_spans_go_to_the_collector_that_a_variable_names_unless_another_says_none(
+    folder: Path,
+) -> None:
+    write(folder / "main.py", "from instrument import scope\nwith scope('request', kind='request'): pass\n")
+    with receiver() as collector:
+        environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.http_port}"}
+        for none in ({"OTEL_TRACES_EXPORTER": "none"}, {}):
+            done = run("run", "--", "main.py", env={**environ, **none})
+            assert done.returncode == 0, done.stderr
+            assert [span.name for span in collector.spans()] == ([] if none else ["request"])

@@ -273,6 +273,15 @@ def test_a_profile_without_an_export_says_so_at_start_and_in_check_and_once(capl
     assert says not in caplog.text
 
 
+def test_a_session_in_code_logs_once_which_variables_it_does_not_follow(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    Path("profile.yaml").write_text("export: {otlp: {endpoint: 'http://127.0.0.1:9', timeout: 1ms}}")
+    instrument.start("profile.yaml")
+    assert caplog.text.count("set and not followed: OTEL_BSP_SCHEDULE_DELAY") == 1
+
+
 def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
     remove = board.make()
     try:
