@@ -335,7 +335,7 @@ class Told:
         self.queued: dict[int, int] = {}
         self.queues = QueueTimes(requests, self.ids, self.count)
 
-    def count(self, own: Row | Span, queue_ns: int, *_: object) -> None:
+    def count(self, own: Row | Span, queue_ns: int, *_: object, streams: bool) -> None:
         span_id = own.span_id if isinstance(own, Span) else own[1]
         assert span_id not in self.queued
         self.queued[span_id] = queue_ns
@@ -839,7 +839,7 @@ def test_a_request_whose_batches_were_forgotten_is_counted_and_the_others_are_to
         "requests without queue, prefill, decode and stalls in the OTLP export": 1
     }
     assert {(span.site.name, span.parent_id) for span in front.derived} == {
-        ("queue", short), ("prefill", short), ("decode", short),
+        ("queue", short), ("first batch", short), ("later batches", short),
     }  # fmt: skip
     assert len(front.trees.stages) == 0
 

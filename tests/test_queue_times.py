@@ -266,3 +266,14 @@ def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() 
         kept = {one.name: one.exemplars for one in counted.snapshot(requests=False, marks=(), joins=True).metrics}
         ((one,),) = kept[TIME_IN_QUEUE].values()
         assert (one.value_ns, one.at_ns, one.trace_id, one.span_id) == (40, 900, 7, 8)
+
+
+def test_where_nothing_is_generated_the_time_in_the_queue_has_a_name_of_our_own() -> None:
+    row: Row = (0, 1, 0, 1, 0, 100, 900, 0, -1, None, {})
+    own = span_of(row, _Rows().site_of(row), 1)
+    for streams, name in ((False, "instrument.request.time_in_queue"), (True, TIME_IN_QUEUE)):
+        counted = meter_of()
+        counted.count_served(own, 40, 1.0, None, streams=streams)
+        told = {one.name for one in counted.snapshot(requests=False, marks=(), joins=True).metrics if one.series}
+        assert name in told
+        assert len(told & {"instrument.request.time_in_queue", TIME_IN_QUEUE}) == 1

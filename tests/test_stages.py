@@ -14,7 +14,7 @@ from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
 
 from instrument.cli import main
 from instrument.profile.keys import load
-from instrument.recording.spans import FIRST_ITEM, ITEMS, Origin, Site, Span, Trace
+from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span, Trace
 from instrument.trace import file
 from instrument.trace.joined import join
 from instrument.trace.of_spans import trace_of
@@ -33,10 +33,10 @@ def told(spans: list[Span]) -> dict[int, list[tuple[str, int, int]]]:
 def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:
     assert told(engine()) == {
         1: [
-            ("queue", 90, 100), ("prefill", 100, 200), ("decode", 200, 800),
+            ("queue", 90, 100), ("first batch", 100, 200), ("later batches", 200, 800),
             ("stall", 310, 430),  # while a step ran for another
         ],
-        5: [("queue", 130, 210), ("prefill", 210, 310), ("decode", 310, 531)],
+        5: [("queue", 130, 210), ("first batch", 210, 310), ("later batches", 310, 531)],
     }  # fmt: skip
 
 
@@ -65,6 +65,8 @@ def test_every_request_that_a_batch_serves_has_a_queue_time_also_who_did_not_wai
         ([(STEP, [512]), (STEP, [512]), (STEP, [512]), (STEP, [1])], (10, 40), 1),
         ([(STEP, [512]), (STEP, [512]), (STEP, [10]), (STEP, [1]), (STEP, [1])], (10, 40), 2),
         ([(PREFILL, [9]), (DECODE, [1]), (DECODE, [1])], (10, 20), 2),
+        ([(STEP, [512]), (STEP, [512]), (STEP, [100])], (10, 40), 0),  # in chunks, of which one token was made
+        ([(STEP, [400]), (STEP, [50]), (STEP, [50])], (10, 20), 2),
     ],
 )
 def test_the_prefill_is_what_makes_the_first_token(
@@ -103,6 +105,53 @@ def test_where_batches_do_not_tell_the_prefill_ends_before_the_first_part_of_the
     trace = trace_of(spans)
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == ((10, until_ns), steps)
+
+
+def test_the_prefill_is_all_of_a_prompt_of_which_one_token_was_made() -> None:
+    spans = [made(1, CHAT, 0, 1000, key="a"), made(2, CHAT, 0, 1000, key="b"), made(3, CHAT, 0, 1000, key="c")]
+    batches = [("a", 512), ("a", 512), ("b", 512), ("b", 88), ("c", 9), ("c", 1)]
+    for at, (key, tokens) in enumerate(batches):
+        start = 10 + 10 * at
+        spans.append(made(10 + at, STEP, start, start + 10, thread=ENGINE, batch=[key], weights=[tokens]))
+    trace = trace_of(spans)
+    found = {one.place: (one.prefill, one.steps) for one in stages(trace, join(trace))}
+    assert found == {0: ((10, 30), 0), 1: ((30, 50), 0), 2: ((50, 60), 1)}
+
+
+GENERATING = Site("POST /v1/completions", "request", attributes=(("gen_ai.operation.name", "text_completion"),))
+GENERATOR = Site("generate", "user", attributes=(("gen_ai.operation.name", "text_completion"),))
+STREAM: dict[str, AttributeValue] = {FIRST_ITEM: 21, ITEMS: 3}
+ANSWERED: dict[str, AttributeValue] = {"gen_ai.request.model": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("site", "said", "below", "batches", "is_generation"),
+    [
+        (CHAT, {}, None, [STEP, STEP, STEP], False),  # as an embedder that has several batches
+        (CHAT, STREAM, None, [STEP, STEP, STEP], True),
+        (CHAT, STREAM, None, [PREFILL, DECODE], False),  # that may as well embed and rank
+        (CHAT, STREAM, None, [PREFILL, DECODE, DECODE], True),
+        (CHAT, {FIRST_ITEM: 21, ITEMS: 1}, None, [STEP, STEP], False),
+        (CHAT, ANSWERED, None, [STEP, STEP], True),
+        (GENERATING, {}, None, [STEP, STEP], True),
+        (CHAT, {}, GENERATOR, [STEP, STEP], True),
+    ],
+)
+def test_the_words_of_generations_are_for_what_a_model_generates(
+    site: Site, said: dict[str, AttributeValue], below: Site | None, batches: list[Site], is_generation: bool
+) -> None:
+    spans = [made(1, site, 0, 100, key="a")]
+    spans[0].attributes = {**spans[0].attributes, **said}
+    if below is not None:
+        spans.append(made(2, below, 1, 99, 1))
+    for at, of in enumerate(batches):
+        spans.append(made(10 + at, of, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"]))
+    trace = trace_of(spans)
+    [found] = stage_spans(trace, join(trace)).values()
+    words = ("queue", "prefill", "decode") if is_generation else ("queue", "first batch", "later batches")
+    assert tuple(span.site.name for span in found) == words
+    names = {name for span in found for name in span.attributes if not name.startswith("gen_ai.request.")}
+    assert {name.startswith("gen_ai.") for name in names if ".latency." in name} == {is_generation}
 
 
 def served_by_vllm(asked: dict[str, list[int]], workers: int, ahead_ns: int = 0) -> tuple[list[Span], list[int]]:

@@ -24,6 +24,7 @@ from instrument.profile.document import nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
+from instrument.recording.generations import OPERATION, operation_of
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import MAINS, is_main, names_of, script_name
@@ -297,6 +298,8 @@ class Functions:
             phase=rule.phase,
             min_ns=rule.min_ns,
         )
+        if rule.gen_ai:
+            site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of(""))))
         place = rule.place or rule.text
         attributes, missing = (
             arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])

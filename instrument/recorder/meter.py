@@ -43,13 +43,16 @@ from instrument.recording.generations import (
     FIRST_TOKEN,
     JOINED,
     ONE,
+    OTHER_QUEUE_TIME,
     OUTPUT_TOKEN,
     QUEUE_TIME,
     REQUEST_DURATION,
     SERVING_BATCH_SIZE,
     GenerationTimes,
     generation_labels,
+    is_among,
     said_of_generation,
+    says_generation,
     token_times,
 )
 from instrument.recording.histogram import bucket, bucket_start
@@ -147,10 +150,18 @@ class Meter:
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
 
-    def count_served(self, request: Span, queue_ns: int, batch_size: float, kept: tuple[int, int] | None) -> None:
+    def count_served(
+        self,
+        request: Span,
+        queue_ns: int,
+        batch_size: float,
+        kept: tuple[int, int] | None,
+        *,
+        streams: bool = False,
+    ) -> None:
         """Count how long a request was in the queue, and how many were in its batches on average, 0 without any.
 
-        It is an exemplar where it is `kept`, under these ids.
+        It is an exemplar where it is `kept`, under these ids. One that `streams` what several steps make is generated.
         """
         site, told, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
@@ -158,15 +169,18 @@ class Meter:
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
         labels = (*labels, *_ending(told, error))
-        values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
+        is_generation = is_generation or streams or says_generation((*told, *dict(site.attributes)))
+        values = {
+            QUEUE_TIME if is_generation else OTHER_QUEUE_TIME: queue_ns,
+            **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {}),
+        }
         for name, value in values.items():
             self._generated.add(name, labels, value)
             if kept is not None:
                 self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *kept))
 
     def _is_generation(self, endpoint: Labels) -> bool:
-        route = str(dict(endpoint).get("http.route", ""))
-        return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in self.generations)
+        return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def watch(self, *, functions: bool) -> None:
         """From now on, or no more, look for functions whose items a model generates, and for batches."""

@@ -6,7 +6,7 @@ called here as vLLM and SGLang call it on spans; how many there are in a batch; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from instrument.recording.distributions import (
@@ -23,16 +23,19 @@ from instrument.recording.distributions import (
 )
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 
-GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
+
+GENERATION = (OPERATION, "gen_ai.provider.name", "gen_ai.request.model")
 """What the service may say of a generation, by `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
-QUEUE_TIME = "gen_ai.server.time_in_queue"
+QUEUE_TIME, OTHER_QUEUE_TIME = "gen_ai.server.time_in_queue", "instrument.request.time_in_queue"
+"""Of requests that a model generates an answer for, and of others."""
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
-JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
+JOINED = (QUEUE_TIME, OTHER_QUEUE_TIME, SERVING_BATCH_SIZE)
 """Those that are told once the requests of all processes that are read are joined with their batches."""
 
 ONE = 10**9
@@ -42,7 +45,8 @@ TOLD = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
     FIRST_TOKEN: "Time to generate first token for successful responses.",
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
-    QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
+    QUEUE_TIME: "Time of a generation in the queue, up to its first batch.",
+    OTHER_QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
     BATCH_SIZE: "Requests of a batch.",
     SERVING_BATCH_SIZE: "Requests of a batch, on average over those that served the request.",
 }
@@ -96,9 +100,23 @@ class GenerationTimes:
 
 def generation_labels(known: Labels, told: Mapping[Any, Any]) -> Labels:
     """What tells generations from others: what is known beforehand, and what a span says of it."""
-    of_route = str(dict(known).get("http.route", ""))
-    usual = "chat" if of_route.endswith("/chat/completions") else "text_completion"
-    return tuple({"gen_ai.operation.name": usual, **dict(known), **dict(said_of_generation(told))}.items())
+    usual = operation_of(str(dict(known).get("http.route", "")))
+    return tuple({OPERATION: usual, **dict(known), **dict(said_of_generation(told))}.items())
+
+
+def operation_of(route: str) -> str:
+    """The operation of what is generated at a route, by OpenTelemetry's names."""
+    return "chat" if route.endswith("/chat/completions") else "text_completion"
+
+
+def is_among(route: str, patterns: Sequence[str]) -> bool:
+    """Whether a route is one of these, each exact or with a `*` at its end."""
+    return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in patterns)
+
+
+def says_generation(names: Iterable[object]) -> bool:
+    """Whether names of attributes say that a model generates something."""
+    return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
 def said_of_generation(told: Mapping[Any, Any]) -> Labels:

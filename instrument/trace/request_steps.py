@@ -6,20 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
+from types import MappingProxyType
 
 import numpy as np
 
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import firsts_of
+from instrument.trace.intervals import FARTHEST
+from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.step_kinds import Parts
 
 APART = 8
 """The heaviest batch of a request is a prompt's for certain if it takes so many times what the lightest one does."""
 
+LEAST_CHUNKS = 2
+"""A prompt in more chunks than these, all but the last one alike, is told by that."""
+
 CLEARLY = 2
 """What takes more than so many times as much takes clearly more."""
-
-FARTHEST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,13 @@ def _merged(parts: Parts, which: Sequence[int]) -> list[int]:
     return found
 
 
-def prefills(parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s]) -> Int64s:
+def prefills(
+    parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s], least: Mapping[str, int] = MappingProxyType({})
+) -> Int64s:
     """How many steps of each request make its first token.
+
+    `least` is the least weight of any request's by the names of batches: where all steps of a request take clearly more
+    they are a prompt's, of which one token was made.
 
     `streamed_ns` tells of some requests when the first part of their answer was sent, `FARTHEST` of what is no stream.
     """
@@ -144,11 +153,11 @@ def prefills(parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s]
         return counts
     weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.ordinal
     is_first = ordinal == 0
-    least = np.maximum(np.minimum.reduceat(weights, steps.first), 1)
+    lightest = np.maximum(np.minimum.reduceat(weights, steps.first), 1)
     most = np.maximum.reduceat(weights, steps.first)
     is_called_otherwise = names != np.repeat(names[steps.first], steps.count)
     first_other = np.minimum.reduceat(np.where(is_called_otherwise, ordinal, FARTHEST), steps.first)
-    are_alike = most <= least
+    are_alike = most <= lightest
     are_named = are_alike & (first_other < FARTHEST)
     counts[are_named] = first_other[are_named]
     untold = np.flatnonzero(are_alike & ~are_named & (steps.count > 1))
@@ -164,6 +173,10 @@ def prefills(parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s]
     pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.count[unlike].tolist(), strict=True)
     for request, first, count in pieces:
         counts[request] = _prefills(weights[first : first + count].tolist())
+    least_of_all = np.array([least.get(name, 0) for name in parts.names], dtype=np.int64)[names[steps.first]]
+    says_weight = np.minimum.reduceat(parts.says_weight[steps.lead], steps.first)
+    is_prompt = says_weight & (least_of_all > 0) & (lightest >= APART * least_of_all)
+    counts[is_prompt] = steps.count[is_prompt]
     return counts
 
 
@@ -171,6 +184,13 @@ def _prefills(weights: Sequence[int]) -> int:
     """How many of a request's steps, which do not take alike, make its first token."""
     least, most = max(min(weights), 1), max(weights)
     count = 0
+    if (
+        len(weights) > LEAST_CHUNKS
+        and least >= APART * THOUSANDTHS
+        and len({*weights[:-1]}) == 1
+        and weights[-1] < most
+    ):
+        return len(weights)  # a prompt in chunks, of which one token was made
     if most >= APART * least:
         between = sqrt(most) * sqrt(least)
         count = next((place for place, weight in enumerate(weights) if weight <= between), len(weights))

@@ -1,5 +1,9 @@
 """Stages of requests that batches serve: queue, prefill, decode and stalls, as the ledger has them.
 
+These are the words of generations: of a request that says so, by `gen_ai` of its route or rule or by its attributes,
+or whose answer is sent in parts and whose batches of one name serve it several times. Of others they are the first
+batch and the later ones.
+
 An engine may record several batches a step, such as what schedules it, runs it and takes its answer, and each of its
 workers may. Those that take turns are the parts of one step: the steps of a request are those batches of them that
 say weights, and of these that take longest, of one worker.
@@ -20,16 +24,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.generations import GENERATION
+from instrument.recording.generations import GENERATION, says_generation
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
-from instrument.trace.columns import Int64s, Trace
-from instrument.trace.groups import firsts_of
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.groups import firsts_of, numbered
+from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Stretches, served_stretches
-from instrument.trace.request_steps import FARTHEST, last_of_firsts, prefills, steps_of, usual_ns
+from instrument.trace.request_steps import Steps, last_of_firsts, prefills, steps_of, usual_ns
 from instrument.trace.step_kinds import Parts, StepKinds
 
 PREFILL, DECODE = "prefill", "decode"
+FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
+"""What the same are called of a request for which no model generates anything."""
 
 STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall: what the batches are called that took most of it, if any did."""
@@ -37,26 +44,39 @@ STALLED_BY = "instrument.stalled_by"
 STEPS = "instrument.decode.steps"
 """The attribute of a decode: how many steps it had, each of which made a token, or several at once."""
 
+LATER_STEPS = "instrument.later_batches.steps"
+"""The attribute of later batches: how many steps they were."""
+
 MOST_STALLS = 16
 """Stalls of a request that are told: the longest."""
 
 SITES: Mapping[str, Site] = {
-    name: Site(name, "phase", attributes=(("instrument.derived", True),)) for name in (QUEUE, PREFILL, DECODE, STALL)
+    name: Site(name, "phase", attributes=(("instrument.derived", True),))
+    for name in (QUEUE, PREFILL, DECODE, FIRST_BATCH, LATER_BATCHES, STALL)
 }
 
 LATENCIES = {
-    QUEUE: "gen_ai.latency.time_in_queue",
-    PREFILL: "gen_ai.latency.time_in_model_prefill",
-    DECODE: "gen_ai.latency.time_in_model_decode",
+    True: {
+        QUEUE: "gen_ai.latency.time_in_queue",
+        PREFILL: "gen_ai.latency.time_in_model_prefill",
+        DECODE: "gen_ai.latency.time_in_model_decode",
+    },
+    False: {
+        QUEUE: "instrument.latency.time_in_queue",
+        FIRST_BATCH: "instrument.latency.time_in_first_batch",
+        LATER_BATCHES: "instrument.latency.time_in_later_batches",
+    },
 }
-"""What vLLM and SGLang call these times, in s, and what is proposed as OpenTelemetry's names."""
+"""What these times are called, in s, by whether the request is a generation: then as vLLM and SGLang call them, which
+is proposed as OpenTelemetry's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
     """Those of the request at a place: begin and end of each, in order of time.
 
-    `steps` are those after the prefill, of which each makes a token, or several at once.
+    `steps` are those after the prefill, of which each makes a token, or several at once. Of what is no generation the
+    prefill is its first batch, and the decode are the later ones.
     """
 
     place: int
@@ -65,10 +85,12 @@ class Stages:
     decode: tuple[int, int] | None
     steps: int
     stalls: tuple[tuple[int, int], ...]
+    is_generation: bool
 
     def told(self) -> Iterator[tuple[str, int, int]]:
         """The name, begin and end of each that there is."""
-        for name, one in ((QUEUE, self.queue), (PREFILL, self.prefill), (DECODE, self.decode)):
+        names = LATENCIES[self.is_generation]
+        for name, one in zip(names, (self.queue, self.prefill, self.decode), strict=True):
             if one is not None:
                 yield name, *one
         for one in self.stalls:
@@ -86,18 +108,20 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
     queues = _queues(between)
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
-    given_up = [Stages(place, queues[place], None, None, 0, ()) for place in unserved.tolist()]
+    generating = _generating(trace, joined)
+    given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
     if not len(batches.request):
         return given_up
     names = sorted({site.name for site in trace.sites})
     numbers = {name: number for number, name in enumerate(names)}
+    of_names = np.array([numbers[site.name] for site in trace.sites], dtype=np.int64)
     first = firsts_of(batches.request)
     place = batches.request[first]
     parts = Parts(
         names=names,
         first=first,
         request=np.repeat(np.arange(len(first)), np.diff(first, append=len(batches.request))),
-        name=np.array([numbers[site.name] for site in trace.sites], dtype=np.int64)[trace.site[batches.row]],
+        name=of_names[trace.site[batches.row]],
         thread_id=trace.thread_id[batches.row],
         start_ns=batches.start_ns,
         end_ns=batches.end_ns,
@@ -106,23 +130,28 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
     )
     kinds = StepKinds() if kinds is None else kinds
     kinds.learn(parts)
+    is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
+    kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
     steps = steps_of(parts, kinds.kinds())
-    counts = prefills(parts, steps, lambda requests: _streamed_ns(trace, joined.rows[place[requests]]))
+    sent_ns = _streamed_ns(trace, joined.rows[place])
+    counts = prefills(parts, steps, sent_ns.__getitem__, kinds.least)
+    is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
     is_whole = ~trace.clipped[joined.rows[place]]
     columns = (
         place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
-        steps.count, counts, is_whole,
+        steps.count, counts, is_generation, is_whole,
     )  # fmt: skip
     stalls = _stalls(between, place, usual_ns(parts, steps))
     found = given_up
-    for request, start_ns, until_ns, last_ns, count, of_prefill, its in zip(
+    for request, start_ns, until_ns, last_ns, count, of_prefill, generates, its in zip(
         *(column.tolist() for column in columns), strict=True
     ):
         if its:
             prefill = (start_ns, until_ns) if count > 1 else None
             decode = (until_ns, last_ns) if count > 1 and last_ns > until_ns else None
             left = count - of_prefill
-            found.append(Stages(request, queues.get(request), prefill, decode, left, stalls.get(request, ())))
+            its_stalls = stalls.get(request, ())
+            found.append(Stages(request, queues.get(request), prefill, decode, left, its_stalls, generates))
     return found
 
 
@@ -134,6 +163,20 @@ def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
     batches, between = served_stretches(trace, joined)
     found = dict.fromkeys(batches.request.tolist(), 0)
     return found | {place: end_ns - start_ns for place, (start_ns, end_ns) in _queues(between).items()}
+
+
+def _generating(trace: Trace, joined: Joined) -> set[int]:
+    """The places of the requests of which a rule, or the service, says that a model generates something."""
+    rows = [trace.attributes.having(name) for name in GENERATION]
+    rows.append(np.flatnonzero(trace.of_sites([says_generation(dict(site.attributes)) for site in trace.sites])))
+    return set(joined.of[np.concatenate(rows)].tolist())
+
+
+def _have_loops(parts: Parts, steps: Steps) -> Bools:
+    """A mark at each request that a batch of one name served several times."""
+    groups, firsts = numbered(steps.request, parts.name[steps.lead])
+    several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
+    return np.isin(steps.request[steps.first], several)
 
 
 def _streamed_ns(trace: Trace, rows: Int64s) -> Int64s:
@@ -222,10 +265,11 @@ def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) ->
                 SITES[name], number, span_id, root_id, thread_id, task_id, start_ns, end_ns, length_ns, length_ns
             )
             span.attributes = generation
-            if name in LATENCIES:
-                span.attributes = {**generation, LATENCIES[name]: length_ns / 1e9}
-                if name == DECODE:
-                    span.attributes = {**span.attributes, STEPS: one.steps}
+            if latency := LATENCIES[one.is_generation].get(name):
+                span.attributes = {**generation, latency: length_ns / 1e9}
+                if name in (DECODE, LATER_BATCHES):
+                    steps = STEPS if one.is_generation else LATER_STEPS
+                    span.attributes = {**span.attributes, steps: one.steps}
             elif by := next(stalled_by):
                 span.attributes = {**generation, STALLED_BY: by}
             found.setdefault(row, []).append(span)

@@ -12,6 +12,7 @@ import numpy as np
 
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import firsts_of
+from instrument.trace.intervals import FARTHEST
 
 
 class PartSeries(NamedTuple):
@@ -103,6 +104,8 @@ class StepKinds:
         self._turns, self._told = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
+        self.least = dict[str, int]()
+        """The least weight of a batch by its name, of those that say weights."""
 
     def learn(self, parts: Parts) -> None:
         """Look at some requests."""
@@ -132,6 +135,13 @@ class StepKinds:
                 (self._unlike, ~tells & some_say & ~is_alike),
             ):
                 known.update(_names(names, pair) for pair in np.unique(pairs[wanted]).tolist())
+
+    def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
+        """Look at what batches say that their requests take, by the places of their names."""
+        least = np.full(len(names), FARTHEST)
+        np.minimum.at(least, name[weight > 0], weight[weight > 0])
+        for at in np.flatnonzero(least < FARTHEST).tolist():
+            self.least[names[at]] = min(self.least.get(names[at], FARTHEST), int(least[at]))
 
     def kinds(self) -> Mapping[str, tuple[str, str]]:
         """Of each name the kind of steps that it is a part of, and the name that stands for these."""

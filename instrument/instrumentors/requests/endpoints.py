@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.generations import OPERATION, is_among, operation_of
 from instrument.recording.spans import AttributeValue, Site
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
@@ -45,6 +46,7 @@ class Endpoints:
         address: Mapping[str, AttributeValue] = MappingProxyType({}),
     ) -> None:
         self._format = rule.name
+        self._generations = rule.gen_ai
         self.recorder = recorder
         self._address = address
         self._sites: dict[Key, Site] = {}
@@ -77,6 +79,8 @@ class Endpoints:
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route
+            if is_among(route, self._generations):
+                facts[OPERATION] = operation_of(route)
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
         facts.update(self._address)

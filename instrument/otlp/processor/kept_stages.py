@@ -14,6 +14,7 @@ from instrument.otlp.packing import Ids
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
+from instrument.recording.generations import GENERATION
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import OUTCOME, Span
 from instrument.trace.stages import stage_spans
@@ -88,8 +89,11 @@ class KeptStages:
                 work = [*(one.request.work or ()), *one.request.done_elsewhere()]  # some twice, which alters nothing
                 its = one.request.start_ns, one.request.end_ns, work
                 handing = self._requests.handing_over(one.request)
-                served.append((one, ServedRequest(*its, pairs, one.first.attributes, handing, _is_lost(one.first))))
+                of_site = {name: value for name, value in one.first.site.attributes if name in GENERATION}
+                said = {**of_site, **one.first.attributes}
+                served.append((one, ServedRequest(*its, pairs, said, handing, _is_lost(one.first))))
         if served:
+            self._requests.kinds.weigh(*batches.weights())
             trace, joined = trace_of_served([its for _, its in served], batches)
             for place, spans in sorted(stage_spans(trace, joined, kinds=self._requests.kinds).items()):
                 _bear(spans, served[place][0])

@@ -157,12 +157,14 @@ class Metering:
         """Count requests that have ended."""
         self._meter.count(ended)
 
-    def count_served(self, own: Row | Span, queue_ns: int, batch_size: float, request: KeyedRequest) -> None:
+    def count_served(
+        self, own: Row | Span, queue_ns: int, batch_size: float, request: KeyedRequest, *, streams: bool
+    ) -> None:
         """Count a request that batches served: how, all processes of the run tell together."""
         self.unsaved += 1
         kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
         span = own if isinstance(own, Span) else self._drain.span(own, 0)
-        self._meter.count_served(span, queue_ns, batch_size, kept)
+        self._meter.count_served(span, queue_ns, batch_size, kept, streams=streams)
 
     def joined(self) -> list[Metric]:
         """The metrics of requests and the batches that served them, as they are now."""

@@ -21,7 +21,7 @@ from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.own_work import NO_PHASES, OwnWork
 from instrument.otlp.processor.served_requests import ServedRequest, pairs_of, trace_of_served
 from instrument.recording.rows import ATTRIBUTES, ERROR, SPAN_ID, Row
-from instrument.recording.spans import OUTCOME, Span
+from instrument.recording.spans import ITEMS, OUTCOME, Span
 from instrument.trace.stages import queue_times
 
 WAIT_NS = 3 * 10**9
@@ -46,13 +46,12 @@ class _Ended(NamedTuple):
 class QueueTimes:
     """Those of one process's requests. Used by one thread.
 
-    `count(own, queue_ns, batch_size, request)` is called for each request, with its own row or span, and with how many
-    were in its batches on average. `left_out` counts those of which it is not known, though a batch has served them.
+    `count(own, queue_ns, batch_size, request, streams=...)` is called for each request, with its own row or span, how
+    many were in its batches on average, and whether it streams what several steps make. `left_out` counts those of
+    which it is not known, though a batch has served them.
     """
 
-    def __init__(
-        self, requests: KeyedRequests, ids: Ids, count: Callable[[Row | Span, int, float, KeyedRequest], object]
-    ) -> None:
+    def __init__(self, requests: KeyedRequests, ids: Ids, count: Callable[..., object]) -> None:
         self._requests = requests
         self._ids = ids
         self._count = count
@@ -138,8 +137,8 @@ class QueueTimes:
         if served:
             times_ns = queue_times(*trace_of_served([its for _, its, _ in served], batches, with_others=False))
             for place, queue_ns in times_ns.items():
-                one, _, batch_size = served[place]
-                self._count(one.own, queue_ns, batch_size, one.request)
+                one, request, batch_size = served[place]
+                self._count(one.own, queue_ns, batch_size, one.request, streams=request.is_generation)
 
     def _served(self, ended: _Ended, of_keys: Mapping[str, NDArray[Any]]) -> tuple[ServedRequest, float] | None:
         """A request with its first batch, and how many were in its batches on average: 0 where it was given up before.
@@ -164,16 +163,22 @@ class QueueTimes:
         if phases.missing_ns <= first_ns or _is_for_others(request):
             self.left_out += 1
             return None
+        names = its["name"][has_time]
         pairs = pairs[has_time & (starts == first_ns)]
         first = ServedRequest(
             request.start_ns, request.end_ns, phases.edges, pairs, {}, self._requests.handing_over(request)
-        )
+        )._replace(is_generation=_streams(ended.own) and len(np.unique(names)) < len(names))
         return first, float(its["size"][has_time].mean())
 
     def _given_up(self, ended: _Ended, none: NDArray[Any]) -> tuple[ServedRequest, float]:
         request = ended.request
         handing = self._requests.handing_over(request)
         return ServedRequest(request.start_ns, request.end_ns, (), none, {}, handing, is_lost=True), 0.0
+
+
+def _streams(own: Row | Span) -> bool:
+    items = ((own.attributes if isinstance(own, Span) else own[ATTRIBUTES]) or {}).get(ITEMS)
+    return isinstance(items, int) and items > 1
 
 
 def _is_lost(own: Row | Span) -> bool:

@@ -155,6 +155,13 @@ class ServedBatches:
         """The names of batches by their numbers."""
         return self._names
 
+    def weights(self) -> tuple[Sequence[str], NDArray[Any], NDArray[Any]]:
+        """What all that say so take of their requests: the names of batches, and of each pair its name and weight."""
+        pairs = self._pairs.rows
+        its = self.batches[pairs["batch"]]
+        says = its["says_weight"]
+        return list(self._names), its["name"][says], pairs["weight"][says]
+
     def of(self, keys: Iterable[str]) -> Mapping[str, NDArray[Any]]:
         """The pairs that have these keys, by the key, each with its batch's place: of those that have any."""
         numbers = {self._keys[key]: key for key in keys if key in self._keys}

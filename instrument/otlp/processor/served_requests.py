@@ -31,6 +31,7 @@ class ServedRequest(NamedTuple):
     attributes: Mapping[str, AttributeValue]
     handing: Sequence[tuple[int, int]] = ()
     is_lost: bool = False
+    is_generation: bool = False
 
 
 def pairs_of(request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]], requests: KeyedRequests) -> NDArray[Any]:
@@ -62,9 +63,10 @@ class _Said:
         return np.arange(len(self.requests))
 
     def having(self, name: str) -> Int64s:
-        """The batches that say weights, and the spans that handed requests over."""
-        known = {BATCH_WEIGHTS: self.weighed, KEY: self.handing}
-        return known.get(name, np.zeros(0, dtype=np.int64))
+        """The batches that say weights, the spans that handed requests over, or requests."""
+        if name in (BATCH_WEIGHTS, KEY):
+            return self.weighed if name == BATCH_WEIGHTS else self.handing
+        return np.array([row for row, its in enumerate(self.requests) if name in its], dtype=np.int64)
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """What requests say."""
