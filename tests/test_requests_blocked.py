@@ -14,14 +14,16 @@ from contextvars import Context, ContextVar
 from typing import Any
 
 import pytest
+import starlette  # noqa: F401 - requests are met where a framework of them is imported
 
 import instrument
 from instrument import chrome
-from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests import asgi, blocked_places
+from instrument.instrumentors.requests.blocked_places import Places, attributes_of
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.spans import BLOCKED_BY, Origin, Span, Trace, is_blocked_loop
+from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, Origin, Site, Span, Trace, is_blocked_loop
 from instrument.report.requests_view import requests
 from instrument.report.self_times_view import ops
 from instrument.report.summary import summary
@@ -453,3 +455,78 @@ def test_a_uvloop_that_has_no_such_place_is_named(monkeypatch: pytest.MonkeyPatc
         told = [note for note in instrument.session().notes() if "uvloop  has no place where it can be met" in note]
         instrument.stop()
         assert len(told) == count
+
+
+# -------------------------------------------------------------------- where it was
+
+
+def audit(places: Places) -> None:
+    while not places._seen:
+        time.sleep(0.001)
+
+
+def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(recorder: Any) -> None:
+    places = Places(recorder, 1_000_000)
+    assert (places.met(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
+    begun_ns = recorder.now_ns()
+    places.begin(begun_ns)
+    audit(places)
+    innermost, above, *_ = places.met(begun_ns)
+    line = audit.__code__.co_firstlineno
+    assert innermost in [f"test_requests_blocked.py:{line + more} audit" for more in (1, 2)]
+    assert above.endswith(test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code.__name__)
+    assert places.met(begun_ns) == ()
+    places.end()
+    places.stop()
+    assert places._thread is not None
+    places._thread.join(60)
+    assert not places._thread.is_alive()
+
+
+def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked_places, "REST_NS", 0)
+    places = Places(recorder, 1_000_000)
+    places.met(0)
+    assert places._thread is not None
+    places._thread.join(60)
+    assert not places.is_on
+
+
+def test_the_attributes_of_a_place_keep_as_much_of_its_stack_as_there_is_room_for() -> None:
+    stack = ("app.py:44 audit", "app.py:60 handler", "x" * 300)
+    assert attributes_of(stack, 256) == {
+        BLOCKED_AT: "app.py:44 audit",
+        "code.stacktrace": "app.py:44 audit\napp.py:60 handler",
+    }
+    assert attributes_of((), 256) == {}
+
+
+def test_who_blocks_a_loop_again_is_told_of_with_the_place(session: None) -> None:
+    async def sleepy() -> None:
+        rest()
+
+    def found() -> list[Span]:
+        return [span for span in stretches() if BLOCKED_AT in span.attributes]
+
+    end = time.monotonic() + 240
+    while not found() and time.monotonic() < end:
+        serve("/wait", "/sleepy", sleepy=sleepy, wait=wait)
+    place = f"test_requests_blocked.py:{rest.__code__.co_firstlineno + 2} rest"
+    assert place in {span.attributes[BLOCKED_AT] for span in found()}
+
+
+def test_reports_say_at_which_place_most_of_the_time_was_spent() -> None:
+    request = Site("GET /x", "request")
+    spans = [Span(request, 1, 0, 1, 1, 0, 0, 100_000_000, 100_000_000, 100_000_000)]
+    for number, (by, at, took_ms) in enumerate([("GET /x", "app.py:9 b", 10), ("GET /x", "app.py:44 audit", 30)]):
+        facts = {BLOCKED_BY: by, BLOCKED_AT: at}
+        begun_ns, took_ns = 10_000_000 + number * 40_000_000, took_ms * 1_000_000
+        times = begun_ns, begun_ns + took_ns, took_ns, took_ns
+        spans.append(Span(BLOCKED_LOOP, number + 2, 0, number + 2, 1, 0, *times, attributes=facts))
+    recording = Recording.of_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, 100_000_000, spans))
+    text = " ".join(summary(["brief", "requests"], recording, Options()).split())
+    assert "Loop blocked: 2 times" in text
+    assert "mostly by GET /x, at app.py:44 audit" in text
+    assert "Longest Mostly at" in text

@@ -361,6 +361,11 @@ class Selection:
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
 
+    def blockers(self) -> Mapping[Site, tuple[int, int]]:
+        """By the site of a span that blocked an event loop how often it did, and for how many nanoseconds at most."""
+        family = self._families.get("requests")
+        return {} if family is None else family.blockers()
+
     def note_connections(self, ports: Iterable[int]) -> None:
         """Take down at which ports of this process connections have been seen from outside."""
         self._ports |= frozenset(ports)

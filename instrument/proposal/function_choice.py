@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from instrument.proposal.observation import Observation, ObservedNode
-from instrument.proposal.wording import each_of, number_of, share_of
+from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 """The part of the requests' time, of the work outside of them, or of a run in which nothing was done again and again,
@@ -187,6 +187,8 @@ class _Chooser:
         if not self._requests and not self._units:
             for rule in self._within(self._observation.roots, "the run", LEAST_OF_RUN):
                 rules.setdefault(rule.label, rule)
+        for rule in self._blocking(rules):
+            rules.setdefault(rule.label, rule)
         kept = self._largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in kept})
         self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
@@ -423,6 +425,21 @@ class _Chooser:
                 continue
             words = f"ran {each_of(node.calls, node.total_ns)}, before the first request"
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
+
+    def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
+        """Functions that have blocked an event loop, whatever part of the time they hold."""
+        for label, (stretches, longest_ns) in self._observation.blockers.items():
+            nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
+            if not nodes:
+                continue
+            its = _Of(nodes)
+            fresh = FunctionProposal(label, first_ns=its.first_ns, group=OF_REQUESTS)
+            fresh.reasons.append(f"ran {each_of(its.calls, its.total_ns)}")
+            rule = rules.get(label, fresh)
+            many = "once" if stretches == 1 else f"{number_of(stretches)} times"
+            rule.reasons.append(f"blocked an event loop {many}, for {time_of(longest_ns)} at most")
+            rule.is_needed = True
+            yield rule
 
     @staticmethod
     def _largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:

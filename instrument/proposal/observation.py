@@ -71,14 +71,16 @@ class ObservedNode:
 @dataclass(slots=True)
 class Observation:
     """What the processes of one command did. `seconds` is how long the longest of them was observed; `unseen` says what
-    could not be, `silent` counts processes that ended without a word, `keys` is by label and path. `cost` is the part
-    of a process's time that observing took, where that was largest."""
+    could not be, `silent` counts processes that ended without a word, `keys` is by label and path. `blockers` says by
+    label how often a function has blocked an event loop, and for how many nanoseconds at most. `cost` is the part of a
+    process's time that observing took, where that was largest."""
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
     files: dict[str, str] = field(default_factory=dict)
     keys: dict[str, dict[str, SeenPath]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
+    blockers: dict[str, tuple[int, int]] = field(default_factory=dict)
     seconds: float = 0.0
     processes: int = 0
     silent: int = 0
@@ -103,6 +105,7 @@ def leave(
     verdicts: Sequence[Verdict],
     arguments: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[Site, str],
+    blockers: Mapping[Site, tuple[int, int]],
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
@@ -145,6 +148,7 @@ def leave(
         "packages": sorted(imported_packages()),
         "files": _own_files(verdicts),
         "unseen": {one.target: one.why for one in verdicts if one.target and one.state not in RECORDING},
+        "blockers": {labels[site.key]: its for site, its in blockers.items() if site.key in labels},
         "uses_cuda": bool(cuda is not None and cuda.is_initialized()),
     }
     path_of_report = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
@@ -226,6 +230,9 @@ def observed(folder: str) -> Observation:
         found.files.update(facts["files"])
         found.unseen.update(facts["unseen"])
         found.uses_cuda = found.uses_cuda or facts["uses_cuda"]
+        for blocker, (stretches, longest_ns) in facts["blockers"].items():
+            before = found.blockers.get(blocker, (0, 0))
+            found.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
         _add_keys(found.keys, facts["arguments"])
         _add_tree(top, facts)
     found.roots = list(top.values())

@@ -133,7 +133,7 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """Characters of a key, of a longer one the rest is a checksum; and keys of a batch, of more the rest is counted."""
 
-BLOCKED_BY = "instrument.blocked_by"
+BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
 """The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
 
 

@@ -5,12 +5,13 @@ The stretches are spans that `requests:` in the profile sees to, of callbacks lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
+from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, is_blocked_loop
 from instrument.report.table import bounded, row_name
 from instrument.report.view import Options
 from instrument.trace.columns import Trace
@@ -18,13 +19,17 @@ from instrument.trace.columns import Trace
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """Stretches by one span or function: how many, their sum and the longest. `remaining` stands for so many others."""
+    """Stretches by one span or function: how many, their sum and the longest. `remaining` stands for so many others.
+
+    `at` is the place in the service's code at which most of the time was spent, "" where nobody has looked.
+    """
 
     name: str
     stretches: int
     summed_ns: int
     longest_ns: int
     remaining: int = 0
+    at: str = ""
 
     def indented(self) -> Blocker:
         """The same with a name that stands below that of the whole."""
@@ -48,12 +53,18 @@ class BlockedLoops:
 def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:
     """What its spans tell, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
     found: dict[str, list[int]] = {}
+    places: dict[str, Counter[str]] = {}
     rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
-    for by, took_ns in zip(trace.attributes.values(BLOCKED_BY, rows), trace.total_ns[rows].tolist(), strict=True):
-        found.setdefault("" if by is None else str(by), []).append(took_ns)
+    told = (trace.attributes.values(name, rows) for name in (BLOCKED_BY, BLOCKED_AT))
+    for by, at, took_ns in zip(*told, trace.total_ns[rows].tolist(), strict=True):
+        name = "" if by is None else str(by)
+        found.setdefault(name, []).append(took_ns)
+        if at is not None:
+            places.setdefault(name, Counter())[str(at)] += took_ns
     if not found:
         return None
     each = [_blocker(name, times) for name, times in found.items()]
+    each = [replace(one, at=places[one.name].most_common(1)[0][0]) if one.name in places else one for one in each]
     each.sort(key=lambda one: (-one.summed_ns, one.name))
 
     def rest(others: Sequence[Blocker]) -> Blocker:

@@ -209,7 +209,9 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     summed, longest = (f"{four_digits(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
     counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
     most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
-    return [counted if most.remaining else shorten(f"{counted}, mostly by {safe(most.name)}", LINE)]
+    if most.remaining:
+        return [counted]
+    return wrapped(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
 
 
 def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[str]:

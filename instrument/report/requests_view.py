@@ -162,11 +162,13 @@ class RequestTimes:
             ),
             Section(
                 "Loop blocked", blocked,
-                "name=Event loops, and by what|stretches=Count|summed_ns=Sum|longest_ns=Longest",
+                "name=Event loops, and by what|stretches=Count|summed_ns=Sum|longest_ns=Longest"
+                + "|at=Mostly at" * any(one.at for one in blocked),
                 (
                     "One callback or step of a task each, while which no request on its loop could go on: by the "
                     "innermost",
-                    "span that was there for most of it, or else its function.",
+                    "span that was there for most of it, or else its function. Mostly at: the innermost line of the",
+                    "service's own code, seen from the second stretch of a process on.",
                 ),
                 time=_eleven,
             ),

@@ -372,6 +372,7 @@ class Session(Exporting):
             verdicts=self.verdicts(),
             arguments={} if watch is None else watch.facts(),
             shapes=RECORDER.shapes,
+            blockers=self.selection.blockers(),
             lasted_ns=self._lasted_ns(),
             cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
         )

@@ -140,6 +140,10 @@ class Requests:
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
         return has_met or any(site.kind == "request" for site in self._recorder.site_calls())
 
+    def blockers(self) -> Mapping[Site, tuple[int, int]]:
+        """By the site of a span that blocked an event loop how often it did, and for how many nanoseconds at most."""
+        return dict(blocked.BLOCKERS)
+
     def verdicts(self) -> list[Verdict]:
         """The verdicts on the rule: on the servers that it has met, and on what came and was not recorded."""
         pairs = zip(self.rules, self._exchanges, strict=True)

@@ -1,7 +1,8 @@
 """Blocked event loops: callbacks of asyncio's loops that took longer than `limits.blocked` while a request was open.
 
 `Handle._run` is what the loops of asyncio run each callback and each step of a task with. While this is at work it
-reads the clock before and after, 0.2 us a callback; who it was is looked for after the slow ones alone.
+reads the clock before and after, 0.2 us a callback; who it was is looked for after the slow ones alone. Where it was
+`blocked_places` has seen.
 
 uvloop's loops run their callbacks in C. There the ways to have one run soon or later are met, by which steps of tasks
 go, too, and what is handed on reads the clock: 0.7 us a step, 1.2 us a function. What such a loop calls by itself is
@@ -20,9 +21,10 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests.blocked_places import Places, attributes_of
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root
-from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT
+from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = "asyncio.events"
@@ -37,6 +39,9 @@ NEWEST = 256
 OPEN_LIMIT = 1_000
 """With more open requests than these it costs too much to look through all that is open."""
 
+BLOCKERS_KNOWN = 100
+"""Sites that are counted which have blocked a loop, at most."""
+
 NEVER_NS = 1 << 62
 
 
@@ -50,18 +55,25 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
     if not isinstance(run, FunctionType):
         raise TypeError(f"Handle._run is a {type(run).__name__}")
 
+    places = Places(recorder, limit_ns)
+
     @functools.wraps(run)
     def _run(self: Any) -> None:
         begun_ns = now()
+        if places.is_on:
+            places.begin(begun_ns)
         run(self)
         if now() - begun_ns > limit_ns:
-            _note(recorder, self._callback, self._context.run, begun_ns)
+            _note(recorder, self._callback, self._context.run, begun_ns, places)
+        if places.is_on:
+            places.end()
 
     restore = replace(handle, "_run", _run)
 
     def undo() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # whoever has taken it for their own calls it on
+        places.stop()
         restore()
 
     return [undo]
@@ -75,11 +87,17 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     owner: Any = module.Loop
     now = recorder.now_ns
 
+    places = Places(recorder, limit_ns)
+
     def step(loop: Any, callback: Any, *args: Any) -> None:
         begun_ns = now()
+        if places.is_on:
+            places.begin(begun_ns)
         callback(*args)
         if now() - begun_ns > limit_ns:
-            _note(recorder, callback, _run_here, begun_ns)
+            _note(recorder, callback, _run_here, begun_ns, places)
+        if places.is_on:
+            places.end()
 
     def timing(name: str) -> Undo:
         original = getattr(owner, name)
@@ -104,6 +122,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def undo() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # what waits is called on
+        places.stop()
 
     return [timing("call_soon"), timing("call_soon_threadsafe"), timing_later(), undo]
 
@@ -127,7 +146,11 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _note(recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int) -> None:
+BLOCKERS: dict[Site, tuple[int, int]] = {}
+"""By the site of the span that blocked a loop how often it did, and for how many nanoseconds at most."""
+
+
+def _note(recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: Places) -> None:
     """A callback has been slow: record it, if it kept a request from going on."""
     ended_ns = recorder.now_ns()
     try:
@@ -137,8 +160,12 @@ def _note(recorder: Recorder, callback: Any, run_in_context: Callable[..., Any],
         if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
         function, facts = _function_of(callback)
-        name = _span_over(recorder, run_in_context, rows, begun_ns, ended_ns) or function
-        facts[BLOCKED_BY] = name[:VALUE_LIMIT]
+        site = _span_over(recorder, run_in_context, rows, begun_ns, ended_ns)
+        facts[BLOCKED_BY] = (function if site is None else site.name)[:VALUE_LIMIT]
+        facts |= attributes_of(places.met(begun_ns), VALUE_LIMIT)
+        if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
+            stretches, longest_ns = BLOCKERS.get(site, (0, 0))
+            BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
         # Below no span: it takes no time from what ran meanwhile, a part of which it is.
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
     except Exception as fault:
@@ -156,8 +183,8 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
 
 def _span_over(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
-) -> str:
-    """The name of the innermost span that was there for most of the time; empty without one.
+) -> Site | None:
+    """The site of the innermost span that was there for most of the time; None without one.
 
     What has ended within it was inside of what is open in its context still.
     """
@@ -166,22 +193,22 @@ def _span_over(
     for row in sorted(most, key=lambda row: -row[START_NS]):
         site = recorder.site_of(row)
         if site is not BLOCKED_LOOP:
-            return site.name
+            return site
     try:
         if recorder.open_requests(get_native_id()) > OPEN_LIMIT:
-            innermost = run_in_context(recorder.site_of_open, None)
-            return "" if innermost is None else innermost.name
+            innermost: Site | None = run_in_context(recorder.site_of_open, None)
+            return innermost
         span_id = run_in_context(recorder.current_id)
     except RuntimeError:  # entered: a loop runs within a callback
-        return ""
+        return None
     if not span_id:
-        return ""
+        return None
     open_ = {row[SPAN_ID]: row for _, row in recorder.open_rows()}
     while (found := open_.get(span_id)) is not None:
         if found[5] <= ended_ns - least_ns:
-            return recorder.site_of(found).name
+            return recorder.site_of(found)
         span_id = found[2]
-    return ""
+    return None
 
 
 def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
