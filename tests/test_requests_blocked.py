@@ -19,7 +19,7 @@ import starlette  # noqa: F401 - requests are met where a framework of them is i
 import instrument
 from instrument import chrome
 from instrument.instrumentors.requests import asgi, blocked_places
-from instrument.instrumentors.requests.blocked_places import Places, attributes_of
+from instrument.instrumentors.requests.blocked_places import LoopPlaces, attributes_of
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -460,13 +460,13 @@ def test_a_uvloop_that_has_no_such_place_is_named(monkeypatch: pytest.MonkeyPatc
 # -------------------------------------------------------------------- where it was
 
 
-def audit(places: Places) -> None:
+def audit(places: LoopPlaces) -> None:
     while not places._seen:
         time.sleep(0.001)
 
 
 def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(recorder: Any) -> None:
-    places = Places(recorder, 1_000_000)
+    places = LoopPlaces(recorder, 1_000_000)
     assert (places.met(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
     begun_ns = recorder.now_ns()
     places.begin(begun_ns)
@@ -487,7 +487,7 @@ def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
     recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked_places, "REST_NS", 0)
-    places = Places(recorder, 1_000_000)
+    places = LoopPlaces(recorder, 1_000_000)
     places.met(0)
     assert places._thread is not None
     places._thread.join(60)

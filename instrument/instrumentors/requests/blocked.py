@@ -21,7 +21,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.requests.blocked_places import Places, attributes_of
+from instrument.instrumentors.requests.blocked_places import LoopPlaces, attributes_of
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT, Site
@@ -55,7 +55,7 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
     if not isinstance(run, FunctionType):
         raise TypeError(f"Handle._run is a {type(run).__name__}")
 
-    places = Places(recorder, limit_ns)
+    places = LoopPlaces(recorder, limit_ns)
 
     @functools.wraps(run)
     def _run(self: Any) -> None:
@@ -87,7 +87,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     owner: Any = module.Loop
     now = recorder.now_ns
 
-    places = Places(recorder, limit_ns)
+    places = LoopPlaces(recorder, limit_ns)
 
     def step(loop: Any, callback: Any, *args: Any) -> None:
         begun_ns = now()
@@ -150,7 +150,9 @@ BLOCKERS: dict[Site, tuple[int, int]] = {}
 """By the site of the span that blocked a loop how often it did, and for how many nanoseconds at most."""
 
 
-def _note(recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: Places) -> None:
+def _note(
+    recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
+) -> None:
     """A callback has been slow: record it, if it kept a request from going on."""
     ended_ns = recorder.now_ns()
     try:

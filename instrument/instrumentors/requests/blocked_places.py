@@ -31,7 +31,7 @@ FRAMES = 32
 """The innermost frames that are looked through for one of the service's own."""
 
 
-class Places:
+class LoopPlaces:
     """The places of one recorder's loops, for callbacks that take longer than `limit_ns`.
 
     While it `is_on` each callback is announced by `begin` and `end`, on the loop's thread.
