@@ -27,7 +27,7 @@ from instrument.recorder.wrapping import Passes, Results
 from instrument.recording.generations import OPERATION, operation_of
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.main_module import MAINS, is_main, names_of, script_name
+from instrument.runtime.main_module import MAINS, is_main, names_of, script_name, tracer_of_main
 from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
@@ -356,7 +356,7 @@ class Functions:
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 found = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
-                verdicts.extend(found or [self._missed(rule)])
+                verdicts.extend([*found, *self._missed_of_main(rule, index)] if found else [self._missed(rule)])
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
@@ -381,6 +381,12 @@ class Functions:
         why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
+    def _missed_of_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
+        """The functions of the program that a rule names beside others, and that are not found."""
+        for text in rule.match:
+            if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
+                yield replace(self._missed(replace(rule, match=(text,))), target=text)
+
     def _missed(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
         there = [module for module in self._modules.values() if any(_called_by(text, module) for text in rule.match)]
@@ -397,6 +403,11 @@ class Functions:
             why = "__main__" if own == "__main__" else f"{own} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
+            return Verdict(rule.text, "unreachable", why=why)
+        if set(names) <= set(MAINS) and (tracer := tracer_of_main()):
+            why = (
+                f"`-m {tracer}` traces the program, which two can from Python 3.12 on; run it without, or use @profiled"
+            )
             return Verdict(rule.text, "unreachable", why=why)
         meant = next(filter(None, (nearest(text, targets.unmatched(text, there)) for text in rule.match)), "")
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))

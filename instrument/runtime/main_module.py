@@ -24,6 +24,14 @@ from instrument.runtime.faults import FAULTS
 MAINS = ("__main__", "__mp_main__")
 """What a module that runs as the main one says that its name is."""
 
+RUNNERS = frozenset(
+    ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
+)
+"""Modules that `-m` runs to run another script as the main module, in the same process."""
+
+TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
+"""Runners that trace their script: before Python 3.12 nobody else can."""
+
 _TELLING = ("<module>", "_bootstrap")
 """Names of code whose start tells something: a module's body, and the work of a child of multiprocessing."""
 
@@ -52,6 +60,45 @@ def script_name() -> str:
     Its `__file__` is gone once its body has ended.
     """
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
+
+
+def _runner() -> str:
+    """The module of `RUNNERS` that the interpreter was started with, "" for none."""
+    words = sys.orig_argv
+    asked = words[words.index("-m") + 1 :] if "-m" in words else []
+    package = asked[0].partition(".")[0] if asked else ""
+    return package if package in RUNNERS else ""
+
+
+def tracer_of_main() -> str:
+    """The runner that has the trace function of the main thread, "" where there is none or the watch needs none."""
+    runner = _runner() if sys.version_info < (3, 12) else ""
+    return runner if runner in TRACERS else ""
+
+
+class _MainNames(ModuleType):
+    """The names of a script that a runner runs without a module of its own, as one: both are the same names."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__(MAINS[0])
+        object.__setattr__(self, "_names", names)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        names: dict[str, Any] = object.__getattribute__(self, "_names")
+        return names
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self.__dict__[name]
 
 
 class Plan(NamedTuple):
@@ -151,6 +198,8 @@ class Watch:
         self._names: dict[str, Any] = {}
         self._seen: dict[str, int] = {}
         self._mains: tuple[str, ...] = MAINS
+        self._runner = ""
+        self._of_runner: _MainNames | None = None
         self._is_next = False
         self._means: _Monitoring | _Tracing | None = None
 
@@ -169,7 +218,7 @@ class Watch:
         is_child = how == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
         is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
         if is_starting and self._wants(MAINS[0]) and (is_child or how not in ("", "-", "-c")):
-            self._mains = MAINS[1:] if is_child else MAINS
+            self._mains, self._runner = MAINS[1:] if is_child else MAINS, _runner()
             self._wait()
 
     def expect(self) -> None:
@@ -195,8 +244,20 @@ class Watch:
     def _is_main(self, code: CodeType, names: dict[str, Any]) -> bool:
         if code.co_name != "<module>" or names.get("__name__") not in self._mains:
             return False
-        module = _module_of(names)
+        given = getattr(names.get("__spec__"), "name", None)
+        if self._runner and isinstance(given, str) and given.partition(".")[0] == self._runner:
+            return False  # whose script is still to come
+        module = self._module_of(names)
         return module is not None and any(map(self._wants, names_of(module)))
+
+    def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
+        """The module that has these names, of a runner's script also where nothing has them but its code."""
+        module = _module_of(names)
+        if module is not None or not self._runner:
+            return module
+        if self._of_runner is None or self._of_runner.__dict__ is not names:
+            self._of_runner = _MainNames(names)
+        return self._of_runner
 
     def started(self, code: CodeType, names: dict[str, Any]) -> bool:
         """Some code has begun to run: whether it is the body to follow. The wait ends where none can come."""
@@ -205,7 +266,8 @@ class Watch:
         if self._is_main(code, names):
             plan = _parsed(code, names)
             if plan is None:
-                self.end()
+                if not self._runner:  # else the body may be within this one, as pdb's is
+                    self.end()
                 return False
             self._plan, self._names = plan, names
             return True
@@ -228,7 +290,7 @@ class Watch:
 
     def tell(self) -> None:
         """Tell of the module if it has other names than before."""
-        module = _module_of(self._names)
+        module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:
             return
         try:
