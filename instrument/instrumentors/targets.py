@@ -9,6 +9,7 @@ without wildcards that ends in `+` means a method and its overrides in subclasse
 A function is found inside what a decorator of the standard library, wrapt or a framework has made of it: a property
 is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
 passes over properties and partial objects, which their users take for data; a name without wildcards means them.
+A wildcard in the module's name passes over functions made in C: other code in C may ask for their exact type.
 """
 
 from __future__ import annotations
@@ -154,7 +155,10 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
     name = name or module.__name__
     label = f"{name}:{wanted}"
     if "*" in wanted:
-        yield from _walk(module, module, "", wanted, set(), called=name)
+        for thing in _walk(module, module, "", wanted, set(), called=name):
+            is_made_in_c = isinstance(thing, Target) and type(thing.function) is BuiltinFunctionType
+            if not (is_made_in_c and "*" in match.partition(":")[0]):
+                yield thing
         first = wanted.partition(".")[0]
         holder = namespace(module).get(first)
         held = None if "*" in first else _class_inside(holder, module.__name__, first)
