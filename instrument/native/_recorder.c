@@ -56,6 +56,7 @@
 #include "_recorder_scopes.h"
 #include "_recorder_stepped.h"
 #include "_recorder_generators.h"
+#include "_recorder_carried.h"
 #include "_recorder_functions.h"
 #include "_recorder_renaming.h"
 #include "_recorder_shelf.h"
@@ -96,7 +97,7 @@ execute(PyObject *made)
 #endif
     if (ready_stand_ins() < 0)
         return -1;
-    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &ScopeMethodType, &BoundMethodType};
+    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;

@@ -423,8 +423,9 @@ typedef struct {
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
     SteppedType, CoroutineType, GeneratorType, AwaitableType, AsyncGeneratorType, AsyncStepType, StandInType;
 
-/* What the calls of a function are: spans of their own (as a scope is where one may be a request's), or what they give is. */
-enum { CALL, SCOPE, COROUTINE, GENERATOR, AWAITABLE, ASYNC_GENERATOR };
+/* What the calls of a function are: spans of their own (as a scope is where one may be a request's), what gives something
+ * that is one, or what hands a function over to another thread. */
+enum { CALL, SCOPE, COROUTINE, GENERATOR, AWAITABLE, ASYNC_GENERATOR, SUBMIT, START };
 
 #define SELDOM __attribute__((noinline, cold)) /* kept out of what each call runs */
 

@@ -93,10 +93,36 @@ Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyO
     return made;
 }
 
+enum { ARGUMENTS_MOST = 32 }; /* of a call that hands work over, for the usual ones */
+
+/* What hands a function over to another thread, its first argument or, of `submit`, the one after the executor. */
+static PyObject *
+Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf), place = self->form == SUBMIT;
+    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
+    char was_handing_over = is_handing_over;
+    if (!self->core->on || self->muted || is_handing_over || count <= place || all > ARGUMENTS_MOST)
+        return call_wrapped(self, args, nargsf, names);
+    PyObject *given[ARGUMENTS_MOST], *taken = carried(self->core, args[place], self->form == SUBMIT ? self->site : NULL);
+    if (taken == NULL)
+        return NULL;
+    memcpy(given, args, (size_t)all * sizeof *given);
+    given[place] = taken;
+    Py_INCREF(self);
+    is_handing_over = self->form == SUBMIT;
+    PyObject *result = call_wrapped(self, given, (size_t)count, names);
+    is_handing_over = was_handing_over;
+    Py_DECREF(self);
+    Py_DECREF(taken);
+    return result;
+}
+
 static vectorcallfunc
 entry_of(const Function *self)
 {
     return (vectorcallfunc)(self->sites != NULL               ? Function_call_by_instance
+                            : self->form >= SUBMIT            ? Function_call_to_hand_over
                             : self->form > SCOPE              ? Function_call_for_body
                             : self->form == SCOPE             ? Function_call_as_scope
                             : self->muted                     ? Function_call_muted
@@ -119,7 +145,7 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &PyDict_Type, &sites, &decide, &evaluate, &works, &attributes, &results, &passes,
                                      &form))
         return NULL;
-    if (form < CALL || form > ASYNC_GENERATOR) {
+    if (form < CALL || form > START) {
         PyErr_SetString(PyExc_ValueError, "Function: form is one of its FORMS");
         return NULL;
     }

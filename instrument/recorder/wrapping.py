@@ -28,8 +28,8 @@ Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"
 Results = Callable[[Any], "dict[Any, Any] | None"]
 """Gives attributes of a call's span from what the call gives, None for none; never raises."""
 
-FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator")
-"""What calls are that become spans, in the order in which the native recorder numbers them."""
+FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
+"""What calls are, in the order in which the recorder numbers them; the last two hand work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""

@@ -18,7 +18,7 @@ from functools import partial
 
 from instrument import otlp
 from instrument.errors import InstrumentError
-from instrument.instrumentors import contexts, graphs
+from instrument.instrumentors import contexts, executors, graphs
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -147,6 +147,7 @@ class Session(Exporting):
                 RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
+            self._undos.append(executors.watch())
             if (timing := self._timing) is not None:
                 timing.install()
                 self._undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
