@@ -6,6 +6,7 @@ import abc
 import asyncio
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 import types
@@ -478,3 +479,43 @@ def test_abstract_methods_stay_abstract(recorder: Recorder) -> None:
     with pytest.raises(TypeError, match="abstract"):
         Base()  # type: ignore[abstract]
     undo()
+
+
+DECORATED = """
+import os, sys
+from instrument import profiled
+@profiled
+def f(): pass
+@profiled
+class Kind:
+    def method(self): pass
+f()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "environment", "said"),
+    [
+        ("", {}, "instrument: @profiled on 2 functions recorded nothing"),
+        ("sys.exit(0 if os.fork() else 3)", {}, "instrument: @profiled on 2 functions recorded nothing"),
+        ("import instrument; instrument.start('p.yaml')", {}, ""),
+        ("sys.stderr.close()", {}, ""),
+        ("", {"INSTRUMENT": "off"}, ""),
+    ],
+    ids=["alone", "forked", "session", "closed", "off"],
+)
+def test_a_program_without_a_session_says_once_how_to_see_what_is_decorated(
+    more: str, environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.yaml").write_text("service: s\nexport: {recording: {path: r.npz}}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", DECORATED + more],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [line for line in done.stderr.splitlines() if "@profiled" in line]
+    assert (done.returncode, done.stdout, len(lines)) == (0, "", bool(said))
+    assert all(line.startswith(said) and "instrument run -- " in line for line in lines)

@@ -7,7 +7,10 @@ wrapper's attributes: what is set on one is set on the other.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,7 +26,29 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 def note(site: Site, wrapper: Any) -> None:
     """A function has been decorated."""
+    _promise_hint()
     _decorated[site] = wrapper
+
+
+@functools.cache
+def _promise_hint() -> None:
+    atexit.register(_say_hint, os.getpid())
+
+
+def _say_hint(pid: int) -> None:
+    """Say at a program's exit, once, how to see its decorated functions; not in what it has forked or spawned."""
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
+    if os.getpid() == pid and parent is None and sys.stderr is not None:
+        functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
+        hint = "use `instrument run -- ...` or `instrument.start()`; INSTRUMENT=off hides this line"
+        with contextlib.suppress(OSError, ValueError):  # closed by the program
+            print(f"instrument: {functions} recorded nothing, for there was no session: {hint}", file=sys.stderr)
+
+
+def withdraw_hint() -> None:
+    """Say nothing at the exit: there is a session."""
+    _promise_hint()  # or a later decorator would
+    atexit.unregister(_say_hint)
 
 
 def detach(site: Site) -> Callable[[], None] | None:

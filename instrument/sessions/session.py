@@ -18,7 +18,7 @@ from functools import partial
 
 from instrument import otlp
 from instrument.errors import InstrumentError
-from instrument.instrumentors import contexts, executors, graphs
+from instrument.instrumentors import contexts, decorated, executors, graphs
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -180,6 +180,7 @@ class Session(Exporting):
         self._join_run()
         self._begin_observation()
         self._end_with_multiprocessing()
+        decorated.withdraw_hint()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
