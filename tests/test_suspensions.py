@@ -7,6 +7,7 @@ however busy the machine is.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
@@ -225,6 +226,28 @@ def test_tasks_wait_each_for_itself_also_when_they_are_cancelled(recorder: Any) 
     assert waiting(recorder)["waits"] == sum(map(waited, spans))
     (root,) = [span for span in recorder.spans() if span.site.name == "main"]
     assert waiting(recorder)["main"] == waited(root), "tasks are no part of it"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="no eager tasks before Python 3.12")
+def test_an_eager_task_does_not_wait_with_its_creator(recorder: Any) -> None:
+    async def bare() -> None:
+        with recorder.span_of(Site("in the task"))():
+            await asyncio.sleep(0)
+            time.sleep(0.002)
+
+    async def create() -> None:
+        await asyncio.create_task(bare())
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined,unused-ignore]
+        await recorder.wrap(create, Site("creator"))()
+
+    asyncio.run(main())
+    spans = {span.site.name: span for span in recorder.spans()}
+    creator, inner = spans["creator"], spans["in the task"]
+    assert inner.active_ns in (None, inner.total_ns)
+    assert (creator.active_ns or 0) < creator.total_ns - 2_000_000
+    assert inner.parent_id == creator.span_id
 
 
 def test_a_coroutine_that_is_never_awaited_leaves_no_span_and_the_warning_of_python(recorder: Any) -> None:

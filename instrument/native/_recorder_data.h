@@ -197,6 +197,7 @@ typedef struct stepped {
     Frame *own; /* that span, while it is open */
     int64_t waited_ns;
     int64_t suspended_ns; /* since when it is, or 0 */
+    uint64_t task; /* that steps it, or 0 where that is not known */
     char has_begun, is_running;
     PyObject *weak_references;
 } Stepped;

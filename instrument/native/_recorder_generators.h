@@ -99,7 +99,7 @@ static void
 follow_steps(frame_t *frame)
 {
     Frame *self = (Frame *)frame->self;
-    if (self == NULL || self->stepped != NULL || stepping == NULL || !stepping->is_running)
+    if (self == NULL || self->stepped != NULL || !is_stepped_in(frame->task))
         return;
     self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
     self->waited_before_ns = stepping->waited_ns - self->waited_before_ns;
@@ -378,6 +378,7 @@ Stretch_stepped(Stretch *self, PyObject *awaitable)
     } else {
         Py_SETREF(self->stepped->awaited, iterator);
     }
+    self->stepped->task = self->frame->frame->task;
     return Py_NewRef((PyObject *)self->stepped);
 }
 

@@ -266,6 +266,13 @@ with_link(const Current *current, PyObject *attributes)
 
 static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere);
 
+/* Whether what begins now in a task is awaited by what is stepped. A task that begins at once (an eager one) is not. */
+static inline int
+is_stepped_in(uint64_t task)
+{
+    return stepping != NULL && stepping->is_running && (stepping->task == 0 || stepping->task == task);
+}
+
 /* NULL with an exception, or without one where the reason has been counted: see `lose`. */
 static Frame *
 open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
@@ -311,7 +318,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
         tell_attributes(core, frame);
     Py_INCREF(self); /* the chain's */
-    if (stepping != NULL && stepping->is_running) {
+    if (is_stepped_in(frame->task)) {
         self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
         self->waited_before_ns = stepping->waited_ns;
     }

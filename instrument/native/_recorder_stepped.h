@@ -109,6 +109,7 @@ Stepped_dealloc(Stepped *self)
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->results);
     self->waited_ns = self->suspended_ns = 0;
+    self->task = 0;
     self->has_begun = self->is_running = 0;
     if (free_stepped_count < OBJECTS_KEPT) {
         free_stepped[free_stepped_count++] = self;
@@ -168,6 +169,7 @@ begin_own(Stepped *self)
         return -1;
     }
     leave_stepped(own);
+    self->task = own->frame->task;
     self->own = own;
     own->stepped = self;
     own->waited_before_ns = 0;
@@ -316,6 +318,7 @@ Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
     if (made == NULL)
         return NULL;
     leave_stepped(frame);
+    made->task = frame->frame->task;
     frame->stepped = (Stepped *)Py_NewRef((PyObject *)made);
     frame->waited_before_ns = 0;
     return (PyObject *)made;
