@@ -22,6 +22,7 @@ from instrument.otlp.export_facts import settings_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.processor.exported import Exported
+from instrument.otlp.processor.kept_files import KeptFiles
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
@@ -112,8 +113,10 @@ class ExportLoop:
             listens = settings.get("prometheus")
             self._scopes[number] = [("run", str(message["run"])), *([("listen", str(listens))] if listens else [])]
             self._attempt(number, partial(self._begin, number, settings.get("otlp"), descriptors, generation))
-            if number in self._recordings:
-                self._recordings[number].is_scraped = bool(listens or message["is_scraped"])
+            if (begun := self._recordings.get(number)) is not None:
+                begun.is_scraped = bool(listens or message["is_scraped"])
+                if folder := settings.get("captures"):
+                    begun.files = KeptFiles(Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0))
         elif "folder" in message:
             self._ended = EndedMetrics(Path(message["folder"]))
         elif "listen" in message or "scrape" in message:
@@ -162,7 +165,9 @@ class ExportLoop:
         except BaseException:
             os.close(fd)
             raise
-        self._recordings[number] = Exported(fd, exporter, self._decisions, self._requests, generation)
+        self._recordings[number] = Exported(
+            fd, exporter, self._decisions, self._requests, generation, sends=wanted is not None
+        )
         self._requests.members[number] = self._recordings[number]
         self._settings[number] = wanted
         self._decisions.members = len(self._recordings)
@@ -217,6 +222,7 @@ class ExportLoop:
 
     def _look_at(self, number: int, found: Exported, look: Callable[[], bool]) -> None:
         more = look()
+        found.write_kept(at_once=False)
         if not found.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
         self._is_behind = self._is_behind or found.is_behind
@@ -246,8 +252,9 @@ class ExportLoop:
             if found is not None:
                 if found.is_scraped and (metered := found.metered()) is not None:
                     self._ended.add(found.key, scopes, metered)
+                found.write_kept(at_once=True)
                 told = found.finish() if found.has_ended else {}
-                fates = dict(told) if is_sent else {}  # of what was to be sent nowhere nothing is lost
+                fates = dict(told) if is_sent or found.files is not None else {}  # nothing was to go anywhere
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         try:

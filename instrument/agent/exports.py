@@ -104,7 +104,7 @@ class Exports:
         wanted = process.facts.get("export") or {}
         if address := str(wanted.get("prometheus") or ""):
             self._listen(address)
-        is_read = wanted.get("otlp") or address or (wanted and process.run.is_scraped)
+        is_read = wanted.get("otlp") or wanted.get("captures") or address or (wanted and process.run.is_scraped)
         if not is_read or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
@@ -194,8 +194,18 @@ class Exports:
 
     def _hand_over(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
-        run, message = process.run, {"export": number, "settings": process.facts["export"], "generation": generation}
-        self._child.send({**message, "run": run.name, "is_scraped": run.is_scraped}, memory)
+        run, facts = process.run, process.facts
+        self._child.send(
+            {
+                "export": number,
+                "settings": facts["export"],
+                "generation": generation,
+                "run": run.name,
+                "is_scraped": run.is_scraped,
+                "disk_bytes": facts.get("disk_bytes"),
+            },
+            memory,
+        )
         if not process.lives:
             self._note(process, memory)
             self._child.send({"ended": number})

@@ -49,7 +49,7 @@ def facts_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
 def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
     """What `check` prints as text."""
     print(f"profile {profile.source}: service {_service_told(profile)}, digest {profile.digest}")
-    if profile.export.is_empty:
+    if profile.leaves_nothing:
         from instrument.sessions.process import NO_EXPORT
 
         print(f"  {NO_EXPORT}")

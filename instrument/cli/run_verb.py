@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,7 +77,9 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
         listener = _listener_of_agent(environ, name)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
-    for line in notes + ([] if profile is None else _remarks(profile)):
+    if profile is not None:
+        notes += [*_remarks(profile), *([] if asks_all or listener is None else _files_of(profile))]
+    for line in notes:
         print(f"instrument: {line}", file=sys.stderr)
     flush(sys.stdout)
     flush(sys.stderr)
@@ -142,6 +145,20 @@ def _remarks(profile: Profile) -> list[str]:
     if switch not in ("", "on", "1", "true", "yes"):
         remarks.append(f"INSTRUMENT: found {switch!r}; allowed: on, off; this run is recorded")
     return remarks
+
+
+def _files_of(profile: Profile) -> Iterator[str]:
+    """Yield a sentence on when files are written, and on what shows the service until then."""
+    when = []
+    if profile.export.chrome is not None or profile.export.recording is not None:
+        when.append("trace files are written as each process ends")
+    if profile.capture.to is not None:
+        when.append(f"kept requests are written into {profile.capture.to} some seconds after they ended")
+    if when:
+        yield (
+            f"{', '.join(when)}; meanwhile `instrument live` shows requests in flight, rates and where the time goes, "
+            "and `instrument dump --last 10s` saves the newest spans"
+        )
 
 
 def _refuse_what_cannot_work(profile: Profile) -> None:

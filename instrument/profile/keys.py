@@ -84,6 +84,7 @@ from instrument.profile.values import (
     duration_or_off,
     expression,
     folder_or_off,
+    folder_path,
     function_name,
     function_pattern,
     headers,
@@ -574,6 +575,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "where": Key("where", conditions),
         "limit": Key("limit", rate),
         "before": Key("before_ns", duration("2s")),
+        "to": Key("to", folder_path),
     },
     "limits": {
         "ring": Key("ring_bytes", ring_size),

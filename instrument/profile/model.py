@@ -251,7 +251,8 @@ class Capture:
 
     A request is slow that takes longer than `slow_ns`, or than `slow_over` says of its endpoint. It bears attributes
     when every condition of `where` holds for its own span as it ends, whatever the spans below it bear. `limit` bounds
-    how many are kept, `before_ns` adds what came before the request. Where it `is_off` by a variable of OpenTelemetry
+    how many are kept, `before_ns` adds what came before the request. What is kept is written into the folder `to`, by
+    the agent of the run while the service runs; None for nowhere. Where it `is_off` by a variable of OpenTelemetry
     none is kept, whatever callers ask for.
     """
 
@@ -262,6 +263,7 @@ class Capture:
     before_ns: int = 0
     slow_over: Usual | None = None
     where: tuple[Where, ...] = ()
+    to: str | None = None
     is_off: bool = field(default=False, repr=False)
 
 
@@ -430,6 +432,11 @@ class Profile:
     remarks: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     told: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether nothing is written or sent by itself."""
+        return self.export.is_empty and self.capture.to is None
 
     @property
     def digest(self) -> str:

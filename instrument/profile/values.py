@@ -211,6 +211,11 @@ _socket_folder = spelled(
     "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
     lambda text: nearest(text, ("auto", "off")),
 )
+folder_path = spelled(
+    r"(?=[^{}]*/)[^{}]{1,1000}",
+    "a folder, with a '/' in it, at most 1000 characters and no braces",
+    lambda text: f"{text}/",
+)
 _ring_folder = spelled(
     RING_FOLDER_SYNTAX,
     "off, or a folder, with a '/' in it, at most 1000 characters and no braces",

@@ -75,7 +75,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
-    is_told = wanted is not profile and wanted.export.is_empty and environment.INIT_FOLDER not in os.environ
+    is_told = wanted is not profile and wanted.leaves_nothing and environment.INIT_FOLDER not in os.environ
     for remark in wanted.remarks if wanted is not profile and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_told and is_main():

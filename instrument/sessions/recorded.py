@@ -311,13 +311,16 @@ class Recorded:
         """What others are to know who read this process's recording."""
         facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
         facts["notes"] = self._notes_told
-        is_scraped = self._has_agent() and self.profile.export.prometheus is not None
-        facts["is_awaited"] = self._exporter is not None or is_scraped  # not only once a scrape has asked for it
+        is_read = self._has_agent() and self._wants_agent  # and not only once a scrape has asked for it
+        facts["is_awaited"] = self._exporter is not None or is_read
         if self._exporter is not None:
             of_profile = self.profile.capture, self.profile.limits.spans_per_request
             facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
         elif self._is_metered_elsewhere:
-            facts["export"] = export_facts.told(self.ids(), {}, KEEPS_NONE, SPANS_PER_REQUEST, self._metered_facts)
+            capture, spans_per_request = KEEPS_NONE, SPANS_PER_REQUEST
+            if self.profile.capture.to is not None:
+                capture, spans_per_request = self.profile.capture, self.profile.limits.spans_per_request
+            facts["export"] = export_facts.told(self.ids(), {}, capture, spans_per_request, self._metered_facts)
         return facts
 
     @property
@@ -325,7 +328,12 @@ class Recorded:
         """Whether metrics are told by the recording: as it is read back, or by an agent, for scrapes at least."""
         if self._exporter is not None:
             return not self.handover.is_own
-        return self._has_agent() and (self._asks_for_metrics or self.profile.export.prometheus is not None)
+        return self._has_agent() and (self._asks_for_metrics or self._wants_agent)
+
+    @property
+    def _wants_agent(self) -> bool:
+        """Whether the profile asks for what an agent alone does: to answer scrapes, and to write what is kept."""
+        return self.profile.export.prometheus is not None or self.profile.capture.to is not None
 
     @property
     def _metered_facts(self) -> MeteredFacts:
@@ -376,13 +384,14 @@ class Recorded:
             RECORDER.tell(self._facts())
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """What the run's agent needs to export what this process records, and for scrapes; None for neither."""
+        """What the run's agent needs to export what this process records, for scrapes and files; None for nothing."""
         otlp, scraped = self.profile.export.otlp, self.profile.export.prometheus
         if not (self._is_metered_elsewhere and self._has_agent()):
             return None
         return {
             "otlp": export_facts.settings_told(otlp) if otlp is not None and self.handover.has_agent else None,
             "prometheus": None if scraped is None else scraped.listen,
+            "captures": None if (to := self.profile.capture.to) is None else str(files.working_folder() / to),
         }
 
     def cost(self) -> Cost:

@@ -64,6 +64,11 @@ without one."""
 UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
 
 
+NO_AGENT = (
+    "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
+    "meanwhile (`instrument run` begins one, unless the profile says `agent: off`)"
+)
+
 UNTOLD = "agent: nobody has told how process %s ended, or whether it left a capture: the agent of the run had gone"
 UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
 
@@ -188,6 +193,8 @@ class Session(Exporting):
 
     def _join_run(self) -> None:
         """Tell the run's agent of this process, where there is one."""
+        if self._wants_agent and not self._has_agent():
+            self.account.complain(NO_AGENT)
         if self.profile.agent == "off":
             return
         RECORDER.tell(self._facts())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.otlp.processor.drain import Drain
+from instrument.otlp.processor.kept_files import KeptFiles
 from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.keyed_trees import KeyedTrees
 from instrument.otlp.processor.metering import Metering
@@ -76,7 +77,8 @@ class Exported:
     """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
 
     Where a later one has begun this one has ended. What was read before this one goes on was another one's, which
-    knew of all requests with keys; where it `knows_all` there were none. `facts` tell what else is told in the
+    knew of all requests with keys; where it `knows_all` there were none. Unless it `sends` what is kept goes to no
+    exporter. `facts` tell what else is told in the
     recording. Raises `TraceError` and `OSError`. `look` and `finish` are for one thread; `note_settled` and `note_sent`
     may be called by another one.
     """
@@ -90,9 +92,11 @@ class Exported:
         generation: int = 0,
         *,
         knows_all: bool = False,
+        sends: bool = True,
         facts: Callable[[], Any] | None = None,
     ) -> None:
         self._knows_all = knows_all
+        self._sends = sends
         self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._decisions = decisions
@@ -121,6 +125,8 @@ class Exported:
         """Whether its process has."""
         self.is_over = False
         """Whether it has, and all that it recorded has been read."""
+        self.files: KeptFiles | None = None
+        """Where what is kept is written, if anywhere."""
         self.is_scraped = False
         """Whether what it had counted is asked for once it has ended."""
 
@@ -194,14 +200,35 @@ class Exported:
         if kept is None:
             return True  # another session has begun meanwhile
         self._note_read(reading, kept)
-        for spans in kept:
-            self._exporter.offer(spans, reading.source)
-        for spans in reading.keyed.stages.due(at_once=is_last or at_once):
-            self._exporter.offer(spans, reading.derived)
+        self._offer(kept, reading)
+        self._offer_derived(reading.keyed.stages.due(at_once=is_last or at_once), reading)
         at_once = is_last or at_once or self._requests.are_over
         reading.queues.due(at_once=at_once, may_be_kept=reading.may_be_kept)
         self.note_settled()
         return drain.has_more
+
+    def _offer(self, kept: Sequence[Sequence[Span]], reading: _Reading) -> None:
+        """Have what is kept sent, and written, as far as it is to be."""
+        for spans in kept:
+            if self._sends:
+                self._exporter.offer(spans, reading.source)
+            if self.files is not None:
+                self.files.put(spans, reading.source)
+
+    def write_kept(self, *, at_once: bool) -> None:
+        """Write what is kept where it is time to, or `at_once`."""
+        files, reading = self.files, self._reading
+        if files is None or reading is None or not (at_once or files.is_due):
+            return
+        count, is_written = files.write()
+        if not self._sends:
+            reading.source.counts["exported" if is_written else "failed"] += count
+            self.note_settled()
+
+    def _offer_derived(self, trees: Iterable[Sequence[Span]], reading: _Reading) -> None:
+        for spans in trees:
+            if self._sends:
+                self._exporter.offer(spans, reading.derived)
 
     def _is_superseded(self) -> bool:
         """Whether another session of the process has begun, and what this one is about has gone."""
@@ -311,11 +338,9 @@ class Exported:
         if reading is not None:
             kept = reading.keyed.take([], {}, 1.0, is_last=True)
             self._note_read(reading, kept)
-            for spans in kept:
-                self._exporter.offer(spans, reading.source)
+            self._offer(kept, reading)
             for _ in range(2):  # the first time for those that have just come
-                for spans in reading.keyed.stages.due(at_once=True):
-                    self._exporter.offer(spans, reading.derived)
+                self._offer_derived(reading.keyed.stages.due(at_once=True), reading)
             reading.learn(at_once=True)
             for _ in range(LOOKS + 1):
                 reading.queues.due(at_once=True)

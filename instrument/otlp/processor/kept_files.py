@@ -1,0 +1,103 @@
+"""Files of what is kept of one process while it runs: recordings, which `instrument report` reads as a folder."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from instrument.errors import TraceError
+from instrument.otlp.span_queue import Source
+from instrument.recording.spans import Span, Trace
+from instrument.runtime import disk_room
+from instrument.runtime.faults import logger
+from instrument.trace import file
+
+WRITE_S = 10.0
+"""After so long at most what was kept is in a file."""
+
+FILE_SPANS = 20_000
+"""With so many spans a file is written at once."""
+
+REMOVED = "files of kept requests that were removed to keep within limits.disk"
+
+
+class KeptFiles:
+    """Those of one process in a folder, `SERVICE-RUN-PID-NUMBER-kept.npz`.
+
+    All files of such names in the folder keep within `disk_bytes`: the oldest are removed, which the next file counts.
+    """
+
+    def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
+        self._folder = folder
+        self._run = run
+        self._disk_bytes = disk_bytes
+        self._spans: list[Span] = []
+        self._source: Source | None = None
+        self._due_at = 0.0
+        self._number = 0
+        self._last_bytes = self._removed = 0
+        self._told: dict[Path, int] = {}
+        """How many removed ones each file tells of."""
+        self._problem = ""
+
+    def put(self, spans: Sequence[Span], source: Source) -> None:
+        """Take on a tree that is kept, or a part of one."""
+        if not self._spans:
+            self._due_at = time.monotonic() + WRITE_S
+        self._spans += spans
+        self._source = source
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what was kept has waited for long enough, or is much."""
+        return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
+
+    def write(self) -> tuple[int, bool]:
+        """Write what was kept: how much that was, and whether it was written. What cannot be is lost, and said once."""
+        spans, self._spans = self._spans, []
+        if not spans or self._source is None:
+            return 0, True
+        count = sum(1 + len(span.device) for span in spans)
+        origin = replace(self._source.origin, run=self._source.origin.run or self._run)
+        service = re.sub(r"[^\w.-]+", "_", origin.service)[:96].lstrip(".") or "service"
+        while (path := self._path(service, origin.pid)).exists():  # another exporter has written it
+            self._number += 1
+        self._make_room(self._last_bytes)
+        trace = Trace(
+            origin=origin,
+            start_ns=min(span.start_ns for span in spans),
+            end_ns=max(span.end_ns for span in spans),
+            spans=spans,
+            threads=dict(self._source.threads()),
+            losses={REMOVED: self._removed} if self._removed else {},
+        )
+        try:
+            file.dump(path, trace)
+            self._last_bytes = path.stat().st_size
+        except (TraceError, OSError) as problem:
+            if not self._problem:
+                self._problem = str(problem)
+                lost = f"{len(spans)} spans that are kept are lost, later ones without a word"
+                logger.warning("capture.to: %s: %s", lost, problem)
+            return count, False
+        self._told[path], self._removed = self._removed, 0
+        self._make_room(0, path)
+        return count, True
+
+    def _path(self, service: str, pid: int) -> Path:
+        return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
+
+    def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
+        """Remove the oldest files until all keep within the limit; count them, and those that they told of."""
+        found = []
+        for path in self._folder.glob("*-kept.npz"):
+            with suppress(OSError):
+                facts = path.stat()
+                found.append((facts.st_mtime_ns, facts.st_size, path))
+        over_bytes = sum(size for _, size, _ in found) + wanted_bytes - self._disk_bytes
+        oldest = ((path, size) for _, size, path in sorted(found) if path != newest)
+        self._removed += sum(1 + self._told.pop(path, 0) for path in disk_room.removed(oldest, over_bytes))
