@@ -1117,7 +1117,7 @@ def storm(n):
         pid = os.fork()
         if not pid:
             engine.step(x)
-            os._exit(0) if x % 5 == 0 else sys.exit(0)
+            os._exit(1) if x % 5 == 0 else sys.exit(0)
         os.waitpid(pid, 0)
 
 engine.step(1)

@@ -61,8 +61,10 @@ class Asked:
     def described(self) -> str:
         """Its name, with its services, how many processes live, and since when."""
         its = self.living or self.members
-        services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in its)) or "no process"
-        begun_ns = min((int(member.facts["joined_ns"]) for member in its), default=time.monotonic_ns())
+        if not its:
+            return f"{self.name} ({self.problem or 'no process has joined'})"
+        services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in its))
+        begun_ns = min(int(member.facts["joined_ns"]) for member in its)
         count = f"{len(self.living)} process{'es' * (len(self.living) != 1)}"
         return f"{self.name} ({services}: {count}, for {(time.monotonic_ns() - begun_ns) / 1e9:.3g} s)"
 
@@ -107,8 +109,13 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
 
 
 def only(verb: str, runs: Sequence[Asked]) -> Asked:
-    """The only one of several runs whose agent answers. Raises `InstrumentError` where there is none, or more."""
+    """The only one of several runs whose agent answers, or the only one of which processes live.
+
+    Raises `InstrumentError` where there is none, or more.
+    """
     answering = [run for run in runs if not run.problem]
+    if len(answering) > 1:
+        answering = [run for run in answering if run.living] or answering
     if len(answering) == 1:
         return answering[0]
     if len(answering) > 1 or len(runs) > 1:
