@@ -398,3 +398,14 @@ def test_what_a_page_has_no_use_for_is_refused(saved: Path, tmp_path: Path, more
 def test_a_page_that_cannot_be_written_says_where_and_why(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(saved), "--html", "/proc/none/page.html"]) == 2
     assert "cannot write the page /proc/none/page.html: " in capsys.readouterr().err
+
+
+def test_the_slowest_at_the_top_is_that_of_all_endpoints() -> None:
+    often, once = Site("GET /often", "request"), Site("GET /once", "request")
+    spans = [Span(often, n, 0, n, 1, 0, n * 10**9, n * 10**9 + 2 * 10**8, 2 * 10**8, 0) for n in range(1, 21)]
+    spans.append(Span(once, 99, 0, 99, 1, 0, 30 * 10**9, 31 * 10**9, 10**9, 0))
+    figures = {
+        one["label"]: one for one in document_of(Trace(Origin(1, "shop", 0, 0), 0, 40 * 10**9, spans))["figures"]
+    }
+    assert (figures["p99"]["note"], figures["p99"]["value"]) == ("GET /often", "200 ms")
+    assert (figures["Slowest"]["note"], figures["Slowest"]["value"]) == ("GET /once", "1000 ms")

@@ -312,3 +312,12 @@ def test_a_phase_that_few_requests_have_is_told_as_long_as_it_is_for_these() -> 
     text = "\n".join(view_of(trace_of(spans)).lines())
     assert ["queue", "1", "9", "9", "9", "9.0%"] in [line.split() for line in text.splitlines()]
     assert "over the requests that had it" in text
+
+
+def test_a_rate_is_of_the_time_in_which_requests_were_served() -> None:
+    spans = [made(number, CHAT, start, start + 100) for number, start in enumerate(range(2000, 4000, 200), 1)]
+    for span in spans:
+        span.attributes = {"http.response.status_code": 200}
+    lines = text_of(view_of(trace_of(spans, end_ns=10_000 * MS))).splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("POST /chat") and len(line.split()) == 4]
+    assert row[2:] == ["5.263", "10"], "10 requests in 1.9 s"

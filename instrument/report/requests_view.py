@@ -130,6 +130,8 @@ class RequestTimes:
     slowest: tuple[SlowRequest, ...]
     blocked: BlockedLoops | None
     device_shares: tuple[EndpointShare, ...]
+    _served_ns: int
+    """The time from the begin of the first request to the end of the last one."""
     _options: Options
 
     def sections(self) -> list[Section]:
@@ -205,8 +207,7 @@ class RequestTimes:
         endpoints, _, streams, *others = self.sections()
         lines += section_lines([endpoints], unit)
         if any(one.statuses for one in self.endpoints):
-            lasted_ns = self.coverage.until_ns - self.coverage.since_ns
-            lines += [*section_title("Answers"), *_answer_lines(self.endpoints, lasted_ns), ""]
+            lines += [*section_title("Answers"), *_answer_lines(self.endpoints, self._served_ns), ""]
         lines += section_lines([streams], unit)
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
         lines += section_lines(others, unit)
@@ -251,6 +252,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         slowest=_slowest(its, recording, options),
         blocked=blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
+        _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
         _options=options,
     )
 
@@ -373,7 +375,10 @@ def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[st
     for one in endpoints:
         rate = compact(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
         cells.append([row_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
-    return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
+    return [
+        *named_table(["Request", "A second", *shown], cells, 0),
+        "A second: from the begin of the first request to the end of the last one. 4xx is no error.",
+    ]
 
 
 PARTS_NOTE = (

@@ -94,8 +94,11 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
         add("Requests", f"{served.requests:,}", ended, "bad" if errors else "")
         heaviest = served.endpoints[0]
         name = shorten(safe(heaviest.name) or "(no name)", 60)
-        for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns), ("Slowest", heaviest.max_ns)):
+        for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns)):
             add(label, f"{four_digits(time_ns, unit)} {unit}", name)
+        slowest = served.slowest[0]
+        name = shorten(safe(slowest.name) or "(no name)", 60)
+        add("Slowest", f"{four_digits(slowest.wall_ns, unit)} {unit}", name)
     elif shown.steps is not None:
         loop = shown.steps.loops[0]
         add("Steps", f"{loop.steps:,}", safe(loop.name))
