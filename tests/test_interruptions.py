@@ -18,7 +18,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace import file
 
 PROGRAM = """
-import asyncio, gc, time, instrument
+import asyncio, gc, time, instrument, uvicorn
 from instrument import scope
 
 async def handle(route, work):
