@@ -1,8 +1,8 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
 In code: `profiled`, `scope` and `loader` name what the service's authors want to see, `annotate` says more of it;
-`start`, `stop`, `summary` and `dump` run a session; `Profiler` looks at the steps of a loop. Without a change in the
-service: ``instrument run --profile profile.yaml -- script.py``.
+`start`, `stop`, `summary` and `dump` run a session; `Profiler` looks at the steps of a loop; `load` reads saved traces
+as data frames. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; each name is loaded as it is first asked for, and what a
 session needs by `start`.
@@ -16,6 +16,7 @@ TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
 if TYPE_CHECKING:
     from typing import Any
 
+    from instrument.cli.loaded_trace import LoadedTrace, load
     from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
     from instrument.instrumentors.functions import profiled
     from instrument.instrumentors.loaders import loader
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ExportError",
     "InstrumentError",
+    "LoadedTrace",
     "ProfileError",
     "Profiler",
     "Session",
@@ -68,6 +70,7 @@ __all__ = [
     "export_otlp",
     "flush",
     "inject",
+    "load",
     "loader",
     "print_summary",
     "profiled",
@@ -86,6 +89,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "cli.loaded_trace": "LoadedTrace load",
     "errors": "ExportError InstrumentError ProfileError StateError TargetError TraceError",
     "instrumentors.functions": "profiled",
     "instrumentors.loaders": "loader",

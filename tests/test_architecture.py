@@ -212,6 +212,7 @@ def test_the_public_names_are_these() -> None:
     assert instrument.__all__ == [
         "ExportError",
         "InstrumentError",
+        "LoadedTrace",
         "ProfileError",
         "Profiler",
         "Session",
@@ -228,6 +229,7 @@ def test_the_public_names_are_these() -> None:
         "export_otlp",
         "flush",
         "inject",
+        "load",
         "loader",
         "print_summary",
         "profiled",

@@ -20,13 +20,15 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+import instrument
 from instrument import chrome
 from instrument.cli import convert_verb, main
-from instrument.errors import InstrumentError
+from instrument.cli.loaded_trace import LoadedTrace
+from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.json_lines import json_lines
 from instrument.otlp.packing import Ids, pack, pack_resource, request_of
 from instrument.otlp.resource import resource_of
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span, Trace
 from instrument.trace import file, tables
 from instrument.trace.of_spans import columns_of_spans
 
@@ -216,6 +218,39 @@ def test_tables_have_the_same_types_whatever_a_trace_has(tmp_path: Path) -> None
     assert types["attributes"] == "MAP(VARCHAR, VARCHAR)"
     files = [str(tmp_path / f"{number}.parquet") for number in range(4)]
     assert duckdb.execute("select count(*), count(error) from read_parquet($1)", [files]).fetchall() == [(4, 2)]
+
+
+def test_loaded_traces_are_data_frames_of_spans_and_of_requests(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of DuckDB's own relations here; libraries of data frames are taken as they are installed."""
+    monkeypatch.setattr("instrument.trace.tables.as_pandas", lambda found: found)
+    loaded = instrument.load(traces, frames="pandas")
+    assert len(loaded.spans.fetchall()) == 21
+    requests = loaded.requests
+    parts = [f"{name}_ns" for name in ("queue", "share", "waiting", "stall", "transport", "unknown")]
+    assert requests.aggregate(f"count(*), bool_and({' + '.join(parts)} = total_ns)").fetchall() == [(9, True)]
+    assert requests.filter("key is null and name = 'request'").aggregate("count(*)").fetchall() == [(9,)]
+    trace = replace(hostile(), spans=[])
+    empty = LoadedTrace(file.load(file.dump(tmp_path / "empty.npz", trace)), "pandas").requests
+    assert list(map(str, empty.types)) == list(map(str, requests.types))
+    with pytest.raises(InstrumentError, match="pandas, polars, pyarrow; asked for numpy"):
+        _ = instrument.load(traces, frames="numpy").spans
+    with pytest.raises(TraceError, match="asked for the run r9"):
+        instrument.load(traces, run="r9")
+
+
+def test_a_phase_of_a_request_is_in_its_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spans = [
+        Span(Site("handle", "request"), 1, 0, 1, 7, 0, 10, 30, 20, 20, attributes={KEY: "r1"}),
+        Span(Site("parse", "phase"), 2, 1, 1, 7, 0, 12, 16, 4, 4),
+    ]
+    saved = file.load(file.dump(tmp_path / "a.npz", replace(hostile(), spans=spans)))
+    monkeypatch.setattr("instrument.trace.tables.as_pandas", lambda found: found)
+    ((key, unknown_ns, phases),) = (
+        LoadedTrace(saved, "pandas").requests.project("key, unknown_ns, phases_ns").fetchall()
+    )
+    assert (key, unknown_ns, phases) == ("r1", 16, {"parse": 4})
 
 
 @pytest.mark.parametrize("kind", ["arrow", "polars", "pandas"])

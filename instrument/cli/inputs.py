@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,24 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 
 def files_of(verb: str, options: argparse.Namespace) -> list[str]:
     """The files that are named, and of each folder those of one run. Raises `TraceError` for a folder that has none."""
+
+    def say(others: str) -> None:
+        print(f"instrument: {verb}: {others}", file=sys.stderr)
+
+    load_libraries()
+    with within_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
+        return files_in(options.traces, options.run, options.all, say)
+
+
+def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
+    """The files of some paths: of a folder those of a run, else of the newest, or of all. `say` hears of the others."""
     found: list[str] = []
-    for path in options.traces:
+    for path in paths:
         if not Path(path).is_dir():
             found.append(path)
             continue
         its = _files_in(path)
-        found += its if options.all else _of_one_run(verb, path, its, options)
+        found += its if is_of_all or (len(its) == 1 and run is None) else _of_one_run(path, its, run, say)
     return list(dict.fromkeys(found))
 
 
@@ -51,22 +62,17 @@ def _files_in(folder: str) -> list[str]:
     return [known[stem] for stem in sorted(known)]
 
 
-def _of_one_run(verb: str, folder: str, paths: Sequence[str], options: argparse.Namespace) -> list[str]:
+def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Those of the run that is asked for, else of the newest; files that are of no run stay."""
-    if len(paths) == 1 and options.run is None:
-        return list(paths)
-    load_libraries()
     from instrument.trace.files_of_runs import chosen, runs_of
 
-    with within_memory(verb, paths, options.memory):
-        known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
-    if not known and options.run is None:
+    known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
+    if not known and run is None:
         return list(paths)
-    runs = runs_of(known)
-    run, others = chosen(folder, runs, options.run)
+    its, others = chosen(folder, runs_of(known), run)
     if others:
-        print(f"instrument: {verb}: {others}", file=sys.stderr)
-    return [path for path in paths if path not in known or path in run.files]
+        say(others)
+    return [path for path in paths if path not in known or path in its.files]
 
 
 def _facts_in(path: str) -> Trace | None:

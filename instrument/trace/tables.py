@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.runtime import atomic
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 from instrument.trace.text import clean, encode, encode_numbers, safe
 
 if TYPE_CHECKING:
     from instrument.recording.spans import Trace as Facts
     from instrument.trace.columns import Int64s, Trace
+    from instrument.trace.joined import Joined
 
 EXTRA = "instrument-sdk[query]"
 
@@ -105,6 +107,46 @@ def closed_off(connection: Any) -> Any:
 def frame(trace: Trace, facts: Facts) -> Any:
     """The spans as what DuckDB makes data frames of."""
     return opened(trace, facts).sql(_WITH_INTERVALS)
+
+
+_REQUESTS = """
+select s.span_id, s.name, nullif(r.key, '') as key, s.thread, s.start_ns, s.end_ns, s.total_ns, s.unix_ns, s.error,
+  s.attributes, r.queue_ns, r.share_ns, r.waiting_ns, r.stall_ns, r.transport_ns, r.unknown_ns, p.phases_ns
+from ({spans}) s join (select span_id, cast(key as varchar) as key, * exclude (span_id, key) from given_requests) r
+  using (span_id)
+left join (select span_id, map(list(cast(name as varchar)), list(time_ns)) as phases_ns from given_phases
+  group by span_id) p using (span_id)
+order by s.start_ns, s.span_id
+"""
+_PARTS = {
+    QUEUE: "queue",
+    SHARE: "share",
+    WAITING: "waiting",
+    STALL: "stall",
+    TRANSPORT: "transport",
+    UNKNOWN: "unknown",
+}
+
+
+def frame_of_requests(trace: Trace, facts: Facts, joined: Joined, found: Ledger) -> Any:
+    """The requests as what DuckDB makes data frames of: what the wall of each was spent on adds up to `total_ns`."""
+    span_id, names = trace.span_id[joined.rows], found.names
+    columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in _PARTS.values()}
+    is_phase = np.array([name not in _PARTS for name in names] or [False], dtype=np.bool_)[found.part]
+    for number, name in enumerate(names):
+        its = found.part == number
+        if name in _PARTS:
+            columns[f"{_PARTS[name]}_ns"][found.request[its]] = found.time_ns[its]
+    keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
+    connection = opened(trace, facts)
+    connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
+    phases = {
+        "span_id": span_id[found.request[is_phase]],
+        "name": _texts(names[part] for part in found.part[is_phase].tolist()),
+        "time_ns": found.time_ns[is_phase],
+    }
+    connection.register("given_phases", phases)
+    return connection.sql(_REQUESTS.format(spans=_WITH_INTERVALS))
 
 
 def as_pandas(found: Any) -> Any:
