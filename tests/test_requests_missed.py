@@ -102,7 +102,7 @@ def test_connections_to_a_process_that_records_no_request_are_told_of(
 def test_a_worker_of_a_queue_that_records_no_request_is_told_of(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "celery.worker", ModuleType("celery.worker"))
+    monkeypatch.setitem(sys.modules, "celery.apps.worker", ModuleType("celery.apps.worker"))
     assert states(family)["jobs"] == ("unmet", None)
     assert family.verdicts()[1].why.startswith("celery takes them off its queue")
 

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from otlp_collectors import collecting, take
 from otlp_spans import ORIGIN, SECOND, THREADS, tree
 
+import instrument
 from instrument.otlp import Exporter
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, current_name
@@ -274,3 +276,30 @@ print(warned(warn))
 def test_python_is_kept_from_warning_of_threads_at_a_fork_where_all_of_them_are_ours() -> None:
     done = subprocess.run([sys.executable, "-c", FORK + "wait.set()"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1"]
+
+
+def test_no_thread_of_ours_begins_where_a_server_is_still_to_fork_its_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As uWSGI does, without Python's lock: in a child whose parent's thread had that nobody gets it any more."""
+    (tmp_path / "profile.yaml").write_text("budget: 1%\nfunctions: [{match: 'lacking:x'}]")
+
+    def begun() -> bool:
+        instrument.start(str(tmp_path / "profile.yaml"))
+        try:
+            return any(thread.name == "instrument" for thread in threading.enumerate())
+        finally:
+            instrument.stop()
+
+    def is_begun_by(worker: int, master: int, workers: int) -> bool:
+        uwsgi = SimpleNamespace(worker_id=lambda: worker, masterpid=lambda: master, numproc=workers)
+        monkeypatch.setitem(sys.modules, "uwsgi", uwsgi)  # type: ignore[arg-type]
+        return begun()
+
+    assert begun()
+    assert not is_begun_by(0, 7, 1)
+    assert not is_begun_by(0, 0, 2)
+    assert is_begun_by(0, 0, 1), "a server that serves in this very process"
+    assert is_begun_by(1, 7, 2)
+    monkeypatch.setitem(sys.modules, "uwsgi", SimpleNamespace())  # type: ignore[arg-type]
+    assert begun(), "something else of that name"

@@ -180,6 +180,18 @@ def end_quiet_fork() -> None:
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
 
+def are_to_wait() -> bool:
+    """Return whether a server in C is still to fork its workers, and does so without Python's lock.
+
+    A thread that has the lock in that moment leaves it locked in the child for ever, which then hangs.
+    """
+    uwsgi = sys.modules.get("uwsgi")
+    try:
+        return uwsgi is not None and uwsgi.worker_id() == 0 and bool(uwsgi.masterpid() or uwsgi.numproc > 1)
+    except Exception:  # a module of that name that is none of the server's
+        return False
+
+
 def _note(name: str, fault: BaseException | None) -> None:
     try:
         FAULTS.note(f"thread {name}", fault or RuntimeError())

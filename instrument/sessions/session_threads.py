@@ -10,7 +10,7 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.thread_names import await_first_span
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread, start_unlisted
+from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event
 from instrument.sessions.account import Account
 from instrument.sessions.deadline import Deadline
@@ -106,6 +106,8 @@ class SessionThreads:
 
     def _recording_begins(self) -> None:
         """The first span is about to be recorded, on this thread of the service: it goes on after some 0.1 ms."""
+        if are_to_wait():
+            return  # those of the workers begin there
         begun = self._begun = Event()
         rests = Event()
 
@@ -126,7 +128,7 @@ class SessionThreads:
             raise
 
     def _start_threads(self) -> None:
-        if self._is_over:
+        if self._is_over or are_to_wait():
             return  # the session sends what there is at its end
         self.have_begun = True
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))

@@ -33,7 +33,10 @@ PACKAGES: tuple[Package, ...] = (
     *(Package(name, "server") for name in ("gevent.pywsgi", "cheroot.wsgi", "bjoern")),
     *(Package(name, "unrouted") for name in ("blacksheep", "pyramid.router", "cherrypy")),
     *(Package(name, "unmet") for name in ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server")),
-    *(Package(name, "queue") for name in ("celery.worker", "rq.cli", "dramatiq.cli", "arq.worker", "huey.consumer")),
+    *(
+        Package(name, "queue")
+        for name in ("celery.apps.worker", "rq.cli", "dramatiq.cli", "arq.cli", "huey.bin.huey_consumer")
+    ),
     *(Package(name, "engine", preset) for name, preset in ENGINES.items()),
     Package("bentoml", "engine"),
     *(Package(name, "library") for name in ("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba")),
