@@ -26,7 +26,7 @@ from otlp_receiver import Received, receiver
 
 from instrument import chrome
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Interval, Span, Trace, covered_ns
+from instrument.recording.spans import Interval, Span, Trace, covered_ns, is_interruption
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
 
@@ -101,7 +101,7 @@ def instrumented(folder: Path, answers: Path) -> Run:
         )
         (path,) = (folder / "traces").iterdir()
         trace, _ = chrome.load(path)
-        sent = sum(not span.clipped for span in trace.spans)
+        sent = sum(not span.clipped and not is_interruption(span.site) for span in trace.spans)  # these are events
         until = time.monotonic() + 20
         while len(own(received := collector.spans())) < sent and time.monotonic() < until:
             time.sleep(0.1)  # the agent of the run outlives the service by some seconds
@@ -136,7 +136,7 @@ def test_what_arrives_is_what_was_recorded_to_the_nanosecond(run: Run) -> None:
     def shape(name: str, start_ns: int, end_ns: int, base_ns: int) -> tuple[str, int, int]:
         return (name, start_ns - base_ns, end_ns - start_ns)
 
-    recorded = [span for span in run.trace.spans if not span.clipped]
+    recorded = [span for span in run.trace.spans if not span.clipped and not is_interruption(span.site)]
     first_recorded = min(span.start_ns for span in recorded)
     received = own(run.received.values())
     first_received = min(span.start_ns for span in received)
@@ -266,14 +266,15 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, t
     steps, prompts, decodes = (len(named(run, name)) for name in ("engine.step", "Engine.prefill", "Engine.decode"))
     passes = prompts + decodes
     walls = sorted(span.total_ns for span in named(run, "POST /generate"))
-    counts = Counter(span.site.kind for span in run.trace.spans)
+    summed = [span for span in run.trace.spans if not is_interruption(span.site)]  # a part of what they interrupted
+    counts = Counter(span.site.kind for span in summed)
 
     assert cells(run, "Requests Report", "POST /generate")[:2] == [str(REQUESTS), "0"]
     assert float(cells(run, "Requests Report", "POST /generate")[-2]) == pytest.approx(walls[-1] / 1e6, rel=5e-4)
     assert cells(run, "Requests Report", "queue")[0] == cells(run, "Requests Report", "generate")[0] == str(REQUESTS)
 
     for kind in ("request", "step", "op", "phase", "layer", "user"):
-        spans = [span for span in run.trace.spans if span.site.kind == kind]
+        spans = [span for span in summed if span.site.kind == kind]
         union_ms = ms_of((span.start_ns, span.end_ns) for span in spans)
         assert cells(run, "Overview Report", kind)[:2] == [str(counts[kind]), union_ms]
 

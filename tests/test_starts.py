@@ -76,7 +76,7 @@ def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:
     of_scopes = next(
         node.value
         for node in ast.parse(Path(scopes.__file__).read_text()).body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "OFF"  # type: ignore[attr-defined]
+        if isinstance(node, ast.Assign) and node.targets[0].id == "_IS_SWITCHED_OFF"  # type: ignore[attr-defined]
     )
     assert set(ast.literal_eval(off)) == set(ast.literal_eval(of_scopes.comparators[0]))  # type: ignore[attr-defined]
 

@@ -200,12 +200,16 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _wakened_by(self, module_name: str) -> list[str]:
-        """The keys of the families that a module wakes. Triton names a model's module by a number."""
+        """Return the keys of the families that a module wakes.
+
+        Those of requests also watch event loops, and Triton names a model's module by a number.
+        """
         package = module_name.partition(".")[0]
+        is_of_requests = package == "asyncio" or package.isdigit()
         return [
             key
             for key, packages in list(self._asleep.items())
-            if package in packages or (key == "requests" and package.isdigit())
+            if package in packages or (key == "requests" and is_of_requests)
         ]
 
     def _wake_all(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from instrument.recording.lines import CALLS, WAITING
-from instrument.recording.spans import Site, is_operator
+from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.report.line_sums import LineSums
 from instrument.report.table import Ratio
 from instrument.report.tree import TIMES
@@ -82,9 +82,11 @@ def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tup
     # Of what lies right below each node: its time, computation and waiting; last for what is topmost.
     below = [[0, 0, 0] for _ in range(count + 1)]
     for node in reversed(range(count)):  # a parent comes before its children
+        site, time_ns = sites[site_of[node]], times[node]
         of_children_ns, computation_ns, waiting_ns = below[node]
+        if is_interruption(site):
+            continue  # a part of what it interrupted
         if calls[node]:
-            site, time_ns = sites[site_of[node]], times[node]
             if computes(site):
                 computation_ns, waiting_ns = time_ns, 0
             elif _waits(site):
