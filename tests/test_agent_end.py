@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from otlp_collectors import Handler, collecting, drip, swallow, take
-from test_agent import INSTRUMENT, agents, folder, until
+from otlp_collectors import Handler, collecting, drip, refuse_with, swallow, take
+from test_agent import INSTRUMENT, agents, asked, folder, until
 from test_agent_export import ENGINE, PROFILE, spans_of
 
 from instrument.runtime import run_folder
@@ -224,3 +224,20 @@ def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leav
     assert service.returncode == 0, told
     until(lambda: has_ended(agent))
     assert not run_folder.found()
+
+
+def test_what_a_killed_worker_lost_in_its_export_is_in_a_report_that_goes_into_a_pipe() -> None:
+    Path("engine.py").write_text(ENGINE)
+    Path("main.py").write_text(SERVICE % 10)
+    with collecting(refuse_with(400)) as server:
+        Path("profile.yaml").write_text(PROFILE % (server.server_port, "", "  summary: {to: stderr}"))
+        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
+            until(agents)
+            (folder,) = run_folder.found()
+            until(lambda: asked(folder, {"ask": "processes"})[-1]["end"]["runs"][0]["lost"])
+            Path("over").touch()
+            _, told = service.communicate(timeout=120)
+    lost = re.search(r"reached the collector: (\d+) spans failed by the OTLP export", told.partition("Summary of")[2])
+    assert lost is not None, told
+    assert int(lost[1]) >= spans_of(10)

@@ -74,6 +74,11 @@ class Exports:
         """Whether there is no child that exports."""
         return not self._child.is_there
 
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """The losses of those processes that have ended, as they are called."""
+        return export_place.told(self.fates)
+
     def add(self, process: Process) -> None:
         """Export what a process records, or read it for scrapes, if it or somebody else asks for that."""
         if not self._numbers_of(process):

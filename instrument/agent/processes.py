@@ -132,7 +132,6 @@ class Run:
     folded: str = ""
     folded_ends: Counter[str] = field(default_factory=Counter)
     unfolded: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
 
     def living(self) -> list[Process]:
         """Those that have neither ended nor said goodbye."""

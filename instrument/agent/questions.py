@@ -42,7 +42,12 @@ class Questions:
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": departure.facts_of(process)}, memory)
             runs = [
-                {"run": run.name, "first": run.first, "lost": run.lost, "folded": run.folded_ends.total()}
+                {
+                    "run": run.name,
+                    "first": run.first,
+                    "lost": self._runs.exports.lost,
+                    "folded": run.folded_ends.total(),
+                }
                 for run in self._runs
             ]
             facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": self._runs.unseen()}

@@ -36,7 +36,6 @@ from instrument.agent.processes import (
 )
 from instrument.agent.saves import Saves
 from instrument.agent.unseen import LOOK_S, Unseen
-from instrument.recording import export_place
 from instrument.runtime import run_folder
 
 GRACE_S = 0.3
@@ -267,7 +266,7 @@ class Runs:
         run.waiting = None
 
         def then(answer: Any) -> None:
-            answer = self._with_unseen(answer)
+            answer = self._completed(run, answer)
             if self._loop.has(connection):
                 self._loop.send(connection, {"goodbye": answer})
             elif answer.get("report"):
@@ -523,7 +522,7 @@ class Runs:
 
     def _told(self, run: Run, answer: Any) -> None:
         if answer.get("report"):
-            self._say(run, str(self._with_unseen(answer)["report"]))
+            self._say(run, str(self._completed(run, answer)["report"]))
         self._end_of(run)
 
     def _look_for_unseen(self) -> None:
@@ -544,10 +543,16 @@ class Runs:
             self._unseen = None
         return text
 
-    def _with_unseen(self, answer: Any) -> Any:
-        """The report of a run, with that sentence below it."""
-        text = self.unseen(tells=True) if answer.get("report") else ""
-        return {**answer, "report": f"{answer['report']}  {text}\n"} if text else answer
+    def _completed(self, run: Run, answer: Any) -> Any:
+        """The report of a run, with what only the agent knows below it."""
+        if not answer.get("report"):
+            return answer
+        unseen = self.unseen(tells=True)
+        text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
+        if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
+            # Nobody can write to a pipe any more once the agent knows of the last losses.
+            text += f"{departure.line_of_export(self.exports.lost)}\n"
+        return {**answer, "report": text}
 
     def _say_if_nobody_joined(self) -> None:
         run = self._own
@@ -599,9 +604,8 @@ class Runs:
         """Say what has not reached the collector, at the end."""
         for process in self.exports.forget_missed():
             self._say(process.run, departure.line_of_missed(process))
-        lost = export_place.told(self.exports.fates)
-        if lost:
-            self.say_everywhere(departure.line_of_export(lost))
+        if self.exports.lost:
+            self.say_everywhere(departure.line_of_export(self.exports.lost))
 
 
 def _is_same(one: int, other: int) -> bool:
