@@ -120,7 +120,10 @@ def test_what_came_to_one_process_and_was_recorded_in_another_is_not_told_of() -
 def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        assert listening.listens()
         assert port in listening.connections_of(SELF).listens
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
         assert port not in listening.connections_of(SELF).open
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = listener.accept()

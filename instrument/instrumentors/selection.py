@@ -376,7 +376,8 @@ class Selection:
 
     def look_for_connections(self) -> None:
         """Look at which ports of this process connections came, where no request has been recorded."""
-        if "socket" in sys.modules and self.profile.requests and not self.has_requests():
+        is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
+        if is_asked and listening.listens():
             found = listening.connections_of(Path("/proc/self"))
             self.note_connections(found.open | found.closed)
 
