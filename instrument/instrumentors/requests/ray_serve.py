@@ -40,7 +40,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.found(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        talk = asgi.Http() if scope["type"] == "http" else asgi.Websocket()
+        talk = _Answer() if scope["type"] == "http" else asgi.Websocket()
         talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
         batches = SteppedItems(exchange, batches)
         try:
@@ -48,10 +48,14 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 await told_of(talk, messages)
                 yield messages
         except BaseException as error:
+            if isinstance(error, GeneratorExit) and isinstance(talk, _Answer) and talk.is_complete:
+                await talk.end()
             exchange.fail(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise
+        if isinstance(talk, _Answer) and talk.is_complete:
+            await talk.end()
         exchange.end()
 
     async def told_of(talk: asgi.Talk, messages: Any) -> None:
@@ -136,6 +140,22 @@ def _headers(metadata: Any) -> dict[bytes, bytes]:
     """The caller's trace, which a handle sends where Ray's own tracing is on."""
     context = getattr(metadata, "tracing_context", None) or {}
     return {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
+
+
+class _Answer(asgi.Http):
+    """An answer of a replica. It is over with the replica's own work, which goes on after the last message."""
+
+    __slots__ = ("is_complete",)
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    async def _send_last(self, message: asgi.Message) -> None:
+        self.is_complete = True
+
+    async def end(self) -> None:
+        """End the request as the last message would have."""
+        await super()._send_last({})
 
 
 async def _sent(_: Any) -> None:
