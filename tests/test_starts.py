@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,8 @@ import pytest
 import instrument
 from instrument.instrumentors import selection
 from instrument.instrumentors.selection import FAMILIES, awaited, packages_of
-from instrument.profile.keys import loads
+from instrument.profile import handed_down
+from instrument.profile.keys import load, loads
 from instrument.recorder import scopes
 from instrument.sessions import autostart
 from instrument.sessions.autostart import waiting
@@ -65,6 +67,87 @@ def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str)
     ours = {"instrument", "instrument.sessions", "instrument.sessions.autostart", waiting.__name__}
     assert on - {"__future__"} == {"sitecustomize", *ours}
     assert off | off_too <= {"sitecustomize"}
+
+
+def test_a_process_that_records_loads_nothing_that_only_reads_writes_or_sends() -> None:
+    done = run(f"""
+        import subprocess, sys
+        subprocess.run([sys.executable, "-c", "import engine; engine.step(1); " + {MODULES!r}])
+    """)
+    assert done.returncode == 0, done.stderr
+    bare = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, check=True).stdout.split()
+    new = set(done.stdout.split()) - {*bare}
+    heavy = {"numpy", "yaml", "msgspec", "opentelemetry", "asyncio", "ssl", "http", "email", "concurrent", "hypothesis"}
+    assert {name.partition(".")[0] for name in new} & heavy == set()
+    ours = [name for name in new if name.startswith("instrument.")]
+    rooms = ("agent", "chrome.", "cli", "otlp", "proposal", "report", "instrumentors.requests", "instrumentors.copies")
+    assert [
+        name for name in ours if name.partition(".")[2].startswith(rooms) and name != "instrument.chrome.joining"
+    ] == []
+    assert len(ours) <= 130  # which only fall
+    assert len(new) <= 260
+
+
+def test_a_later_process_takes_the_profile_and_the_costs_of_probes_from_the_first() -> None:
+    """It reads YAML where the variables that the profile asked for are others here, or its file has changed."""
+    Path("profile.yaml").write_text(PROFILE.replace("shop", "${SHOP_NAME:-shop}"))
+    done = run("""
+        import os, subprocess, sys
+        code = (
+            "import sys, engine; from instrument.sessions import process; "
+            "session = process.session(); print(session.profile.service, 'yaml' in sys.modules, "
+            "bool(session.account.costs.by_shape), session.digest)"
+        )
+        for more in ({}, {"SHOP_NAME": "mall"}, {}):
+            print(subprocess.run([sys.executable, "-c", code], env={**os.environ, **more},
+                                 capture_output=True, text=True).stdout, end="")
+        file = os.environ["INSTRUMENT_PROFILE"]
+        os.utime(file, (1, 1))
+        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout, end="")
+    """)
+    assert done.returncode == 0, done.stderr
+    told = [line.split(" ", 3) for line in done.stdout.splitlines()]
+    assert [line[:3] for line in told] == [
+        ["shop", "False", "True"], ["mall", "True", "True"], ["shop", "False", "True"], ["shop", "True", "True"],
+    ]  # fmt: skip
+    assert told[0][3] == told[2][3] == told[3][3] != told[1][3]
+
+
+def test_a_profile_with_a_secret_is_not_handed_down_by_a_file(tmp_path: Path) -> None:
+    secret = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer x"}
+    for text, environ, is_written in (
+        ("service: a", {}, True),
+        ("export: {otlp: }", {}, True),
+        ("export: {otlp: }", secret, False),
+    ):
+        Path("one.yaml").write_text(text)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            consulted = handed_down.Consulted()
+            profile = load("one.yaml", environ=consulted)
+            handed_down.write(tmp_path / "handed", profile, consulted)
+            assert handed_down.read(tmp_path / "handed", "one.yaml") == (profile if is_written else None)
+        (tmp_path / "handed").unlink(missing_ok=True)
+    assert handed_down.read(tmp_path / "handed", "one.yaml") is handed_down.read(None, "one.yaml") is None
+
+
+def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:
+    for path in [*Path(__file__).parents[1].glob("configs/*.yaml"), Path("profile.yaml")]:
+        consulted = handed_down.Consulted()
+        profile = load(path, environ=consulted)
+        handed_down.write(tmp_path / "handed", profile, consulted)
+        read = handed_down.read(tmp_path / "handed", str(path))
+        assert read == profile, path
+        assert repr(read) == repr(profile), path
+
+
+def test_an_interrupt_ends_the_process_by_the_signal_although_the_end_imports() -> None:
+    done = run(
+        "import engine, os, signal; engine.step(1); os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)"
+    )
+    assert done.returncode == -signal.SIGINT
+    assert list(Path("traces").glob("*.npz"))
 
 
 def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:

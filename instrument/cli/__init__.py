@@ -8,6 +8,10 @@ and what it does.
 
 from __future__ import annotations
 
+from instrument.runtime import shadowing
+
+shadowing.guard()  # before anything else is imported
+
 import argparse
 import os
 import re

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.instrumentors.selection import awaited
 from instrument.instrumentors.verdict import CHECK_FOLDER
+from instrument.profile import handed_down
 from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -53,7 +55,8 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if native.WHY_MISSING:
         print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = wanted(options)
-    profile = None if OFF or not host else load(path)
+    consulted = handed_down.Consulted()
+    profile = None if OFF or not host else load(path, environ=consulted)
     if profile is not None:
         _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
     command = host_of("run", host)
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         environ.pop(run_folder.VARIABLE, None)
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
         listener = _listener_of_agent(environ, name)
+        if (place := run_folder.handed_down(handed_down.NAME, environ)) is not None:
+            handed_down.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
         notes += [*_remarks(profile), *([] if asks_all or listener is None else _files_of(profile))]

@@ -27,7 +27,6 @@ from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, tensors_near, tensors_of
-from instrument.profile.document import nearest
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
@@ -431,5 +430,7 @@ class Layers:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
+    from instrument.profile.document import nearest
+
     meant = nearest(word, known)
     return f"; nearest is {meant}" if meant else ""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from instrument.instrumentors.requests import asgi
-from instrument.instrumentors.requests.endpoints import REQUEST
-from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import RequestsRule
-from instrument.recorder.recorder import STEP, Recorder
+from instrument.recorder.recorder import REQUEST, STEP, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime import atomic, run_folder
 
 AMONG = 1.3
 """By what a span takes longer among other work of Python's than after another one: 1.2 to 1.5 were measured."""
@@ -86,6 +87,9 @@ class _Probes:
     """A probe of each shape around nothing: `by_shape` has what calls it so often, and the same for what is bare."""
 
     def __init__(self, recorder: Recorder, calls: int) -> None:
+        from instrument.instrumentors.requests import asgi
+        from instrument.instrumentors.requests.exchange import Exchanges
+
         def nothing() -> None:
             pass
 
@@ -264,10 +268,28 @@ class Costs:
         """What a muted call costs, by the shape of the probe."""
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure it, once: 11 ms. Spans are timed as those of the session are."""
-        self.by_shape = measure_costs(with_ticks=with_ticks)
-        self.passed_ns = measure_passed_ns()
-        self.cold_ns = max(measure_cold_ns(with_ticks=with_ticks) - self.by_shape["method"].added_ns, 0.0)
+        """Measure it, once in a run: 11 ms. Spans are timed as the session's are.
+
+        The processes of a run that begin later take what the first one has measured.
+        """
+        path = run_folder.handed_down(f"costs{'-ticks' * with_ticks}")
+        if path is None or not self._take_over(path):
+            self.by_shape = measure_costs(with_ticks=with_ticks)
+            self.passed_ns = measure_passed_ns()
+            self.cold_ns = max(measure_cold_ns(with_ticks=with_ticks) - self.by_shape["method"].added_ns, 0.0)
+            if path is not None:
+                costs = {shape: tuple(cost) for shape, cost in self.by_shape.items()}
+                with suppress(OSError), atomic.replacing(path) as file:
+                    file.write(json.dumps((costs, self.passed_ns, self.cold_ns)).encode())
+
+    def _take_over(self, path: Path) -> bool:
+        """Take what another process of the run has measured; whether there is any."""
+        try:
+            costs, self.passed_ns, self.cold_ns = json.loads(path.read_bytes())
+        except (OSError, ValueError, TypeError):
+            return False
+        self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
+        return True
 
     def added_ns(self) -> dict[str, float]:
         """By how much a span costs more than none, by the shape of the probe."""

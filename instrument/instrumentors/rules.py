@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import arguments, functions, holders, targets
-from instrument.instrumentors.argument_watch import ArgumentWatch
 from instrument.instrumentors.functions import Probe
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
-from instrument.profile.document import nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
@@ -30,7 +28,16 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import MAINS, is_main, names_of, script_name, tracer_of_main
 from instrument.runtime.unpatched import RLock
 
+if TYPE_CHECKING:
+    from instrument.instrumentors.argument_watch import ArgumentWatch
+
 logger = logging.getLogger("instrument")
+
+
+def _argument_watch(wants: Callable[[str], bool]) -> ArgumentWatch:
+    from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
+
+    return ArgumentWatch(wants)
 
 
 class Functions:
@@ -38,7 +45,7 @@ class Functions:
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
-        self.watch = ArgumentWatch(self.wants) if watches else None
+        self.watch = _argument_watch(self.wants) if watches else None
         self._probes: dict[Probe, FunctionRule] = {}
         self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
         self._modules: dict[str, ModuleType] = {}
@@ -409,6 +416,8 @@ class Functions:
                 f"`-m {tracer}` traces the program, which two can from Python 3.12 on; run it without, or use @profiled"
             )
             return Verdict(rule.text, "unreachable", why=why)
+        from instrument.profile.document import nearest
+
         meant = next(filter(None, (nearest(text, targets.unmatched(text, there)) for text in rule.match)), "")
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))
 

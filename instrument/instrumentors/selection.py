@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from instrument.instrumentors import decorated
 from instrument.instrumentors.functions import Undo
 from instrument.instrumentors.holders import loaded_modules, namespace
-from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -129,6 +129,10 @@ def awaited(profile: Profile) -> frozenset[str] | None:
     return frozenset(found.union(name.partition(".")[0] for name in engines))
 
 
+_ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
+"""The variables by which a command asks each process what became of all rules: none sleep then."""
+
+
 class Selection:
     """Attaches the probes of a profile and takes them off again. One for each session.
 
@@ -157,10 +161,12 @@ class Selection:
 
     def _lay_down(self, key: str) -> None:
         """Let the rules of a key sleep, or make their family now where any module may have a target."""
-        packages = packages_of(self.profile, key) if _rules(self.profile, key) else frozenset()
-        if packages is None or (key == "functions" and environment.INIT_FOLDER in os.environ):
+        if not _rules(self.profile, key):
+            return
+        packages = packages_of(self.profile, key)
+        if packages is None or _ASKED & os.environ.keys():
             self._make(key)
-        elif packages:
+        else:
             self._asleep[key] = packages
 
     def _make(self, key: str) -> Probes:
@@ -181,10 +187,10 @@ class Selection:
     def _awake(self, key: str) -> Any:
         """The family of a key, also where it has slept until now; None where the profile has no such rules."""
         if key in self._asleep:
-            self._wake(key)
+            self.wake(key)
         return self._families.get(key)
 
-    def _wake(self, key: str) -> None:
+    def wake(self, key: str) -> None:
         """Make the family of a key, and attach it to what is imported."""
         with self._lock:
             if key not in self._asleep:
@@ -214,7 +220,7 @@ class Selection:
 
     def _wake_all(self) -> None:
         for key in list(self._asleep):
-            self._wake(key)
+            self.wake(key)
 
     def attach(self, *, main: bool = True) -> Undo:
         """Attach to what is imported, watch for the rest; returns the way back.
@@ -313,7 +319,7 @@ class Selection:
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module, whose families wake where they have slept."""
         for key in self._wakened_by(module_name) if self._asleep else ():
-            self._wake(key)
+            self.wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _wants_import(self, module_name: str) -> bool:
@@ -336,10 +342,11 @@ class Selection:
             self.noted()
         return copied
 
-    def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile."""
+    def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile; or only of those that do not sleep."""
         with self._lock:
-            self._wake_all()
+            if of_all:
+                self._wake_all()
             self.settle()
             if (requests := self._families.get("requests")) is not None:
                 requests.ports = self._ports
@@ -352,7 +359,6 @@ class Selection:
         """
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
-            self._wake_all()
             for key, family in self._families.items():
                 if self.profile.origins.get(key) == "preset" and key != "requests":
                     verdicts = family.verdicts()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from instrument.profile.document import nearest
 from instrument.profile.model import Profile
 from instrument.recording import board
 from instrument.recording.spans import Site
@@ -141,6 +140,8 @@ def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
     if verdict.state != "waiting":
         return verdict
     for text in texts:
+        from instrument.profile.document import nearest
+
         meant = nearest(text.partition(":")[0], sys.modules, 0.8)
         if meant:
             return replace(verdict, why=f"{verdict.why}; nearest is {meant}")

@@ -86,6 +86,9 @@ MANUAL = 2
 STEP = "step"
 """The shape of what is no probe: a step of a generator after its first."""
 
+REQUEST = "request"
+"""The shape of a request over ASGI."""
+
 
 class Recorder(Renaming, Readback):
     """The recorder of one process. `ring_bytes` bounds the memory of all rings together.

@@ -40,14 +40,10 @@ OF_TABLES = ("tracer_option", "threads")
 
 
 def prepare(views: Sequence[str]) -> None:
-    """Import what makes these views, so that nothing is left to import when a process ends.
-
-    Modules run code as they are imported, after which Python has forgotten that a `KeyboardInterrupt` ended the
-    program: it would exit with 1 and not by the signal.
-    """
+    """Import what makes these views, before the memory of the process is limited."""
     for name in views:
         if name in VIEW_OF:
-            with suppress(ImportError):  # where numpy is not to be had, the session says so
+            with suppress(ImportError):  # where numpy is not to be had, the views say so
                 _imported(name)
 
 

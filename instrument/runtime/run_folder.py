@@ -10,8 +10,9 @@ import os
 import re
 import socket
 import stat
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,6 +36,16 @@ ANSWER_S = 5.0
 """The longest that an agent is waited for; one that is stopped answers nothing."""
 
 _RUN = re.compile(r"[\w.-]{1,64}")
+
+
+def handed_down(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file of that name by which processes of this one's run spare one another work; None without such a run.
+
+    It is of one build of Python, and in the run's own folder: none of a folder that agents of several runs share.
+    """
+    folder = Path(environ.get(VARIABLE, "")).parent
+    is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
+    return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
 
 
 def homes() -> list[Path]:

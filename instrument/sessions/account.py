@@ -6,11 +6,11 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from instrument import otlp
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
-from instrument.device.timer import Timing
+from instrument.device.timing import Timing
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
@@ -19,11 +19,17 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board, export_place
 from instrument.recording.spans import Cost, OwnNotes, Site, never_called
-from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy import LazyModule
 from instrument.sessions.handover import Handover
-from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.report import view
+    from instrument.sessions.outbox import Outbox
+else:
+    view = LazyModule("instrument.report.view")
 
 COMPLAINTS_KEPT = 20
 
@@ -126,10 +132,10 @@ class Account:
             found["resolving device times"] = self.timing.cost_ns()[1]
         return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
 
-    def upkeep(self, clock: str, ring_bytes: int) -> Upkeep:
+    def upkeep(self, clock: str, ring_bytes: int) -> view.Upkeep:
         """What only the process knows of its instrumentation; spans are timed by `clock`."""
         rings = self.recorder.rings()
-        return Upkeep(
+        return view.Upkeep(
             clock=clock,
             added_ns=self.costs.of_sites,
             pairs_ns=self.pairs_ns(),
@@ -161,13 +167,14 @@ class Account:
             counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 
-    def notes(self, *, with_muted: bool = True) -> list[str]:
+    def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences.
 
         Without those on sites that are or were muted, where a table says it; not on those whose probe is off, nor on
-        what only a preset asks for and this program does not do, such as copies where there is no device.
+        what only a preset asks for and this program does not do, such as copies where there is no device. Not `of_all`:
+        without those on rules that sleep here, which the run's first process reports.
         """
-        verdicts = without_others(self.verdicts(), board.marks())
+        verdicts = without_others(self.verdicts(of_all=of_all), board.marks())
         untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_of_preset()
         notes = [
@@ -202,11 +209,13 @@ class Account:
 
     def unmet(self) -> str:
         """A sentence on requests or jobs that came and were not recorded, "" without any."""
-        return "; ".join(str(one) for one in without_others(self.verdicts(), board.marks()) if one.state == "unmet")
+        self.selection.wake("requests")
+        verdicts = without_others(self.verdicts(of_all=False), board.marks())
+        return "; ".join(str(one) for one in verdicts if one.state == "unmet")
 
-    def own_notes(self) -> OwnNotes:
+    def own_notes(self, *, of_all: bool = True) -> OwnNotes:
         """The rules and targets of which `notes` hold for this process alone."""
-        verdicts = self.verdicts()
+        verdicts = self.verdicts(of_all=of_all)
         waiting = [(board.attached(one.rule), str(one)) for one in verdicts if one.state in ("waiting", "nothing")]
         idle = self.selection.idle_of_preset()
         told = without_others(verdicts, board.marks())
@@ -214,9 +223,9 @@ class Account:
         kept = uncalled if len(uncalled) <= UNCALLED_KEPT else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(kept))
 
-    def verdicts(self) -> list[Verdict]:
-        """What became of every rule and target up to now, with the calls of each target."""
-        verdicts = self.selection.verdicts()
+    def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
+        """What became of every rule and target up to now, with its calls; or only of those that do not sleep."""
+        verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in self.recorder.site_calls().items() if verdicts else ():
             calls[site.key] += called

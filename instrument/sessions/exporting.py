@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instrument import otlp
 from instrument.errors import ExportError
-from instrument.otlp.interval_join import SETTLE_NS
-from instrument.otlp.metrics import Metrics
 from instrument.profile.model import Profile
 from instrument.recorder.meter import Ended
 from instrument.recorder.recorder import RECORDER
@@ -27,6 +24,7 @@ from instrument.recording.meter_place import DAMAGED, MeterState
 from instrument.recording.rows import END_NS
 from instrument.recording.spans import Span
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy import LazyModule
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.deadline import Deadline
@@ -36,10 +34,17 @@ from instrument.sessions.handover import Standing
 from instrument.sessions.keyed_export import KeyedExport
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership
-from instrument.sessions.outbox import Outbox
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp import interval_join
+    from instrument.otlp.metrics import Metrics
+    from instrument.sessions.outbox import Outbox
+else:
+    otlp, interval_join = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.interval_join")
 
 HAND_BACK_NS = 10**9
 """The longest that the session still sends what it has read for, as an agent takes over."""
@@ -474,7 +479,7 @@ class Exporting(Recorded):
     def _flush_back(self, keyed: KeyedExport, end: float) -> None:
         """Offer all that has finished, as far as there is room in the exporter before the time is up."""
         if self._timing is not None:
-            self._timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + SETTLE_NS / 1e9))
+            self._timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + interval_join.SETTLE_NS / 1e9))
         self._tell_books(at_once=True)
         is_done = False
         while not is_done:
@@ -493,7 +498,7 @@ class Exporting(Recorded):
         """
         recorded, asked_ns = self._recorded(), time.monotonic_ns()
         if self._timing is not None:  # the agent waits for device times, too
-            self._timing.await_settled(asked_ns, min(end, time.monotonic() + SETTLE_NS / 1e9))
+            self._timing.await_settled(asked_ns, min(end, time.monotonic() + interval_join.SETTLE_NS / 1e9))
         self._tell_books(at_once=True)
         self._membership.tell({"flush": True})
         seen, seen_at = -1, 0.0

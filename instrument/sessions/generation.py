@@ -10,7 +10,6 @@ from typing import Any
 
 from instrument.errors import InstrumentError, ProfileError, StateError
 from instrument.instrumentors.selection import Selection
-from instrument.profile.keys import load, loads, setting, with_engine
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
@@ -90,7 +89,13 @@ def read(asked: Profile | str | os.PathLike[str] | None, file: Path | None) -> t
     if isinstance(asked, Profile):
         return asked, file_of(asked, folder)
     path = folder / (asked or file or "")
-    return load(path), path
+    return _loaded(path), path
+
+
+def _loaded(path: str | Path) -> Profile:
+    from instrument.profile.keys import load  # and YAML, which a process is spared whose profile stays
+
+    return load(path)
 
 
 def other_than(request: Request, now: Profile, file: Path | None) -> str:
@@ -102,7 +107,7 @@ def other_than(request: Request, now: Profile, file: Path | None) -> str:
     if path is not None and not (file is not None and _is_same(Path(path), file)):
         if not request.switch:
             return _known_as(now)
-        service = load(path).service
+        service = _loaded(path).service
     return "" if service in (None, now.service) else _known_as(now)
 
 
@@ -133,6 +138,8 @@ def taken_on(wanted: Profile, now: Profile) -> Profile:
 
 def refusals(wanted: Profile, kept: Profile) -> tuple[str, ...]:
     """Each setting of the wanted profile that is not in the one that was taken on, and why."""
+    from instrument.profile.keys import setting
+
     return tuple(
         f"{name} keeps its value until a restart: {why}"
         for name, why in AT_START.items()
@@ -223,7 +230,9 @@ class Generations:
         session, wanted = self._session, self._session.profile.control
         if not wanted.watch and wanted.socket is None:
             return
-        loads("")  # imports what reading a profile needs: not on a thread, for a fork in the middle would spoil it
+        from instrument.profile.keys import loads
+
+        loads("")  # imports what reading a profile needs
         if wanted.watch and self._file is None:
             source = session.profile.source
             session.account.complain(f"control.watch: there is no file to watch; the profile is {source}")
@@ -279,12 +288,16 @@ class Generations:
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
     def _with_engines(self, profile: Profile) -> Profile:
+        from instrument.profile.keys import with_engine
+
         for package in self._engines if profile.engines == "auto" else ():
             profile = with_engine(profile, package)
         return profile
 
     def add_engine(self, package: str) -> None:
         """Take on the rules that are made for an engine, where the profile wants them: before its modules are there."""
+        from instrument.profile.keys import with_engine
+
         session = self._session
         with self.lock:
             now = session.profile
@@ -317,7 +330,8 @@ class Generations:
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
-            other = other_than(request, session.profile, self._file)
+            with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
+                other = other_than(request, session.profile, self._file)
             if other:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other}
             done = self.change(path)

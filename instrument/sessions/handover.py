@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from instrument import otlp
-from instrument.otlp.metrics import Metrics, asked_of_metrics
 from instrument.recording import export_place
 from instrument.recording.export_place import SENT, ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.runtime.unpatched import RLock
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.keyed_export import KeyedExport
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp.metrics import Metrics
 
 ALONE_S, NEGLECTED_S = 2.0, 15.0
 """How long nobody must have exported what this process records before it does so itself: where there is no agent, and
@@ -412,6 +414,8 @@ class Handover:
         exporter = self._exporter
         if exporter is None or self.is_own:
             return None if exporter is None else exporter.metrics
+        from instrument.otlp.metrics import asked_of_metrics
+
         found, state = exporter.new_metrics(asked_of_metrics()), self.metered()
         if state is not None:
             with suppress(*DAMAGED):

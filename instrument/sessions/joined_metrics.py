@@ -7,15 +7,20 @@ reads its own recording, if requests have keys; else it does so for a scrape alo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from instrument import otlp
-from instrument.otlp import export_facts
-from instrument.otlp.export_facts import MeteredFacts
 from instrument.profile.model import Capture, Otlp
 from instrument.recording.distributions import Metric
 from instrument.recording.spans import Origin
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy import LazyModule
 from instrument.sessions.keyed_export import KeyedExport
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp import export_facts
+else:
+    otlp, export_facts = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.export_facts")
 
 SPANS_PER_REQUEST = 1
 """No request is kept: of each one its own row is enough."""
@@ -37,7 +42,7 @@ class JoinedMetrics:
 
     def prepare(self, origin: Origin, ids: otlp.Ids, start_ns: int) -> None:
         """Import what is needed, while no fork can come in."""
-        told = export_facts.told(ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, MeteredFacts(start_ns, asks=True))
+        told = export_facts.told(ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, export_facts.MeteredFacts(start_ns, asks=True))
         # Of an exporter that nobody starts: nothing is kept, so nothing comes to it.
         reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False, sends=False), lambda: told)
         self._reading = reading

@@ -13,15 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instrument import otlp
 from instrument.errors import ExportError
-from instrument.otlp.span_queue import Source
 from instrument.profile.model import Profile
 from instrument.recording.claim import FIRST_FD
 from instrument.recording.distributions import Metric
 from instrument.recording.export_place import BATCHES_LEFT_OUT, MISPLACED, UNLINKED
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import BATCH_KEYS, KEY, Span
+from instrument.runtime.lazy import LazyModule
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp.span_queue import Source
+else:
+    otlp = LazyModule("instrument.otlp")
 
 if TYPE_CHECKING:
     from instrument.otlp.processor.exported import Exported

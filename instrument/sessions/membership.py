@@ -348,7 +348,7 @@ class RunFacts:
             "calls": RECORDER.calls,
             "is_timed": self._session.times_devices,
             "losses": dict(self._session.losses()),
-            "notes": self._session.notes_in_short(),
+            "notes": self._session.notes_in_short(of_all=files.is_main()),
             "own_notes": self._own_notes(),
             "unmet": self._session.account.unmet(),
             "requests": self._session.selection.has_requests(),
@@ -358,7 +358,7 @@ class RunFacts:
 
     def _own_notes(self) -> dict[str, Any]:
         """The notes that hold for this process alone; a packet has no room for much of it."""
-        found = self._session.account.own_notes()
+        found = self._session.account.own_notes(of_all=files.is_main())
         waiting = tuple((mark, note[:NOTE_TOLD]) for mark, note in found.waiting[:NOTES_TOLD])
         uncalled = found.uncalled if len(found.uncalled) <= MARKS_TOLD else ()
         return asdict(replace(found, at_work=found.at_work[:MARKS_TOLD], waiting=waiting, uncalled=uncalled))

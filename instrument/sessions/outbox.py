@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from instrument import otlp
-from instrument.device.timer import Timing
+from instrument.device.timing import Timing
 from instrument.otlp.interval_join import SETTLE_NS, DeviceTimes
 from instrument.recording.spans import Span
 

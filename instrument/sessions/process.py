@@ -15,20 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instrument import native, otlp
+from instrument import native
 from instrument.errors import InstrumentError, StateError
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
-from instrument.profile.document import nearest
-from instrument.profile.keys import load
+from instrument.profile import handed_down
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.scopes import OFF
 from instrument.recorder.thread_names import await_first_span
 from instrument.recording import board
-from instrument.runtime import environment
+from instrument.runtime import environment, run_folder
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
@@ -39,6 +38,9 @@ from instrument.sessions.generation import FORK_WAIT_S, Reload
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import EXIT_LIMIT_NS, Session
 from instrument.sessions.session_threads import SessionThreads
+
+if TYPE_CHECKING:
+    from instrument import otlp
 
 SWITCHED_OFF = f"instrument is off ({OFF})"
 
@@ -72,11 +74,15 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         tell_that_it_is_off()
     if OFF or _checking:
         return None
-    if profile is None:
-        profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
-    wanted = profile if isinstance(profile, Profile) else load(profile)
-    is_told = wanted is not profile and wanted.leaves_nothing and environment.INIT_FOLDER not in os.environ
-    for remark in wanted.remarks if wanted is not profile and "INSTRUMENT_RUN_PID" not in os.environ else ():
+    named = profile if profile is not None else os.environ.get("INSTRUMENT_PROFILE") or Profile()
+    if isinstance(named, Profile):
+        wanted = named
+    else:
+        of_run = None if profile is not None else run_folder.handed_down(handed_down.NAME)
+        wanted = (handed_down.read(of_run, str(named)) if of_run is not None else None) or _loaded(named)
+    is_read = wanted is not named
+    is_told = is_read and wanted.leaves_nothing and environment.INIT_FOLDER not in os.environ
+    for remark in wanted.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_told and is_main():
         logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
@@ -99,6 +105,12 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
             )
             _fork_hook_registered = True
     return session
+
+
+def _loaded(path: str | os.PathLike[str]) -> Profile:
+    from instrument.profile.keys import load  # and YAML, which most processes of a run are spared
+
+    return load(path)
 
 
 def stop() -> None:
@@ -259,6 +271,8 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
     import pkgutil
+
+    from instrument.profile.document import nearest
 
     parent, _, last = missing.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None

@@ -13,21 +13,16 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instrument import chrome, clock, otlp
-from instrument.device.cuda import CudaDriver
+from instrument import chrome, clock
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
-from instrument.device.timer import Timing
+from instrument.device.timing import Timing
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, report_to_check
-from instrument.otlp import export_facts
-from instrument.otlp.export_facts import MeteredFacts
-from instrument.otlp.metrics import asked_of_metrics
-from instrument.otlp.span_queue import Source
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.meter import Books, Meter, mark_of, queued_tasks
@@ -53,22 +48,33 @@ from instrument.recording.spans import (
     is_interruption,
 )
 from instrument.recording.tally import Tally
-from instrument.report.coverage import NO_EVENTS
-from instrument.report.section import View
-from instrument.report.summary import made, summary, views_for
-from instrument.report.view import HeldSpans, Options, Recording
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy import LazyModule
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover, Standing
 from instrument.sessions.joined_metrics import KEEPS_NONE, SPANS_PER_REQUEST, JoinedMetrics
 from instrument.sessions.keyed_export import KeyedExport, KeysMet, has_keys
-from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import TakenStretch, held_now
 from instrument.trace.interruptions import Interruptions
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp import export_facts, metrics
+    from instrument.otlp.export_facts import MeteredFacts
+    from instrument.otlp.span_queue import Source
+    from instrument.report import coverage, view
+    from instrument.report import summary as report
+    from instrument.report.section import View
+    from instrument.sessions.outbox import Outbox
+else:
+    otlp = LazyModule("instrument.otlp")
+    export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
+    coverage, view = LazyModule("instrument.report.coverage"), LazyModule("instrument.report.view")
+    report = LazyModule("instrument.report.summary")
 
 MARKS_SHARE = 20
 """What takes a time to be told as modules are imported is not told again within so many times as long."""
@@ -101,7 +107,7 @@ class Recorded:
         if profile.device.cuda != "off" and profile.state != "CPU":
             self._timing = Timing(
                 profile.limits.ring_bytes // INTERVAL_SHARE,
-                make_driver=partial(CudaDriver, holds_gil=profile.device.gil == "hold"),
+                holds_gil=profile.device.gil == "hold",
                 ranges=self._ranges,
             )
         self._exporter: otlp.Exporter | None = None
@@ -109,6 +115,8 @@ class Recorded:
         self._keyed: KeyedExport | None = None
         if profile.export.otlp is not None:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, self._note_sent)
+            from instrument.sessions.outbox import Outbox
+
             self._outbox = Outbox(self._exporter, self._timing)
             self._keyed = KeyedExport(self._exporter)
         self._joined = JoinedMetrics(RECORDER.threads)
@@ -162,7 +170,8 @@ class Recorded:
         """What was counted for the metrics that were taken last, and up to which rows."""
         self._watch_generations()
         self._metered_ns = self.start_ns
-        self._books_ns, self._marks_until_ns, self._books_told = 0, 0, MeteredFacts(0)
+        self._books_ns, self._marks_until_ns = 0, 0
+        self._books_told: MeteredFacts | None = None
         self._snapshot: Snapshot | None = None
 
     # ---------------------------------------------------------------- while it records
@@ -339,13 +348,13 @@ class Recorded:
     def _metered_facts(self) -> MeteredFacts:
         """What of this process are metrics, and what of the books was told last."""
         return replace(
-            self._books_told,
+            self._books_told or export_facts.MeteredFacts(0),
             start_ns=self.start_ns,
             asks=self._asks_for_metrics,
             requests=bool(self.profile.requests),
             routes=self._meter.generations,
             watches=self._meter.watches,
-            environ=asked_of_metrics(),
+            environ=metrics.asked_of_metrics(),
         )
 
     @property
@@ -364,7 +373,7 @@ class Recorded:
         if not self._is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
         if any(rule.metrics or rule.gen_ai for rule in self.profile.functions):
-            self._tell_metered(self._books_told)
+            self._tell_metered(self._books_told or export_facts.MeteredFacts(0))
             self._marks_until_ns = began_ns + MARKS_SHARE * (time.monotonic_ns() - began_ns)
 
     def _tell_books(self, *, at_once: bool = False) -> None:
@@ -375,7 +384,7 @@ class Recorded:
             return
         self._books_ns = now_ns
         losses, costs_ns = self.losses(), self._costs_ns()
-        self._tell_metered(MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued_tasks()))
+        self._tell_metered(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued_tasks()))
 
     def _tell_metered(self, books: MeteredFacts) -> None:
         calls, streams = (tuple(sorted(marks))[:SERIES_LIMIT] for marks in (self._metered(), self._generators()))
@@ -414,9 +423,9 @@ class Recorded:
         """Everything that could not be observed, and what went wrong, in sentences."""
         return self.account.notes()
 
-    def notes_in_short(self) -> tuple[str, ...]:
+    def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
         """As many of these, and as much of each, as other processes are told."""
-        return tuple(note[:NOTE_TOLD] for note in self.notes()[:NOTES_TOLD])
+        return tuple(note[:NOTE_TOLD] for note in self.account.notes(of_all=of_all)[:NOTES_TOLD])
 
     def tell_verdicts(self) -> None:
         """Say in the recording, and to `instrument check`, what became of the rules, so that it outlives this process.
@@ -511,7 +520,7 @@ class Recorded:
         found = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
 
-    def _held(self) -> HeldSpans | None:
+    def _held(self) -> view.HeldSpans | None:
         """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
         if self.end_ns is not None or self._finds_steps:
             return None
@@ -521,8 +530,8 @@ class Recorded:
         intervals = {} if timing is None else timing.intervals.of(set(held.asking))
         until_ns = max(time.monotonic_ns(), first_ns)
         unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
-        unanswered[NO_EVENTS] += len(held.asking) - len(intervals)
-        return HeldSpans(
+        unanswered[coverage.NO_EVENTS] += len(held.asking) - len(intervals)
+        return view.HeldSpans(
             count=held.spans + len(self.loop.within(first_ns, until_ns)),
             complete=first_ns == self.start_ns,
             since_ns=first_ns - self.start_ns,
@@ -550,10 +559,10 @@ class Recorded:
         found = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
-    def recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
+    def recording(self, beside: str | os.PathLike[str] | None = None) -> view.Recording:
         """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
         window_ns = self._lasted_ns()
-        return Recording(
+        return view.Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
@@ -589,23 +598,27 @@ class Recorded:
         of, and `operators` tells FLOPs by the shapes in it. Raises `ValueError` for a view or a value that there is
         not, and `TraceError` for a file that is not of this process and time.
         """
-        return summary(self._views(views, options), self.recording(beside), self._options(options))
+        return report.summary(self._views(views, options), self.recording(beside), self._options(options))
 
     def views(
         self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
-        return made(self._views(views, options), self.recording(beside), self._options(options))
+        return report.made(self._views(views, options), self.recording(beside), self._options(options))
 
     def _views(self, asked: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
         if asked is not None:
             return asked
         of_profile = (self.profile.export.summary or Summary()).views
-        return views_for(options) if of_profile == Summary().views else of_profile
+        return report.views_for(options) if of_profile == Summary().views else of_profile
 
-    def _options(self, asked: Mapping[str, Any]) -> Options:
+    def _options(self, asked: Mapping[str, Any]) -> view.Options:
+        of_profile = self._options_of_profile()
+        return view.Options.of({**of_profile, **{name: value for name, value in asked.items() if value is not None}})
+
+    def _options_of_profile(self) -> dict[str, Any]:
         wanted = self.profile.export.summary or Summary()
-        defaults = {
+        return {
             "tracer_option": self.profile.tracer_option,
             "state": self.profile.state,
             "sorted_by": wanted.sorted_by,
@@ -616,7 +629,6 @@ class Recorded:
             "corrected": wanted.corrected,
             "skip_first": wanted.skip_first,
         }
-        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Write what is held now, as a recording (`.npz`) or a Chrome trace; nothing is reset. Raises `TraceError`."""
@@ -627,4 +639,4 @@ class Recorded:
         wanted = self.profile.export.summary
         if wanted is None or wanted.to not in files.STREAMS:
             return None
-        return {"views": list(self._views(None, {})), "options": asdict(self._options({}))}
+        return {"views": list(wanted.views), "options": self._options_of_profile()}

@@ -1,6 +1,6 @@
 """Saving: the files that windows and the end of a session become, as the profile asks for.
 
-They take numpy, which a session imports as it begins where its profile asks for any, and else not.
+They take numpy, which is imported when one is written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin, Trace
 from instrument.recording.tally import Tally
-from instrument.report.view import Recording
-from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import adopting
 from instrument.sessions import files
@@ -57,18 +55,10 @@ def prepare() -> None:
     """Import what they take: not on a thread, for a fork in the middle would leave the child half a module."""
     try:
         from instrument.chrome import writing  # noqa: F401
-        from instrument.trace import file  # noqa: F401
+        from instrument.sessions import step_columns  # noqa: F401
+        from instrument.trace import counting, file, interval_columns, of_rows, of_spans  # noqa: F401
     except ImportError:
         pass  # `why_no_files` tells, or what is written
-
-
-def prepare_columns() -> None:
-    """Import what makes columns of what a session has recorded, for files and for reports."""
-    try:
-        from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import counting, interval_columns, of_rows, of_spans  # noqa: F401
-    except ImportError:
-        pass
 
 
 def templates(export: Export) -> tuple[str, ...]:
@@ -134,6 +124,8 @@ class Saving:
     def _counted(self, trace: Trace) -> Tally | None:
         """The tally of a window; None where numpy is not to be had: whoever reads the file then counts its spans."""
         try:
+            from instrument.report.view import Recording
+
             return self._session.charged(Recording.of_trace(trace).tally)
         except ImportError:
             return None
@@ -174,15 +166,11 @@ class Saving:
             FAULTS.attempt("room for the summary", self._make_room)
 
     def prepare_files(self) -> None:
-        """Import what files of spans and the report take, also for the end: what is imported then makes Python forget
-        that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
+        """Import what windows of a schedule take, which our threads write; complain where nothing can be written."""
         export = self._session.profile.export
         is_wanted = export.summary is not None or is_asked(export)
-        shares = bool(os.environ.get(run_folder.VARIABLE)) and self._session.report_of_run() is not None
-        with adopting():
-            if is_wanted:
-                prepare_columns()
-            if is_asked(export) or shares:
+        if is_asked(export) and self._session.profile.schedule is not None:
+            with adopting():
                 prepare()
         problem = why_no_files() if is_wanted else ""
         if problem:

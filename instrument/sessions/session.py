@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
-from instrument import otlp
 from instrument.errors import InstrumentError
 from instrument.instrumentors import contexts, decorated, executors, graphs
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
@@ -26,11 +27,11 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import COLLECTION
-from instrument.report.summary import prepare
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy import LazyModule
 from instrument.runtime.termination import before_exit
-from instrument.runtime.threads import Thread, adopting
+from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
@@ -41,6 +42,11 @@ from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.saving import Saving
 from instrument.sessions.session_threads import SessionThreads
+
+if TYPE_CHECKING:
+    from instrument import otlp
+else:
+    otlp = LazyModule("instrument.otlp")
 
 SETTLE_S = 1.0
 """How long a process of a run that is to print a summary waits at its end for the agent to send what it recorded, to
@@ -137,9 +143,6 @@ class Session(Exporting):
         if RECORDER.no_memory:
             told = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
             self.account.complain(f"limits.ring_dir: {told}" if folder else told, log=bool(folder))
-        if self.profile.export.summary is not None:
-            with adopting():
-                prepare(self.profile.export.summary.views)
         self._begin()
         try:
             if self.profile.startup == "auto":
@@ -180,7 +183,8 @@ class Session(Exporting):
             raise
         if self._is_first():
             self.make_board()
-        FAULTS.attempt("process context", self._publish_context)
+        if not self._is_of_run:  # else once it records, for it may never do
+            FAULTS.attempt("process context", self._publish_context)
         self._last_undos.append(process_context.withdraw)
         self._join_run()
         self._begin_observation()
@@ -215,8 +219,9 @@ class Session(Exporting):
     def _follow_threads(self) -> None:
         """What there is to do once the threads have begun, on one of them or where the session does without waiting."""
         self._tell_that_it_records()
-        if self._forked:  # most children that are forked never record
-            FAULTS.attempt("process context", self._publish_context)
+        if self._is_of_run or self._forked:  # of which many never record
+            publish = partial(self._while_no_fork_comes, self._publish_context)  # it imports what packs it
+            FAULTS.attempt("process context", publish)
 
     def _tell_that_it_records(self) -> None:
         """Tell the agent so before it is told that this process hears: who can be asked is known to record."""
@@ -240,7 +245,7 @@ class Session(Exporting):
         """Let the other processes of the run know what this one records."""
         if self._is_of_run or self._forked:
             has_recorded = RECORDER.calls or self._threads.has_met_span
-            board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
+            board.put([*marks_of(self.account.verdicts(of_all=False)), *([board.RECORDED] if has_recorded else [])])
 
     def _undo(self, deadline: Deadline) -> None:
         self._undo_by = deadline
@@ -464,11 +469,18 @@ class Session(Exporting):
         Such a one is a parent of workers, whose report would say that there was nothing to record.
         """
         rows = list(self.tally().rows())
-        others = board.marks() - marks_of(self.verdicts()) - {board.RECORDED}
+        others = board.marks() - marks_of(self.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(rows and others) and all(row.path[-1] == COLLECTION for row in rows)
 
     def _at_exit(self) -> None:
+        """End with the interpreter. Modules that are imported now make Python forget that an interrupt has ended it.
+
+        It would exit with 1 then, and not by the signal, if it were not reminded.
+        """
         FAULTS.attempt("exit", self.stop)
+        if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def _end_of_main_thread(self) -> None:
         """The process would have ended by now, were it not for threads of ours."""

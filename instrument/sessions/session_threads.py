@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from instrument import otlp
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.thread_names import await_first_span
@@ -14,6 +14,9 @@ from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event
 from instrument.sessions.account import Account
 from instrument.sessions.deadline import Deadline
+
+if TYPE_CHECKING:
+    from instrument import otlp
 
 PUMP_S = 0.2
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from instrument.device.timer import Timing
+from instrument.device.timing import Timing
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import Held, Taken
 from instrument.recording.spans import Origin

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from instrument.profile.model import RequestsRule
-from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recording.generations import OPERATION, is_among, operation_of
 from instrument.recording.spans import AttributeValue, Site
 
@@ -25,9 +25,6 @@ BEYOND = "endpoints beyond the limit, counted by their method"
 
 CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """Protocols that call a method by its name, which has no route."""
-
-REQUEST = "request"
-"""The shape of the probe, as `recorder.shapes` has it."""
 
 Key = tuple[str, str, str]
 """Protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route of an endpoint."""

@@ -10,8 +10,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from instrument.profile.document import Document, YamlNode
+if TYPE_CHECKING:
+    from instrument.profile.document import YamlNode
 
 ENGINES: Mapping[str, str] = {
     "vllm": "vllm",
@@ -45,6 +47,8 @@ def named_by(path: str | os.PathLike[str]) -> str | None:
 
 def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
     """The root of a profile with what the preset that it names gives besides, and what that is: texts by path."""
+    from instrument.profile.document import Document
+
     key, named = profile.pairs.get("preset", (profile, profile))
     if named.kind != "text" or named.text not in PRESETS:
         return profile, {}

@@ -107,10 +107,14 @@ def _is_own_command(script: str) -> bool:
 def _start() -> None:
     """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing."""
     try:
+        from instrument.runtime import shadowing
+
+        shadowing.guard([shadowing.folder_of_main()])
         from instrument.sessions import process
 
         if process.start() is not None:
             process.stop_on_sigterm()
+        shadowing.release()
     except Exception as error:
         why = str(error) or type(error).__name__
         sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")

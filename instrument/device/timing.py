@@ -1,0 +1,209 @@
+"""Device time of one session: a timer from when the host has imported something that uses a device."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from instrument.device import streams
+from instrument.device.nvtx import Ranges
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.interval_ring import LABELS, IntervalRing
+from instrument.recording.spans import NO_DEVICE_TIME
+from instrument.runtime import imports
+
+if TYPE_CHECKING:
+    from instrument.device.pairs import Driver
+    from instrument.device.timer import Timer
+    from instrument.trace.columns import DeviceIntervals, Int64s
+
+LOOK_S = 0.002
+"""How often it is looked whether device times have come that somebody waits for."""
+
+raw_clock: Callable[[], int] | None = None
+if hasattr(time, "CLOCK_MONOTONIC_RAW"):
+    raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
+
+
+class Timing:
+    """Device time for one session: sees to a timer as soon as the host has imported something that uses a device.
+
+    `reason` says in one line why there is no device time, or a dearer one, "" where nothing stands against it.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        recorder: Recorder = RECORDER,
+        make_driver: Callable[[], Driver] | None = None,
+        now: Callable[[], int] | None = None,
+        ranges: Ranges | None = None,
+        holds_gil: bool = False,
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._recorder = recorder
+        self._ranges = ranges or Ranges(recorder)
+        self._make_driver = make_driver
+        self._holds_gil = holds_gil
+        self._now: Callable[[], int] = recorder.now_ns if now is None else now
+        self._raw = raw_clock if now is None else None
+        self._undo_imports: Callable[[], None] | None = None
+        self._inherited: list[Timer] = []
+        self._hosts: list[ModuleType] = []
+        self._numba = streams.NumbaStreams(0)
+        self._undos: list[Callable[[], None]] = []
+        self.intervals = self._new_intervals()
+        self.timer: Timer | None = None
+        self.reason = ""
+
+    def _new_intervals(self) -> IntervalRing:
+        return IntervalRing(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
+
+    def install(self) -> Callable[[], None]:
+        """Time spans from now on, or from when there is something to time; returns the way back."""
+        self._undo_imports = imports.install(streams.MODULES.__contains__, self.imported)
+        for name in streams.MODULES:
+            module = sys.modules.get(name)
+            if isinstance(module, ModuleType) and not imports.is_asleep(module):
+                self.imported(module)
+        return self.uninstall
+
+    def imported(self, module: ModuleType) -> None:
+        """The host has imported a framework: learn its current stream, if there can be a device at all."""
+        version = getattr(module, "version", None)
+        if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
+            self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
+            return
+        self._hosts.append(module)
+        hosts = [module]
+        if self.timer is None:
+            from instrument.device.timer import Timer
+
+            driver = self._driver_for(module)
+            if driver is None:
+                return
+            hosts = self._hosts  # those before this one may have had no driver
+            self.timer = Timer(driver, self.intervals, self._recorder, self._now, self._raw)
+            self._numba = streams.NumbaStreams(driver.default_stream)
+        for host in hosts:
+            if host.__name__ == "numba.cuda":
+                self._undos.append(self._numba.install(host))
+            source = streams.current_of(host, self.timer.driver, self._numba)
+            if source is not None:
+                name = host.__name__.partition(".")[0]
+                self.timer.frameworks[name] = source
+                # Where streams tell nothing, the first one's are told: torch, if it is there.
+                self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
+        self._ranges.time_by(self.timer.begin)
+
+    def _driver_for(self, module: ModuleType) -> Driver | None:
+        """cuda-python's where it can be had, else torch's own events; `reason` says why not the one or not both."""
+        from instrument.device import cuda
+        from instrument.device.torch_events import TorchDriver
+
+        is_torch = module.__name__ == "torch"
+        is_rocm = is_torch and not getattr(module.version, "cuda", None)
+        absent = "" if is_rocm else cuda.why_absent()
+        self.reason = f"{NO_DEVICE_TIME}{absent}" if absent else ""
+        if absent:
+            return None
+        try:
+            if not is_rocm:
+                return cuda.CudaDriver(holds_gil=self._holds_gil) if self._make_driver is None else self._make_driver()
+        except (ImportError, OSError) as error:
+            if not is_torch:
+                self.reason = f"{NO_DEVICE_TIME}{error}"
+                return None
+            self.reason = f"device times are taken by torch's own events, at a higher cost: {error}"
+        try:
+            return TorchDriver(module)
+        except (ImportError, OSError) as error:
+            self.reason = f"{NO_DEVICE_TIME}{error}"
+            return None
+
+    def uninstall(self, limit_s: float = math.inf) -> None:
+        """Begin no more pairs, take in those under way in that time, give everything back. Idempotent."""
+        if self._undo_imports is not None:
+            self._undo_imports()
+            self._undo_imports = None
+        self._ranges.time_by(None)
+        while self._undos:
+            self._undos.pop()()
+        if self.timer is not None:
+            self.timer.resolver.stop(limit_s)
+
+    def after_fork_in_child(self) -> None:
+        """The child of a process that uses CUDA cannot use it, and what it inherits is not its own to give back."""
+        self.intervals = self._new_intervals()
+        if self.timer is not None:
+            from instrument.device.timer import Timer
+
+            before = self.timer
+            self._inherited.append(before)
+            before.resolver.disown()
+            self.timer = Timer(before.driver, self.intervals, self._recorder, self._now, self._raw)
+            self.timer.sources.extend(before.sources)
+            self.timer.frameworks.update(before.frameworks)
+            if self._undo_imports is not None:
+                self._ranges.time_by(self.timer.begin)
+
+    def columns_of(self, span_id: Int64s) -> DeviceIntervals:
+        """The intervals that are known by now of spans by their ids, as columns."""
+        from instrument.trace.interval_columns import cells_in, device_intervals
+
+        return device_intervals(cells_in(self.intervals.packed()), span_id)
+
+    def is_settled(self, at_ns: int) -> bool:
+        """Whether the device time of every span that had ended by then is known, or never will be."""
+        return self.settled_ns() >= at_ns
+
+    def settled_ns(self) -> int:
+        """Up to when that is so. Takes time by the number of open spans: ask once for many."""
+        return self._now() if self.timer is None else self.timer.resolver.settled_ns()
+
+    def await_settled(self, at_ns: int, end_s: float) -> None:
+        """Wait until that is so of a time, as `time.monotonic` has it until `end_s`, and let others know."""
+        resolver = None if self.timer is None else self.timer.resolver
+        while resolver is not None and resolver.is_running and time.monotonic() < end_s:
+            settled_ns = resolver.settled_ns()
+            if settled_ns >= at_ns:
+                self.intervals.tell_settled(settled_ns)
+                return
+            resolver.wake()
+            time.sleep(LOOK_S)
+
+    @property
+    def pair_ns(self) -> float:
+        """What a pair costs the thread that records it."""
+        return 0.0 if self.timer is None else self.timer.resolver.pair_ns
+
+    def cost_ns(self) -> tuple[float, int]:
+        """What pairs have cost the threads of the service up to now, and the resolver's thread."""
+        if self.timer is None:
+            return 0.0, 0
+        resolver = self.timer.resolver
+        return resolver.pairs * resolver.pair_ns, resolver.thread_ns
+
+    def losses(self) -> Mapping[str, int]:
+        """Spans that asked for device time and have none, by reason."""
+        counts = self.timer.resolver.counts if self.timer is not None else {}
+        return {
+            "device times not taken while a graph was captured": counts.get("captured", 0),
+            "device times dropped": counts.get("dropped", 0),
+            "device intervals overwritten by newer ones": self.intervals.overwritten,
+        }
+
+    def notes(self) -> list[str]:
+        """What stands against device time, in sentences; nothing where no span has asked for any."""
+        notes = [self.reason] if self.reason and self._recorder.asks_for_device_time() else []
+        if self.timer is not None:
+            resolver, misfit = self.timer.resolver, self.timer.driver.misfit
+            notes += [f"device time: {misfit}"] if misfit else []
+            notes += resolver.faults.values()
+            notes += [f"{what}: {count} times" for what, count in resolver.counts.items() if what not in LABELS]
+        return notes

@@ -1,0 +1,104 @@
+"""Modules of the service that have the names of modules of the standard library, such as a `token.py` or `platform.py`.
+
+What we import, and what that imports in turn, goes past them; the service gets its own, as it would without us. Where
+it has imported its own already, a library that we load later and that needs the other fails, and that is counted.
+This module imports nothing but what each Python has loaded: it is the first of ours that a session needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _frozen_importlib_external import PathFinder
+
+TYPE_CHECKING = False  # `typing` may be shadowed
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import FrameType, ModuleType
+
+_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
+_OURS = __name__.partition(".")[0]
+_LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
+"""The packages that we import, whose own imports are for us then."""
+
+
+def guard(folders: Iterable[str] = ()) -> None:
+    """Have our imports go past modules of these folders, and of those that come first on `sys.path`."""
+    before = []
+    for entry in sys.path:
+        if entry.startswith(_STANDARD) or entry.endswith(".zip"):
+            break
+        before.append(entry)
+    names = {name.partition(".")[0] for folder in {*folders, *before} for name in _names_in(folder)}
+    if shadowed := (names & sys.stdlib_module_names) - sys.modules.keys():
+        sys.meta_path.insert(0, _Guard(shadowed))
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or ".")  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def folder_of_main() -> str:
+    """The folder that Python puts first on `sys.path` for the program that it is about to run."""
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif not word.startswith("-"):
+            return word if os.path.isdir(word) else os.path.dirname(os.path.realpath(word))  # noqa: PTH112, PTH120
+        elif "m" in word or "c" in word:
+            break
+    return ""
+
+
+class _Guard:
+    """First on `sys.meta_path`: finds modules of these names in the standard library where they are for us."""
+
+    def __init__(self, shadowed: set[str]) -> None:
+        self._shadowed = shadowed
+        self._loaded: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None:
+            return None
+        if not _is_for_us(sys._getframe(1)):
+            self.release()
+            return None
+        if fullname not in self._shadowed:
+            return None
+        self._loaded.add(fullname)
+        found: ModuleSpec | None = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)  # of another system
+        return found
+
+    def release(self) -> None:
+        """Leave the names to the service: what it imports by them is its own."""
+        while self._loaded:
+            sys.modules.pop(self._loaded.pop(), None)
+
+
+def release() -> None:
+    """Leave the names of what we have imported until now to the service."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _Guard):
+            finder.release()
+
+
+def _is_for_us(frame: FrameType | None) -> bool:
+    """Whether one of our modules asks for an import, itself or by what it imports."""
+    while frame is not None:
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so
+        if package == _OURS and not is_machinery:
+            return True
+        if not is_machinery and package not in _LIBRARIES and not file.startswith(_STANDARD):
+            return False
+        frame = frame.f_back
+    return False

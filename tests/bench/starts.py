@@ -1,0 +1,149 @@
+"""What the start of a process costs under `instrument run`: `python tests/bench/starts.py [--rounds N] [--workers N]`.
+
+Four ratios, each of medians over rounds in which both ways take turns, so that a slower moment of the machine meets
+both. Processor time counts, user and system, as the parent is told of it; of the servers it is the time until all are
+up.
+
+- `off`, `waits`: `python -c pass` with `INSTRUMENT=off`, and where no package that the profile is about is imported,
+  over the same without us. Targets: 1.05 and 1.5.
+- `records`: a child that multiprocessing spawns, until it has called a function that a rule names, over the same
+  without us. Target: 3.
+- `servers`: `uvicorn --workers 12` with a FastAPI app until all workers are up, under the preset `serving`, over the
+  same without us. Target: 1.2.
+
+On two shared cores, Python 3.11, in the environment of the tests, whose start takes three times that of an empty one:
+off 1.0, waits 1.1, records 3.2, servers 1.1 to 1.4 (before that processes waited: 12, 19, 13 and 3.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+PROFILE = "service: starts\nfunctions: [{match: 'started:*'}]\nexport: {recording: }\n"
+APP = "from fastapi import FastAPI\napp = FastAPI()\n"
+INSTRUMENT = [sys.executable, "-m", "instrument", "run"]
+UP, UP_S = "Application startup complete", 300.0
+
+
+def bare(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not name.startswith(("INSTRUMENT", "PYTHONPATH"))}
+
+
+def starts_ns(environ: Mapping[str, str]) -> float:
+    """Processor time of a process that does nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "pass"], env=environ, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def records(queue: Any) -> None:
+    import started  # type: ignore[import-not-found]
+
+    started.step()
+    queue.put(time.process_time())
+
+
+def spawns_ns(environ: Mapping[str, str]) -> float:
+    """Processor time of a spawned child until it has recorded a call."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    kept = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        child = context.Process(target=records, args=(queue,))
+        child.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+    try:
+        return float(queue.get(timeout=UP_S))
+    except Empty:
+        raise SystemExit("the child has not answered") from None
+    finally:
+        child.join()
+
+
+def ratios(rounds: int, of: Callable[[Mapping[str, str]], float], ways: Mapping[str, Mapping[str, str]]) -> list[float]:
+    """The medians of all ways over that of the first."""
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, environ in ways.items():
+            spent[way].append(of(environ))
+    first, *others = map(statistics.median, spent.values())
+    return [other / first for other in others]
+
+
+def within(rounds: int) -> None:
+    """In a process of a run: measure its children against such that have nothing of us."""
+    without, on = bare(os.environ), dict(os.environ)
+    off = {**on, "INSTRUMENT": "off"}
+    off_ratio, waits_ratio = ratios(rounds, starts_ns, {"bare": without, "off": off, "waits": on})
+    (records_ratio,) = ratios(rounds, spawns_ns, {"bare": {**without, "PYTHONPATH": "."}, "records": on})
+    print(f"off      {off_ratio:.2f}\nwaits    {waits_ratio:.2f}\nrecords  {records_ratio:.2f}", flush=True)
+
+
+def up_s(words: list[str], workers: int) -> float:
+    """The time until that many workers of a server are up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Its health check would kill workers that take long on a busy machine.
+    words = [*words, "started:app", "--port", str(port), "--workers", str(workers)]
+    with Path("errors").open("w+") as errors:
+        began = time.monotonic()
+        server = subprocess.Popen([*words, "--timeout-worker-healthcheck", "60"], stdout=errors, stderr=errors)
+        while Path("errors").read_text().count(UP) < workers:
+            if server.poll() is not None or time.monotonic() - began > UP_S:
+                raise SystemExit(f"the server has not come up:\n{Path('errors').read_text()}")
+            time.sleep(0.02)
+        took = time.monotonic() - began
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the start of a process costs under `instrument run`.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--servers", type=int, default=5, help="rounds of servers")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.within:
+        within(options.rounds)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("started.py").write_text("def step(): pass\n")
+        Path("profile.yaml").write_text(PROFILE)
+        own = [str(Path(__file__).resolve()), "--within", "--rounds", str(options.rounds)]
+        environ = {**os.environ, "PYTHONPATH": "."}
+        subprocess.run([*INSTRUMENT, "--profile", "profile.yaml", "--", *own], env=environ, check=True)
+        Path("started.py").write_text(APP)
+        uvicorn = [sys.executable, "-m", "uvicorn"]
+        ways = {"plain": uvicorn, "run": [*INSTRUMENT, "--", *uvicorn]}
+        spent: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(options.servers):
+            for way, words in ways.items():
+                spent[way].append(up_s(words, options.workers))
+        print(f"servers  {statistics.median(spent['run']) / statistics.median(spent['plain']):.2f}")
+
+
+if __name__ == "__main__":
+    main()
