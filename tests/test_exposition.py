@@ -18,6 +18,7 @@ from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp.exposition import BOUNDS_S, Metered, families_of_process, name_of, text_of
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
+from instrument.recorder.meter import Books, Meter
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import HISTOGRAM, Distribution, Metric, Snapshot
 from instrument.recording.spans import HOST, Sample
@@ -96,6 +97,54 @@ def test_a_scrape_without_any_export_tells_requests_by_endpoint_and_status() -> 
     assert list(of("http_server_active_requests").values()) == [0]
     serve("/items/{id}", 200, 3)
     assert sum(of(f"{REQUESTS}_count").values()) == 13
+
+
+def ask_as(tenant: str, times: int, *, annotates: bool = False) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if annotates:
+            instrument.annotate_request({"tenant": tenant})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def nothing(*_: Any) -> None: ...
+
+    async def all_of_them() -> None:
+        (rule,) = instrument.session().profile.requests
+        app = asgi.AsgiApp(answer, Exchanges(rule))
+        headers = [] if annotates else [(b"x-tenant", tenant.encode())]
+        for _ in range(times):
+            await app({"type": "http", "method": "GET", "path": "/", "headers": headers}, nothing, nothing)
+
+    asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("by", ["http.request.header.x-tenant", "tenant"])
+def test_requests_are_told_apart_by_tenant_in_metrics_and_in_a_view_up_to_a_limit(by: str) -> None:
+    start(f"requests: {{by: {by}, at_most: 2}}")
+    for tenant, times in (("ada", 3), ("bo", 2), ("cy", 4), ("di", 1), ("ada", 2)):
+        ask_as(tenant, times, annotates=by == "tenant")
+    serve("/items/{id}", 200, 1)  # of nobody
+    label = by.replace(".", "_").replace("-", "_")
+    found = {dict(labels).get(label): count for labels, count in of(f"{REQUESTS}_count").items()}
+    assert found == {"ada": 5, "bo": 2, "other": 5, "": 1}
+    view: Any = instrument.session().views(["requests"])["requests"]
+    assert [(one.name, one.requests) for one in view.groups] == [("ada", 5), ("cy", 4), ("other", 3)]
+    text = instrument.summary(views=["requests"])
+    assert re.search(rf"By {re.escape(by)}", text)
+    assert re.search(r"^other +3 ", text, re.MULTILINE)
+
+
+def test_who_goes_on_counting_tells_the_same_tenants_apart() -> None:
+    before, after = (Meter(RECORDER, Books(dict, dict, dict)) for _ in range(2))
+    for one in (before, after):
+        one.by, one.at_most = "tenant", 1
+    assert before._group({"tenant": "ada"}) == (("tenant", "ada"),)
+    before._requests[("tenant", "ada"),] = Distribution()
+    after.go_on(before.state())
+    assert after._group({"tenant": "bo"}) == (("tenant", "other"),)
+    after.groups = before.groups  # of the processes of one service
+    assert after._group({"tenant": "ada"}) == (("tenant", "ada"),)
+    assert after._group({}) == ()
 
 
 def test_requests_that_the_rings_had_lost_before_the_first_scrape_are_counted() -> None:

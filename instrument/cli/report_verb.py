@@ -49,6 +49,10 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--request", metavar="KEY", help="the life of one request, by its key or the number of its span, and no view"
     )
+    parser.add_argument(
+        "--requests-by", metavar="ATTRIBUTE", help="a table of requests by this attribute, such as a tenant's header"
+    )
+    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="rows of that table (default: 50)")
     parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="default: Default")
     parser.add_argument("--state", **one_of(STATES), default="All")
     parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default")

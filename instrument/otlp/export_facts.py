@@ -20,15 +20,18 @@ class MeteredFacts:
     """What of a process are metrics, since `start_ns`, and what it alone knows of these.
 
     `asks` is whether there are any beside gauges, `requests` whether requests are recorded, `routes` are those whose
-    answers a model generates, and `watches` is whether functions do so or have batches. `calls` and `streams` are the
-    marks of functions whose calls are metrics, and of those whose items are generated. `environ` are the variables that
-    say how metrics are to be told. The rest is what `instrument.recorder.meter.Books` has.
+    answers a model generates, `by` and `at_most` say by which attribute requests are told apart, and `watches` is
+    whether functions do so or have batches. `calls` and `streams` are the marks of functions whose calls are metrics,
+    and of those whose items are generated. `environ` are the variables that say how metrics are to be told. The rest
+    is what `instrument.recorder.meter.Books` has.
     """
 
     start_ns: int
     asks: bool = False
     requests: bool = False
     routes: tuple[str, ...] = ()
+    by: str = ""
+    at_most: int = 0
     watches: bool = False
     calls: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from the default; `Profile.origins` says which it was. `presets` tells what a pr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -74,8 +75,10 @@ from instrument.profile.model import (
 )
 from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
 from instrument.profile.values import (
+    REQUEST_ATTRIBUTE_SYNTAX,
     address,
     argument_path,
+    attribute_name,
     capture,
     chrome_path,
     class_name,
@@ -394,7 +397,10 @@ def _requests(node: YamlNode) -> tuple[RequestsRule, ...]:
         node.refuse(
             f"auto, off, or a mapping of {', '.join(KEYS['requests'])}", near=nearest(node.text, ("auto", "off"))
         )
-    return (RequestsRule(**_fields(node, "requests"), line=node.line),)
+    rule = RequestsRule(**_fields(node, "requests"), line=node.line)
+    if re.fullmatch(REQUEST_ATTRIBUTE_SYNTAX, rule.by) and rule.by not in rule.attributes:
+        rule = replace(rule, attributes=(*rule.attributes, rule.by))
+    return (rule,)
 
 
 @shaped({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
@@ -559,6 +565,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "attributes": Key("attributes", one_or_more(request_attribute)),
         "traceparent": Key("traceparent", one_of(*TRACEPARENT)),
         "gen_ai": Key("gen_ai", one_or_more(path_pattern)),
+        "by": Key("by", attribute_name),
+        "at_most": Key("at_most", whole(1)),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

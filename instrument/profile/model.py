@@ -185,8 +185,9 @@ class RequestsRule:
     `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
     is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
     what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
-    (`traceparent`). Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item.
-    `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to work.
+    (`traceparent`). Requests are told apart `by` an attribute, such as one that names a tenant, in reports and metrics:
+    up to `at_most` values, and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are
+    generated, item by item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to work.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -195,6 +196,8 @@ class RequestsRule:
     attributes: tuple[str, ...] = ()
     traceparent: str = "follow"
     gen_ai: tuple[str, ...] = ()
+    by: str = ""
+    at_most: int = 50
     blocked_ns: int | None = None
     line: int = field(default=0, compare=False)
     text: str = "requests"

@@ -206,6 +206,7 @@ request_attribute = spelled(
     "http.request.header.<name in small letters>, url.path, url.query, client.address or user_agent.original",
     lambda text: f"http.request.header.{text.lower()}",
 )
+attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
 _socket_folder = spelled(
     SOCKET_SYNTAX,
     "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",

@@ -24,6 +24,7 @@ from instrument.recorder.http_status import STATUS
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,
+    OTHER,
     OVERFLOW,
     SERIES_LIMIT,
     UPDOWN,
@@ -33,6 +34,7 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
+    group_of,
     labels_told,
     series_told,
     told_labels,
@@ -99,13 +101,15 @@ class Meter:
     """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
 
     `generations` are the routes whose answers a model generates, as the profile has them; functions that do so are
-    watched where `watch` says so.
+    watched where `watch` says so. Requests are told apart `by` an attribute, up to `at_most` values of it: the
+    `groups`, which may be those of several meters, whose sums are told.
     """
 
     def __init__(self, recorder: MeteredRows, books: Books) -> None:
         self._recorder = recorder
         self._books = books
         self.generations: tuple[str, ...] = ()
+        self.by, self.at_most = "", 0
         self.begin(0)
 
     def begin(self, start_ns: int) -> None:
@@ -121,6 +125,7 @@ class Meter:
         self._counters: dict[tuple[str, str], float] = {}
         self._exemplars: dict[Labels, Exemplars] = {}
         self._watched: Any = None
+        self.groups = set[str]()
 
     # ---------------------------------------------------------------- requests
 
@@ -133,7 +138,8 @@ class Meter:
                 continue
             told = row[ATTRIBUTES] or {}
             duration_ns = row[END_NS] - row[START_NS]
-            _series(self._requests, _labels(endpoint, told, row[ERROR])).add(duration_ns)
+            labels = (*_labels(endpoint, told, row[ERROR]), *self._group(told))
+            _series(self._requests, labels).add(duration_ns)
             if self._is_generation(endpoint):
                 self._count_generation(_of_route(endpoint), told, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
@@ -141,7 +147,7 @@ class Meter:
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
         """A request that has ended is kept, as a span of these ids: an exemplar of its series, where it has one."""
         endpoint = endpoint_of(request.site)
-        labels = _labels(endpoint, request.attributes, request.error)
+        labels = (*_labels(endpoint, request.attributes, request.error), *self._group(request.attributes))
         if endpoint and labels in self._requests:
             one = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
             self._exemplars.setdefault(labels, Exemplars()).add(one)
@@ -149,6 +155,18 @@ class Meter:
                 told = request.attributes
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
+
+    def _group(self, told: Mapping[Any, Any]) -> Labels:
+        """What an attribute tells of whose a request is: one of the first so many values, or what all others are."""
+        value = group_of(told.get(self.by)) if self.by else None
+        if value is None:
+            return ()
+        if value not in self.groups:
+            if len(self.groups) >= self.at_most:
+                value = OTHER
+            else:
+                self.groups.add(value)
+        return ((self.by, value),)
 
     def count_served(
         self,
@@ -346,6 +364,8 @@ class Meter:
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}
         self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
+        told = (its for labels in requests for name, its in labels if name == self.by)
+        self.groups.update(str(its) for its in told if its != OTHER)
         self._generated, self._counters, self._asked_for = generated, counters, asked_for
 
     # ---------------------------------------------------------------- all together

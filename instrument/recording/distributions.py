@@ -22,6 +22,9 @@ SERIES_LIMIT = 2_000
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The series of what is beyond that limit, by OpenTelemetry's name."""
 
+OTHER = "other"
+"""The group of all requests whose attribute has none of the values that are told apart."""
+
 MOST = (1 << 63) - 1
 """No count and no sum is more than what OTLP has room for."""
 
@@ -108,6 +111,13 @@ class Distribution:
             self.sum_ns - before.sum_ns,
             buckets={index: count for index, count in more.items() if count},
         )
+
+
+def group_of(value: object) -> str | None:
+    """The group of a request by the value of an attribute, None without a value; a header has a list of values."""
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    return str(value) if isinstance(value, str | int | float) else None
 
 
 def told_labels(labels: Labels) -> list[list[Value]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -9,6 +10,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from instrument.recording.distributions import OTHER, group_of
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import OUTCOME
 from instrument.report.answers import Answers, StreamedAnswers
@@ -135,6 +137,18 @@ class WholeRequests:
         """Those of the requests, in any order. `counted` are all requests that ended, by name, where that is more."""
         found = self._come_to(self.endpoint, self.names, options)
         return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
+
+    def groups(self, trace: Trace, options: Options) -> tuple[EndpointTimes, ...]:
+        """The requests by a value of the attribute that they are told apart by: the largest groups, and all others."""
+        if not options.requests_by:
+            return ()
+        values = list(map(group_of, trace.attributes.values(options.requests_by, self.rows)))
+        counts = Counter(value for value in values if value is not None)
+        largest = [value for value, _ in counts.most_common(options.at_most)]
+        number = {value: place for place, value in enumerate(largest)}
+        last = len(largest)
+        groups = [NONE if value is None else number.get(value, last) for value in values]
+        return tuple(self._come_to(np.array(groups, dtype=np.int64), [*largest, OTHER], options))
 
     def rest(self, others: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
         """The requests of several endpoints together."""

@@ -115,7 +115,8 @@ class RequestTimes:
     `counted` are all that ended, `errors` of them failed: more than `requests` where spans are not held any more, also
     of endpoints that none is held of. `requests_cut` reach over an edge of the window, or had not ended, and are in
     nothing else. `late_failures` failed after their answer, and are no errors. `blocked` is of all stretches that are
-    held, None where no event loop was blocked. `device_shares` tell of device time where batches had any.
+    held, None where no event loop was blocked. `groups` are those of the attribute that requests are told apart by.
+    `device_shares` tell of device time where batches had any.
     """
 
     coverage: Coverage
@@ -126,6 +127,7 @@ class RequestTimes:
     late_failures: int
     wall_ns: int
     endpoints: tuple[EndpointTimes, ...]
+    groups: tuple[EndpointTimes, ...]
     devices: tuple[DeviceWithin, ...]
     slowest: tuple[SlowRequest, ...]
     blocked: BlockedLoops | None
@@ -144,6 +146,11 @@ class RequestTimes:
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",), time=_eleven,
+            ),
+            Section(
+                f"By {self._options.requests_by}", self.groups,
+                "name=Value|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
+                "+wall_ns=Sum|ratio=Of all", time=_eleven,
             ),
             Section(
                 "Where the time went", [(row_name(one), part) for one in self.endpoints for part in parts_of(one)],
@@ -204,8 +211,8 @@ class RequestTimes:
             by = "`kind: request` names there, or a scope around the handling of one"
             otherwise = f'{why} {how} {by}: with scope(name, kind="request").'
             return [*lines, *none_held("request", otherwise, complete=complete), ""]
-        endpoints, _, streams, *others = self.sections()
-        lines += section_lines([endpoints], unit)
+        endpoints, groups, _, streams, *others = self.sections()
+        lines += section_lines([endpoints, groups], unit)
         if any(one.statuses for one in self.endpoints):
             lines += [*section_title("Answers"), *_answer_lines(self.endpoints, self._served_ns), ""]
         lines += section_lines([streams], unit)
@@ -248,6 +255,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         late_failures=int(trace.of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(its.wall_ns.tolist()),
         endpoints=bounded(endpoints, options, lambda one: one.wall_ns, lambda others: its.rest(others, options)),
+        groups=its.groups(trace, options),
         devices=_devices(recording, options),
         slowest=_slowest(its, recording, options),
         blocked=blocked_loops(trace, options),

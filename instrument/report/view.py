@@ -37,7 +37,8 @@ class Options:
     `rows` bounds each table, the rest of which is one row more. `least_ns` leaves rows with less time to that row.
     `sorted_by` names a column, and a view that has no such column sorts by the nearest that it has, as `SortKey` says.
     `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
-    leaves that many first iterations out of averages over iterations. `unit` is that of times in text. Raises
+    leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
+    `requests_by` is an attribute that requests are told apart by, in up to `at_most` rows and one of the others. Raises
     `ValueError` for a value that there is not.
     """
 
@@ -50,6 +51,8 @@ class Options:
     least_ns: int = 0
     skip_first: int = 0
     unit: str = "ms"
+    requests_by: str = ""
+    at_most: int = 50
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> Options:

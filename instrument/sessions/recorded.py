@@ -241,7 +241,13 @@ class Recorded:
 
     def _watch_generations(self) -> None:
         self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
+        self._meter.by, self._meter.at_most = self._requests_by
         self._meter.watch(functions=any(rule.gen_ai or rule.batch for rule in self.profile.functions))
+
+    @property
+    def _requests_by(self) -> tuple[str, int]:
+        """The attribute that requests are told apart by, "" for none, and up to how many values of it."""
+        return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def _generators(self) -> set[str]:
         """The marks of what the rules with `gen_ai` are recorded as."""
@@ -353,6 +359,8 @@ class Recorded:
             asks=self._asks_for_metrics,
             requests=bool(self.profile.requests),
             routes=self._meter.generations,
+            by=self._meter.by,
+            at_most=self._meter.at_most,
             watches=self._meter.watches,
             environ=metrics.asked_of_metrics(),
         )
@@ -628,6 +636,8 @@ class Recorded:
             "unit": wanted.unit,
             "corrected": wanted.corrected,
             "skip_first": wanted.skip_first,
+            "requests_by": self._requests_by[0],
+            "at_most": self._requests_by[1] or None,
         }
 
     def dump(self, path: str | os.PathLike[str]) -> Path:

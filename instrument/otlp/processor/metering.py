@@ -70,6 +70,10 @@ class _DrainedRows:
         return [bool(one) or mark in asked_for for one, mark in zip(endpoints, tree.by_site(mark_of), strict=True)]
 
 
+_GROUPS: dict[tuple[str, str], set[str]] = {}
+"""The groups that the requests of a service are told apart by, the same for all of its processes."""
+
+
 class Metering:
     """Counts the metrics of a generation of a recording and tells them, for as long as its source is at the exporter.
 
@@ -91,6 +95,7 @@ class Metering:
         self._exporter = exporter
         self._place = MeterPlace(place)
         self._generation = mapped.generation
+        self._service = origin_of(mapped.header).service
         self._lock = Lock()
         self._facts = facts
         self._rows = _DrainedRows(mapped, drain)
@@ -145,6 +150,8 @@ class Metering:
         """
         self._facts = facts
         self._meter.generations = facts.metered.routes
+        self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
+        self._meter.groups = _GROUPS.setdefault((self._service, facts.metered.by), set())
         self._meter.watch(functions=facts.metered.watches)
         self._meter.count_generators(self._streams)
 
