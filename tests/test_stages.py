@@ -160,7 +160,7 @@ def served_by_vllm(asked: dict[str, list[int]], workers: int, ahead_ns: int = 0)
 
     A step takes 100 ns; the next is scheduled so long before the one before it has been answered.
     """
-    rules = load(Path(__file__).parents[1] / "configs" / "vllm.yaml", environ={}).functions
+    rules = load(Path(__file__).parents[1] / "instrument" / "profile" / "presets" / "vllm.yaml", environ={}).functions
     weighed = {rule.name: "num_scheduled_tokens" in rule.batch.argument for rule in rules if rule.batch is not None}
     parts = {
         "schedule": (0, 5, False),
