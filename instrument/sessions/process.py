@@ -147,6 +147,7 @@ def summary(**options: Any) -> str:
     - `rows`: the most rows of each table, None for all; `least_ns`: leaves out rows with less time, in ns
     - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
     - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
+    - `requests_by`: an attribute that `requests` has a table by; `at_most`: its rows, before one of the others
 
     Raises `StateError` where no session runs, `ValueError` for a view or value that there is not, `TypeError` for an
     option that there is not, and `TraceError` for a file that is not of this process and time.
