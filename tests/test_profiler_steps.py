@@ -986,7 +986,7 @@ instrument.enable(); instrument.disable(); instrument.stop()
     assert (done.stderr, done.stdout.splitlines()) == (
         "",
         [
-            "INFO instrument is off (INSTRUMENT=off): nothing was recorded, and nothing is written",
+            "INFO instrument is off (INSTRUMENT=off): nothing is recorded, and nothing is written",
             "trace.json None ('instrument is off (INSTRUMENT=off)',)",
         ],
     )
