@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -457,6 +458,19 @@ def test_a_run_says_never_called_of_what_none_of_its_processes_called(tmp_path: 
     done = subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True)
     assert "never called" not in done.stderr
     assert "Processes: 2" in done.stderr
+
+
+def test_a_long_table_ends_with_how_many_rows_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans = [span(number, number * 10, number * 10 + 5, site=Site(f"f{number}", "op")) for number in range(1, 21)]
+    its = saved(trace_with(*spans))
+    path = str(file.write(tmp_path / "a.npz", its.columns, its.facts, its.tally))
+    for words, rows in (((), 15), (("--rows", "3"), 3), (("--rows", "all"), 20)):
+        assert main(["report", path, "--view", "events", "--threads", "merged", *words]) == 0
+        said = capsys.readouterr().out
+        assert len(set(re.findall(r"(?m)\bf\d+\b", said))) == rows
+        assert (f"(remaining {20 - rows})" in said) == (rows < 20)
+    assert main(["report", path, "--view", "events", "--json"]) == 0
+    assert "(remaining" not in capsys.readouterr().out
 
 
 def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devices() -> None:

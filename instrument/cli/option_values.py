@@ -23,6 +23,15 @@ def count(text: str) -> int:
     return int(text)
 
 
+ALL = 0
+"""The number that stands for all."""
+
+
+def count_or_all(text: str) -> int:
+    """A number from 1, or `ALL`."""
+    return ALL if text == "all" else count(text)
+
+
 def whole(text: str) -> int:
     """A number from 0."""
     if not text.isdecimal():

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli.inputs import WALL, add_files, files_of, load_libraries, saved_in
-from instrument.cli.option_values import Verbs, count, one_of, time_ns, view_names, whole
+from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
@@ -20,6 +20,9 @@ from instrument.runtime.memory_limit import bound_bytes, within_memory
 
 if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
+
+MOST = 15
+"""Rows of a table in text where nobody says how many."""
 
 
 def add(verbs: Verbs) -> None:
@@ -57,7 +60,12 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--state", **one_of(STATES), default="All")
     parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default")
     parser.add_argument("--threads", **one_of(THREADS), help="tables of all, of each, or both (default: both)")
-    parser.add_argument("--rows", type=count, metavar="N", help="the N heaviest rows of each table (default: all)")
+    parser.add_argument(
+        "--rows",
+        type=count_or_all,
+        metavar="N|all",
+        help=f"the N heaviest rows of each table, and one of the remaining (default: {MOST} in text, else all)",
+    )
     parser.add_argument(
         "--least",
         dest="least_ns",
@@ -117,7 +125,9 @@ def _reported(options: argparse.Namespace) -> int:
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
-    given = {known.name: getattr(options, known.name) for known in fields(Options)}
+    given = {known.name: getattr(options, known.name, None) for known in fields(Options)}
+    given["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
+    given["rows"] = None if options.rows == ALL else options.rows
     views, asked = options.view or views_for(given), Options.of(given)
     if options.html is not None:
         return _written(options, asked)

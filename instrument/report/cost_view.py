@@ -251,11 +251,11 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
 def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str]], options: Options) -> list[int]:
     """The keys that the options leave, those first that cost most, and then by their label."""
     shown = [key for key, cost_ns in costs_ns.items() if cost_ns >= options.least_ns]
-    if options.rows is not None and options.rows < len(shown):
-        least_ns = heapq.nlargest(options.rows, map(costs_ns.__getitem__, shown))[-1]
+    if options.bound is not None and options.bound < len(shown):
+        least_ns = heapq.nlargest(options.bound, map(costs_ns.__getitem__, shown))[-1]
         more = [key for key in shown if costs_ns[key] > least_ns]
         as_much = (key for key in shown if costs_ns[key] == least_ns)
-        shown = more + heapq.nsmallest(options.rows - len(more), as_much, key=label)
+        shown = more + heapq.nsmallest(options.bound - len(more), as_much, key=label)
     shown.sort(key=label)
     shown.sort(key=costs_ns.__getitem__, reverse=True)
     return shown

@@ -192,7 +192,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     is_timed[timed] = True
     root = place_tree(trace, IN_ORDER, among=is_timed[owner])
     found = list(_executed(root, len(timed)))
-    shown = [one for one in found if one.mean_ns >= options.least_ns][: options.rows]
+    shown = [one for one in found if one.mean_ns >= options.least_ns][: options.bound]
     kept = {one.number for one in shown}
     return InOrder(
         iteration=kind,

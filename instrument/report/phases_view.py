@@ -239,7 +239,7 @@ def _place(phase: str) -> tuple[int, str]:
 def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
     """The rows with most time, in their order; the rest is one row more."""
     large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
-    kept = {row.name for row in large[: options.rows]}
+    kept = {row.name for row in large[: options.bound]}
     rest = [row for row in rows if row.name not in kept]
     shown = [row for row in rows if row.name in kept]
     if rest:

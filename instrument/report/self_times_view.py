@@ -281,7 +281,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     times, counts = found.column("time_ns"), found.column("lines")
     # A function that calls nothing has no more to tell than its calls, unless it is the only one.
     shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
-    most = len(shown) if options.rows is None else options.rows
+    most = len(shown) if options.bound is None else options.bound
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
     table = _Table(of, lines, nodes, merged, sites, found, options)
     left = len(found) - 1 - len(shown)
@@ -397,7 +397,7 @@ class _Table:
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
         for group in self._found.groups(its):
-            if len(shown) == self._options.rows:
+            if len(shown) == self._options.bound:
                 break
             if group.time_ns < self._options.least_ns:
                 continue

@@ -290,7 +290,7 @@ def bounded(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
     """The first lines that the options leave, heaviest first as they are, and one that sums up the others if any."""
-    heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.rows]
+    heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
     if len(heavy) == len(lines):
         return tuple(lines)
     shown = set(map(id, heavy))

@@ -323,7 +323,7 @@ class ShownEntries:
 
     def _find_kept(self) -> Bools | None:
         """Which entries are the heaviest that the options leave, none without its parent; None for all."""
-        enough, rows = self._enough(), self._options.rows
+        enough, rows = self._enough(), self._options.bound
         if rows is None:
             return enough
         order = itertools.count()

@@ -34,7 +34,8 @@ UNITS = TIME_UNITS
 class Options:
     """How views are to be made; each view says what of it means something to it.
 
-    `rows` bounds each table, the rest of which is one row more. `least_ns` leaves rows with less time to that row.
+    `rows` bounds each table, the rest of which is one row more, and `most` where nobody says how many. `least_ns`
+    leaves rows with less time to that row.
     `sorted_by` names a column, and a view that has no such column sorts by the nearest that it has, as `SortKey` says.
     `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
     leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
@@ -53,6 +54,12 @@ class Options:
     unit: str = "ms"
     requests_by: str = ""
     at_most: int = 50
+    most: int | None = None
+
+    @property
+    def bound(self) -> int | None:
+        """The most rows of a table, None for all."""
+        return self.most if self.rows is None else self.rows
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> Options:
