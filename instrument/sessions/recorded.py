@@ -444,7 +444,7 @@ class Recorded:
         if began_ns < self._verdicts_until_ns:
             return
         if asked := os.environ.get(CHECK_FOLDER):
-            report_to_check(asked, RECORDER.calls, self.profile, self.verdicts())
+            report_to_check(asked, RECORDER.calls, self.profile, self.account.verdicts(of_all=False))
         notes = self.notes_in_short()
         if notes != self._notes_told:
             self._notes_told = notes
