@@ -192,6 +192,7 @@ class Selection:
 
     def wake(self, key: str) -> None:
         """Make the family of a key, and attach it to what is imported."""
+        import_module(FAMILIES[key].room)  # not under our lock: another thread that imports may wait for that
         with self._lock:
             if key not in self._asleep:
                 return
@@ -344,9 +345,9 @@ class Selection:
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile; or only of those that do not sleep."""
+        if of_all:
+            self._wake_all()
         with self._lock:
-            if of_all:
-                self._wake_all()
             self.settle()
             if (requests := self._families.get("requests")) is not None:
                 requests.ports = self._ports
