@@ -38,7 +38,7 @@ def _promise_hint() -> None:
 def _say_hint(pid: int) -> None:
     """Say at a program's exit, once, how to see its decorated functions; not in what it has forked or spawned."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
-    if os.getpid() == pid and parent is None and sys.stderr is not None:
+    if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
         hint = "use `instrument run -- ...` or `instrument.start()`; INSTRUMENT=off hides this line"
         with contextlib.suppress(OSError, ValueError):  # closed by the program
