@@ -23,7 +23,7 @@ LENGTH = 7
 """Numbers of an allocation; the last may be left out."""
 
 EXACT_US = 1 << 42
-"""Microseconds below which a float tells one nanosecond from the next."""
+"""Microseconds; a float above this limit cannot separate two neighbouring nanoseconds."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 

@@ -93,7 +93,7 @@ class _Lane(NamedTuple):
 
 
 class _Asked(msgspec.Struct, gc=False):
-    """What arguments say of the work of a device."""
+    """The arguments that describe the work of a device."""
 
     correlation: Any = UNSET
     paddles_correlation: Any = msgspec.field(default=None, name="correlation id")
@@ -157,7 +157,7 @@ class Foreign:
         return self._count + len(self._allocations) // Allocations.ROW.size
 
     def add_fact(self, key: str, value: Any) -> None:
-        """Take what stands beside the events."""
+        """Take a member of the file that is not an event, such as the host's name."""
         if key == "host_name" and isinstance(value, str):
             self._host = value
         elif key == "baseTimeNanoseconds":
@@ -251,8 +251,8 @@ class Foreign:
             if facts.asks:
                 asking.append(at)
         self._attributes.add_all([first + at for at in rows], [texts[at] for at in rows])
-        told = _asked([texts[at] for at in asking])
-        for at, args in zip(asking, told, strict=True):
+        asked = _asked([texts[at] for at in asking])
+        for at, args in zip(asking, asked, strict=True):
             if slices[at].ph == "X":
                 self._add_work(first + at, known[at], args, lanes[at], int(start_ns[at]), int(end_ns[at]))
         for at in rest:
@@ -529,7 +529,7 @@ def are_attributes(args: bytes) -> bool:
 
 
 def _asked(texts: list[bytes]) -> list[_Asked]:
-    """What arguments say of the work of a device."""
+    """Read the arguments that describe the work of a device."""
     try:
         return _decode_asked(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:  # for a number that JSON has not, such as NaN
@@ -555,7 +555,7 @@ def _arguments(event: TraceEvent) -> dict[str, Any]:
 
 
 def _has_parts(times_us: Sequence[Any], found_ns: Int64s) -> bool:
-    """Whether one of some times has parts of a nanosecond, as far as floats tell."""
+    """Return True where a time has a fraction of a nanosecond, within the precision of floats."""
     if not times_us or type(times_us[0]) is Decimal:
         return any(type(time) is Decimal and time * 1000 % 1 for time in times_us)
     exact_ns = np.array(times_us, dtype=np.float64) * 1000
@@ -563,10 +563,11 @@ def _has_parts(times_us: Sequence[Any], found_ns: Int64s) -> bool:
 
 
 def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Of each row, by begin, that which began last of those on its line that hold it, up to what rounding adds.
+    """Return the parent of each row, NONE for a row without one. The rows are in the order of their begins.
 
-    One that crosses another lies beside it: a range of torch.profiler with stacks begins within a call of Python
-    (`__enter__`) and ends within another.
+    A parent is the last row on the same line that began before and ends after, up to `rounding_ns` earlier. A row
+    that crosses another is no child of it. A range of torch.profiler with stacks crosses calls: it begins within one
+    call of Python (`__enter__`) and ends within another.
     """
     parents = array("i")
     opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]

@@ -59,7 +59,7 @@ def _mended_events(found: bytes, first: int, left_out: LeftOut) -> list[TraceEve
 
 
 def _chunks(found: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The text of each event, and whether it has an end; what stands between events is one, too."""
+    """Yield the text of each event, and True where the event has an end. Text between two events counts as an event."""
     places, depth = Depths().follow(found)
     begin = 0
     for end in (places[np.flatnonzero(depth == 0)] + 1).tolist():
@@ -117,7 +117,7 @@ _NUMBERS = frozenset((int, float, Decimal))
 
 
 def are_sound(slices: Sequence[TraceEvent]) -> bool:
-    """Whether nothing has to be mended of slices: quick, for most files are so."""
+    """Return True where no slice needs mending. The check is quick, because most files need none."""
     starts, lengths = [one.ts for one in slices], [one.dur for one in slices if one.ph == "X"]
     if not _NUMBERS.issuperset(map(type, [*starts, *lengths])) or {bytes(one.args)[:1] for one in slices} != {b"{"}:
         return False
@@ -132,7 +132,7 @@ def are_sound(slices: Sequence[TraceEvent]) -> bool:
 
 
 def sound_slices(slices: Sequence[tuple[int, TraceEvent]], left_out: LeftOut) -> list[tuple[int, TraceEvent]]:
-    """Those of slices, each with its number in the file, that say when they were, with what is sound of them."""
+    """Return the slices that have a time, each with its number in the file. Unsound parts of them are left out."""
     found = []
     for number, event in slices:
         place = f"event {number}"

@@ -208,26 +208,26 @@ class Own:
     def _add_columns(
         self, first: int, spans: list[_Slice], parents: list[int], roots: list[int], tasks: list[int], totals: list[int]
     ) -> None:
-        told = [args for _, args, _, _ in spans]
+        facts = [args for _, args, _, _ in spans]
         start_ns = [start for _, _, start, _ in spans]
         errors = self._errors
         its: tuple[list[Any], ...] = (
-            [args.id for args in told],
+            [args.id for args in facts],
             parents,
             roots,
             [event.tid if args.thread is UNSET else args.thread for event, args, _, _ in spans],
-            [task if args.task is UNSET else args.task for args, task in zip(told, tasks, strict=True)],
+            [task if args.task is UNSET else args.task for args, task in zip(facts, tasks, strict=True)],
             start_ns,
             list(map(add, start_ns, totals)),
-            [total if args.active_ns is UNSET else args.active_ns for args, total in zip(told, totals, strict=True)],
-            [total if args.self_ns is UNSET else args.self_ns for args, total in zip(told, totals, strict=True)],
-            [args.site for args in told],
-            [NONE if args.error is None else errors.setdefault(args.error, len(errors) - 1) for args in told],
-            [args.id if args.own_id is UNSET else args.own_id for args in told],
+            [total if args.active_ns is UNSET else args.active_ns for args, total in zip(facts, totals, strict=True)],
+            [total if args.self_ns is UNSET else args.self_ns for args, total in zip(facts, totals, strict=True)],
+            [args.site for args in facts],
+            [NONE if args.error is None else errors.setdefault(args.error, len(errors) - 1) for args in facts],
+            [args.id if args.own_id is UNSET else args.own_id for args in facts],
         )
         for name, numbers in zip(_NUMBERS, its, strict=True):
             self._numbers[name].extend(numbers)
-        for row, args in enumerate(told, first):
+        for row, args in enumerate(facts, first):
             if args.clipped:
                 self._clipped.append(row)
             if args.attributes is not NO_ARGUMENTS:

@@ -94,7 +94,7 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def facts_of(path: str | os.PathLike[str]) -> Trace | None:
-    """What a file that `dump` wrote knows beside its events, which are not read; None for another profiler's.
+    """Read the facts of a file that `dump` wrote, without its events. Return None for another profiler's file.
 
     Raises `TraceError`.
     """

@@ -19,9 +19,10 @@ from instrument.trace.columns import Trace
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """Stretches by one span or function: how many, their sum and the longest. `remaining` stands for so many others.
+    """The stretches by one span or function: their number, their sum and the longest, both in nanoseconds.
 
-    `at` is the place in the service's code at which most of the time was spent, "" where nobody has looked.
+    `remaining` is the number of spans and functions in the row of the others. `at` is the place in the service's code
+    that took most of the time, "" where no place was recorded.
     """
 
     name: str
@@ -51,12 +52,12 @@ class BlockedLoops:
 
 
 def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:
-    """What its spans tell, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
+    """Return the blocked loops of a trace, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
     found: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
     rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
-    told = (trace.attributes.values(name, rows) for name in (BLOCKED_BY, BLOCKED_AT))
-    for by, at, took_ns in zip(*told, trace.total_ns[rows].tolist(), strict=True):
+    columns = (trace.attributes.values(name, rows) for name in (BLOCKED_BY, BLOCKED_AT))
+    for by, at, took_ns in zip(*columns, trace.total_ns[rows].tolist(), strict=True):
         name = "" if by is None else str(by)
         found.setdefault(name, []).append(took_ns)
         if at is not None:

@@ -139,7 +139,7 @@ class WholeRequests:
         return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
 
     def groups(self, trace: Trace, options: Options) -> tuple[EndpointTimes, ...]:
-        """The requests by a value of the attribute that they are told apart by: the largest groups, and all others."""
+        """Return the requests by the value of the attribute that groups them. All small groups are one."""
         if not options.requests_by:
             return ()
         values = list(map(group_of, trace.attributes.values(options.requests_by, self.rows)))

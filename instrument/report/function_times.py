@@ -136,9 +136,9 @@ def functions(
 
 
 def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows, Int64s, Int64s, Int64s]:
-    """The rows of functions: what lines ran, and what they waited.
+    """Return the rows of functions, apart for running and waiting, and the number of the function of each row.
 
-    With the number of the function of each, and the group of lines with the number of each of these.
+    Return also the place of the row for each line, and the number of the line.
     """
     waited = lines[:, WAITING]
     runs, waits = np.flatnonzero((waited == 0) | (lines[:, SELF] > waited)), np.flatnonzero(waited != 0)

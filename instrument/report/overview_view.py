@@ -175,7 +175,7 @@ class _Stretches:
 
 
 def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
-    """Where spans of each kind ran, but for interruptions, which are a part of what they interrupted."""
+    """Return the stretches of spans by kind. Interruptions are left out, as parts of the spans that they interrupt."""
     inside = lie_in(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)

@@ -110,13 +110,13 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The requests that lie within the window of which every span is held, by endpoint.
+    """The requests within the window that still have every span, by endpoint.
 
-    `counted` are all that ended, `errors` of them failed: more than `requests` where spans are not held any more, also
-    of endpoints that none is held of. `requests_cut` reach over an edge of the window, or had not ended, and are in
-    nothing else. `late_failures` failed after their answer, and are no errors. `blocked` is of all stretches that are
-    held, None where no event loop was blocked. `groups` are those of the attribute that requests are told apart by.
-    `device_shares` tell of device time where batches had any.
+    `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
+    spans are gone, and endpoints without any span, so they may exceed `requests`. `requests_cut` reach over an edge of
+    the window, or had not ended; no other field counts them. `late_failures` failed after their answer, and are no
+    errors. `blocked` covers all recorded stretches, None where no event loop was blocked. `groups` has the requests by
+    the value of the attribute that groups them. `device_shares` has the device time of batches.
     """
 
     coverage: Coverage

@@ -61,9 +61,10 @@ class SelfRow:
     """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
 
     `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None where none has ended. `where` it runs: `host`,
-    `device` where every place of it has device time, or `both`; `waiting` for what coroutines waited and what is open
-    in them, beside a row of what the same ran. A `number` is only of an instance.
+    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None where none has ended. `where` is the place of the time:
+    `host`, `device` where every place of the row has device time, or `both`. It is `waiting` for the waits of
+    coroutines and the spans open in them; the running time of the same function has its own row. Only an instance has
+    a `number`.
     """
 
     names: tuple[str, ...]

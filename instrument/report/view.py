@@ -32,15 +32,15 @@ UNITS = TIME_UNITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How views are to be made; each view says what of it means something to it.
+    """The options for views; each view says which of them it uses.
 
-    `rows` bounds each table, the rest of which is one row more, and `most` where nobody says how many. `least_ns`
-    leaves rows with less time to that row.
+    `rows` bounds each table, and `most` bounds it where `rows` is None. One more row has the rest. `least_ns` moves
+    rows with less time to that row.
     `sorted_by` names a column, and a view that has no such column sorts by the nearest that it has, as `SortKey` says.
     `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
     leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
-    `requests_by` is an attribute that requests are told apart by, in up to `at_most` rows and one of the others. Raises
-    `ValueError` for a value that there is not.
+    `requests_by` names an attribute that groups requests, in up to `at_most` rows and one row of the others. Raises
+    `ValueError` for an unknown value.
     """
 
     tracer_option: str = "Default"

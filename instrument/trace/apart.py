@@ -147,7 +147,7 @@ class Numbers:
         return np.array(places, dtype=np.int64)[part.trace.site]
 
     def thread(self, own: int, part: ApartFile) -> int:
-        """What a thread is called now; 0 is that of the threads of its process that have ended."""
+        """Return the number of a thread in the joined trace. Number 0 is for threads of its process that have ended."""
         return self._threads.number(own, part.process)
 
     def threads_of(self, part: ApartFile) -> Int64s:

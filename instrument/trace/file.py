@@ -182,7 +182,7 @@ def without_endless(saved: Saved) -> Saved:
 
 
 def facts_of(path: str | os.PathLike[str]) -> spans.Trace:
-    """What a recording knows beside its spans and readings, which are not read. Raises `TraceError`."""
+    """Read the facts of a recording without its spans and readings. Raises `TraceError`."""
     with _refusals(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:

@@ -37,7 +37,7 @@ _STEPS = np.array([(mark in b"[{") - (mark in b"]}") for mark in range(256)], dt
 
 
 class LeftOut:
-    """What of a file was not taken, or not as it is: how often for each reason, and the place of the first."""
+    """The parts of a file that were left out or changed: a count for each reason, and the place of the first."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}

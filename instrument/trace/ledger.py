@@ -142,7 +142,7 @@ def own_lengths(trace: Trace, served: Served, parts: Unions, batch: Int64s, devi
 
 
 def _nested(trace: Trace, served: Served) -> tuple[Int64s, Int64s]:
-    """The rows of batches below another one on its thread and task, and the rows of these."""
+    """Return the rows of batches within another batch of the same thread and task, and the rows of the outer ones."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
     rows = np.flatnonzero(is_batch)
@@ -351,9 +351,9 @@ def _batches(trace: Trace, joined: Joined) -> Stretches:
 def _between(
     trace: Trace, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
 ) -> Stretches:
-    """What lies between the batches of each request, and before the first: `row` is 0 queue, 1 stall, 2 transport.
+    """Return the times before and between the batches of each request: `row` is 0 queue, 1 stall, 2 transport.
 
-    Of further keys of a request there are queues where they are asked `of_all_keys`.
+    With `of_all_keys`, further keys of a request have queues, too.
     """
     if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
@@ -393,8 +393,8 @@ def _handing_over(trace: Trace, joined: Joined) -> Stretches:
 
 
 def _handed_at(trace: Trace, handing: Stretches, which: Int64s, upto: Int64s) -> Int64s:
-    """When some of these spans had handed their requests over: as each ended, or began where it went on at a time, or
-    failed."""
+    """Return the times at which spans had handed their requests over. This is the end of a span, or its begin where it
+    failed or went on after `upto`."""
     rows = handing.row[which]
     is_done = (handing.end_ns[which] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))

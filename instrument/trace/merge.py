@@ -33,7 +33,7 @@ time of day, which two machines never have alike."""
 
 @dataclass(frozen=True)
 class Merged:
-    """What several files are together, of how many processes and runs, and by which of `MONOTONIC` and `WALL`."""
+    """The merged files, with the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
 
     saved: Saved
     files: int

@@ -375,7 +375,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
-    """What a process had not met of its rules, of a file or of its last words. Raises for what is damaged."""
+    """Read the rules that a process had not met, from a file or from its last words. Raises for damaged facts."""
     waiting = tuple((checked(mark, str), checked(note, str)) for mark, note in facts.get("waiting", ()))
     texts = (tuple(checked(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled"))
     at_work, uncalled = texts

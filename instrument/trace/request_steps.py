@@ -20,7 +20,7 @@ APART = 8
 """The heaviest batch of a request is a prompt's for certain if it takes so many times what the lightest one does."""
 
 LEAST_CHUNKS = 2
-"""A prompt in more chunks than these, all but the last one alike, is told by that."""
+"""Chunks; a prompt in more chunks, all alike but the last, is recognised by them."""
 
 CLEARLY = 2
 """What takes more than so many times as much takes clearly more."""

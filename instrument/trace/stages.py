@@ -36,7 +36,7 @@ from instrument.trace.step_kinds import Parts, StepKinds
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
-"""What the same are called of a request for which no model generates anything."""
+"""The names of the same stages in a request for which no model generates an answer."""
 
 STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall: what the batches are called that took most of it, if any did."""
@@ -67,8 +67,8 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""What these times are called, in s, by whether the request is a generation: then as vLLM and SGLang call them, which
-is proposed as OpenTelemetry's names."""
+"""The names of the metrics of these times, in s; True is for generations. vLLM and SGLang use the names of the latter,
+and OpenTelemetry has a proposal for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
 
 
 def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
-    """How long requests were in the queue, in ns, by their places: 0 where one that a batch serves did not wait.
+    """Return the nanoseconds that requests waited in the queue, by their places: 0 where a served request did not wait.
 
-    Of those that no batch serves there are the ones that were given up in the queue.
+    A request that no batch serves is in it only where it was given up in the queue.
     """
     batches, between = served_stretches(trace, joined)
     found = dict.fromkeys(batches.request.tolist(), 0)

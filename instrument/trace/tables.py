@@ -150,8 +150,7 @@ def frame_of_requests(trace: Trace, facts: Facts, joined: Joined, found: Ledger)
 
 
 def as_pandas(found: Any) -> Any:
-    """What DuckDB makes data frames of as a `pandas.DataFrame`, in which a column of texts is one also where it has
-    none."""
+    """Return a result of DuckDB as a `pandas.DataFrame`. An empty column of texts keeps its type."""
     frame = found.df()
     of_texts = type(frame["name"])(["text"]).dtype
     kinds = zip(found.columns, map(str, found.types), strict=True)
