@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import DeviceIntervals, Int64s
 
 LOOK_S = 0.002
-"""How often it is looked whether device times have come that somebody waits for."""
+"""Seconds between two looks for device times, while a thread waits for them."""
 
 raw_clock: Callable[[], int] | None = None
 if hasattr(time, "CLOCK_MONOTONIC_RAW"):
@@ -31,9 +31,9 @@ if hasattr(time, "CLOCK_MONOTONIC_RAW"):
 
 
 class Timing:
-    """Device time for one session: sees to a timer as soon as the host has imported something that uses a device.
+    """The device time of one session. It makes a timer once the host has imported a library that uses a device.
 
-    `reason` says in one line why there is no device time, or a dearer one, "" where nothing stands against it.
+    `reason` says in one line why device time is missing or costs more. It is "" where neither is so.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Timing:
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source
-                # Where streams tell nothing, the first one's are told: torch, if it is there.
+                # Streams may name no framework; then the first source counts: torch, if it is imported.
                 self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
         self._ranges.time_by(self.timer.begin)
 
@@ -159,11 +159,11 @@ class Timing:
         return device_intervals(cells_in(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
-        """Whether the device time of every span that had ended by then is known, or never will be."""
+        """Return True where every span that ended by `at_ns` has its device time, or will never have one."""
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
-        """Up to when that is so. Takes time by the number of open spans: ask once for many."""
+        """Return the time up to which device times are settled. Each open span adds to the cost of a call."""
         return self._now() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
@@ -179,11 +179,11 @@ class Timing:
 
     @property
     def pair_ns(self) -> float:
-        """What a pair costs the thread that records it."""
+        """The nanoseconds that a pair costs the thread that records it."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
-        """What pairs have cost the threads of the service up to now, and the resolver's thread."""
+        """Return the nanoseconds that pairs have cost the service's threads, and those of the resolver's thread."""
         if self.timer is None:
             return 0.0, 0
         resolver = self.timer.resolver
@@ -199,7 +199,7 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """What stands against device time, in sentences; nothing where no span has asked for any."""
+        """Return the reasons for missing device times, as sentences: none where no span asked for it."""
         notes = [self.reason] if self.reason and self._recorder.asks_for_device_time() else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit

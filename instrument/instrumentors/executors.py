@@ -24,7 +24,7 @@ QUEUE = Site("queue (executor)", "phase")
 """The wait of a request's work in a pool."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
-"""What `threading` starts threads by, up to Python 3.12 and from 3.13 on."""
+"""The functions by which `threading` starts threads: up to Python 3.12, and from 3.13 on."""
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:

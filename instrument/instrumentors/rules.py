@@ -389,7 +389,7 @@ class Functions:
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missed_of_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
-        """The functions of the program that a rule names beside others, and that are not found."""
+        """Yield a verdict for each function of the main program that a rule names and that was not found."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
                 yield replace(self._missed(replace(rule, match=(text,))), target=text)

@@ -65,10 +65,10 @@ class Probes(Protocol):
 
 
 class Family(NamedTuple):
-    """Where the code of a family lies, and the top-level packages in which its rules may have targets.
+    """The module and class of a family, and the top-level packages in which its rules may have targets.
 
-    Packages of the standard library are left out but for those of servers: a service imports something else before it
-    needs what the family does there.
+    The standard library's packages are left out, except its servers. A service imports another of the packages before
+    it needs the family there.
     """
 
     room: str
@@ -82,7 +82,7 @@ def _family(room: str, name: str, packages: str) -> Family:
 
 FAMILIES: Mapping[str, Family] = {
     "functions": _family("rules", "Functions", ""),  # whose rules name their packages
-    # After functions: the span of a rule for a server's own function lies within the request.
+    # After functions: the span of a rule for a server's own function is within the request.
     "requests": _family(
         "requests",
         "Requests",
@@ -148,7 +148,7 @@ class Selection:
         self._undo_imports: Undo | None = None
         self._watch: main_module.Watch | None = None
         self._families: dict[str, Any] = {}
-        """Those that are awake, in the order of `FAMILIES`; each is one of `Probes`."""
+        """The families that are awake, in the order of `FAMILIES`. Each has the protocol `Probes`."""
         self._asleep: dict[str, frozenset[str]] = {}
         """The packages that wake each of the others."""
         for key in FAMILIES:
@@ -280,7 +280,7 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Whether a family is awake already, or one of these modules wakes it."""
+        """Return True where a family is awake already, or where one of the modules wakes it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._wakened_by(name) for name in names)
 
@@ -318,7 +318,7 @@ class Selection:
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
-        """Whether a rule could have a target in that module, whose families wake where they have slept."""
+        """Wake the families of a module. Return True where a rule could have a target in the module."""
         for key in self._wakened_by(module_name) if self._asleep else ():
             self.wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
@@ -344,7 +344,10 @@ class Selection:
         return copied
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile; or only of those that do not sleep."""
+        """Return the verdict on every rule so far, in the order of the profile.
+
+        Without `of_all`, return only those of families that are awake.
+        """
         if of_all:
             self._wake_all()
         with self._lock:
@@ -368,7 +371,7 @@ class Selection:
         return names
 
     def has_requests(self) -> bool:
-        """Whether a request has been recorded by now, of a server or by a rule."""
+        """Return True where a request has been recorded, of a server or by a rule."""
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
 

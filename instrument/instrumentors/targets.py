@@ -265,7 +265,7 @@ def _walk(
 
 
 def _records(function: Any) -> bool:
-    """Whether it carries a probe already."""
+    """Return True where a function carries a probe already."""
     return site_on(function) is not None
 
 

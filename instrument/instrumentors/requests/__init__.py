@@ -136,7 +136,7 @@ class Requests:
         undo_all(self._undos)
 
     def has_begun(self) -> bool:
-        """Whether any request has begun, by these rules or by one for functions."""
+        """Return True where a request has begun, by these rules or by a rule for functions."""
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
         return has_met or any(site.kind == "request" for site in self._recorder.site_calls())
 

@@ -108,7 +108,7 @@ def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
     """End an exchange whose handler has failed, by its client where the connection is gone."""
     is_gone = transport is None or transport.is_closing()
     if is_gone and (isinstance(error, ConnectionError) or not isinstance(error, Exception)):
-        exchange.status = exchange.status if exchange.status < 500 else 0  # nobody has had that answer
+        exchange.status = exchange.status if exchange.status < 500 else 0  # the client never got that answer
         exchange.broken_off()
     else:
         exchange.fail(error)

@@ -124,7 +124,7 @@ class Http(Talk):
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _has_events(self) -> bool:
-        """Whether the headers of the answer say so."""
+        """Return True where the headers of the answer announce server-sent events."""
         try:
             kind = self._header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")

@@ -25,7 +25,7 @@ LONGEST_LOOK_S = 0.05
 """The most seconds between two looks."""
 
 REST_NS = 60_000_000_000
-"""Nanoseconds without a slow callback after which nobody looks any more."""
+"""Nanoseconds without a slow callback after which the looks stop."""
 
 FRAMES = 32
 """The innermost frames that are looked through for one of the service's own."""
@@ -84,7 +84,7 @@ class LoopPlaces:
                 self._seen.clear()
 
     def _look(self, slow: list[tuple[int, int]]) -> None:
-        """Take down where these callbacks are now; of others that have ended meanwhile nobody has asked."""
+        """Note the present places of slow callbacks. Forget the callbacks that are slow no more."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:
             del self._seen[key]

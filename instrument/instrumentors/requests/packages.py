@@ -13,9 +13,9 @@ from instrument.profile.presets import ENGINES
 class Package:
     """A package by the name under which it is imported.
 
-    `role` is `web` (its requests are met), `unrouted` (they are met, but not their routes), `server` (it serves apps of
-    others), `unmet` (a server whose requests nobody meets), `queue` (a worker of a queue, likewise), `engine` (a model
-    server of its own) or `library`. `preset` is the one that is made for it.
+    The `role` is `web` (its requests are recorded), `unrouted` (its requests are recorded without their routes),
+    `server` (it serves apps of others), `unmet` (a server whose requests are not recorded), `queue` (a worker of a
+    queue, without records too), `engine` (a model server of its own) or `library`. The `preset` is made for it.
     """
 
     name: str
@@ -46,7 +46,7 @@ PACKAGES: tuple[Package, ...] = (
 
 
 NOTED = frozenset(package.name for package in PACKAGES if package.role in ("unrouted", "unmet", "queue"))
-"""Those whose requests are not recorded, or not by their routes."""
+"""The packages whose requests are not recorded, or are recorded without their routes."""
 
 
 OF_ALL = frozenset({"http.server"})
@@ -56,7 +56,7 @@ REMEDY = "give the function that handles one a rule of `kind: request`"
 
 
 def imported_packages() -> list[str]:
-    """Those that this process has imported."""
+    """Return the names of the known packages that this process has imported."""
     return [package.name for package in PACKAGES if package.name in sys.modules]
 
 
