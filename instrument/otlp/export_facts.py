@@ -17,13 +17,13 @@ from instrument.profile.model import Capture, Otlp
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """What of a process are metrics, since `start_ns`, and what it alone knows of these.
+    """The metrics that a process asks for since `start_ns`, and the facts of them that it alone knows.
 
-    `asks` is whether there are any beside gauges, `requests` whether requests are recorded, `routes` are those whose
-    answers a model generates, `by` and `at_most` say by which attribute requests are told apart, and `watches` is
-    whether functions do so or have batches. `calls` and `streams` are the marks of functions whose calls are metrics,
-    and of those whose items are generated. `environ` are the variables that say how metrics are to be told. The rest
-    is what `instrument.recorder.meter.Books` has.
+    `asks` is True where it has metrics other than gauges, `requests` where requests are recorded. `routes` are the
+    routes for which a model generates answers. `by` names the attribute that groups requests, in at most `at_most`
+    groups. `watches` is True where the meter looks for functions with generated items or batches. `calls` are the
+    marks of functions whose calls are metrics. `streams` are the marks of functions that generate items. `environ` has
+    the variables that shape the metrics. The other fields are those of `instrument.recorder.meter.Books`.
     """
 
     start_ns: int

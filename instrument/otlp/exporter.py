@@ -315,7 +315,7 @@ class Exporter:
         return delivery
 
     def note_silence(self) -> None:
-        """Log why a request is not taken, where it has waited for long: before whoever waits for it gives up."""
+        """Log why the collector has not taken a request that has waited too long, before its waiter gives up."""
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
             self._say(Response(False, reason=self._sender.obstacle or "no answer yet"))

@@ -54,15 +54,15 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
 have as wide ones; for calls of functions from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
-"""Those of how many there are, between whole numbers."""
+"""The bounds of counts, between whole numbers."""
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
-"""What units are called in names; one in braces is not in the name."""
+"""The names of units in the names of metrics. A unit in braces is in no name."""
 
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""How the names of gauges begin that are of a process; others are of the machine, whoever reads them."""
+"""The prefixes of gauges of a process. Other gauges are of the machine, the same in each process."""
 
 PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
 
@@ -91,7 +91,7 @@ def require_client() -> None:
 
 
 def registry_of(make: Callable[[], Iterable[Family]]) -> CollectorRegistry:
-    """What the client library writes texts of: the families that `make` returns as one is written."""
+    """Make a registry for the client library's writers. It calls `make` for the families at each writing."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
@@ -116,8 +116,8 @@ def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
     """The metrics of one process by itself."""
     yield from _totals([((), metered)])
     yield from _gauges([((), metered)])
-    told = f"Processes that these metrics are of: this one alone, {why_alone}."
-    yield _family(Metric(PROCESSES, "{process}", GAUGE, told, {(): 1}), metered.origin)
+    description = f"Processes that these metrics are of: this one alone, {why_alone}."
+    yield _family(Metric(PROCESSES, "{process}", GAUGE, description, {(): 1}), metered.origin)
 
 
 def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[Family]:
@@ -135,10 +135,10 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
     pids = [((*labels[one.origin.service], (PROCESS_PID, str(one.origin.pid))), one) for one in living]
     yield from _gauges(pids, OF_PROCESSES)
     yield from _gauges([((), _joined(living))] if living else [], without=OF_PROCESSES)
-    told = "Processes that live of those that these metrics are of; the others have ended, and count all the same."
+    description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(one.origin.service for one in living)
     series: dict[Labels, float] = {its: counts[name] for name, its in labels.items()}
-    yield _family(Metric(PROCESSES, "{process}", GAUGE, told, series or {(): 0}), Origin(0, "", 0, 0))
+    yield _family(Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0))
 
 
 def _joined(living: Sequence[Metered]) -> Metered:
@@ -190,7 +190,7 @@ def _label(name: str) -> str:
 
 
 def name_of(name: str, unit: str) -> str:
-    """What a metric is called, without the ending of a counter."""
+    """Return the name of a metric in Prometheus's format, without the suffix of a counter."""
     known = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
     plain = _label(name)
     return plain if not known or plain.endswith(f"_{known}") else f"{plain}_{known}"
@@ -200,14 +200,14 @@ def _family(metric: Metric, origin: Origin) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     names = sorted({_label(key) for labels in metric.series for key, _ in labels})
-    told = name_of(metric.name, metric.unit)
+    name = name_of(metric.name, metric.unit)
     family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
     if metric.kind == HISTOGRAM:
-        family = HistogramMetricFamily(told, metric.description, labels=names)
+        family = HistogramMetricFamily(name, metric.description, labels=names)
     elif metric.kind == COUNTER:
-        family = CounterMetricFamily(told, metric.description, labels=names)
+        family = CounterMetricFamily(name, metric.description, labels=names)
     else:
-        family = GaugeMetricFamily(told, metric.description, labels=names)
+        family = GaugeMetricFamily(name, metric.description, labels=names)
     bounds = BOUNDS_OF.get(metric.name, BOUNDS_S) if metric.unit == "s" else BOUNDS_ITEMS
     for labels, value in metric.series.items():
         # Prometheus takes a label that a series has not for an empty one.
@@ -224,18 +224,18 @@ def _family(metric: Metric, origin: Origin) -> Family:
 
 def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
     """The buckets as the client library takes them: each with the longest of its exemplars, where it has one."""
-    from prometheus_client.samples import Exemplar as Told
+    from prometheus_client.samples import Exemplar as BucketExemplar
 
-    told = {}
+    longest = {}
     for one in sorted(exemplars, key=lambda one: one.value_ns):
         ids = {"trace_id": f"{one.trace_id:032x}", "span_id": f"{one.span_id:016x}"}
         at = bisect_left(bounds, one.value_ns / 1e9)
-        told[at] = Told(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
-    return [(*bucket, told.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
+        longest[at] = BucketExemplar(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
+    return [(*bucket, longest.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
 
 
 def _cumulative(of: Distribution, bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """How many lie below each bound, as the format has it."""
+    """Return each bound as text, with the count of values below it, as the format asks."""
     counts = [0] * (len(bounds) + 1)
     for index, count in of.buckets.items():
         counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count

@@ -12,7 +12,7 @@ from instrument.runtime.faults import logger
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy that speaks HTTP: `told` is its address without secrets, `variable` what names it."""
+    """A proxy that speaks HTTP: `told` is its address without secrets, `variable` the variable that names it."""
 
     host: str
     port: int

@@ -126,8 +126,8 @@ class Sender(ABC):
 class HttpSender(Sender):
     """OTLP over HTTP/1.1 on one connection that is kept alive.
 
-    It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
-    methods of `http.client.HTTPConnection` and would make spans of these calls.
+    It speaks over its own socket, and only parses with `http.client`. Other instrumentations replace the methods of
+    `http.client.HTTPConnection`, and would make spans of the calls to the collector.
     """
 
     modules = ("http.client", "email.utils", "importlib.metadata", "ssl", "uuid")

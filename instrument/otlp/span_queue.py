@@ -19,8 +19,8 @@ QUEUE_SPANS = 65_536
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""How often, and from what difference on, spans are sent by another reading of the wall clock where that has drifted.
-Not at once: spans of one tree that are sent by two readings nest a little less well."""
+"""Nanoseconds: the least age of a reading of the wall clock, and the least drift, before a new reading is used.
+Spans of one tree that two readings place nest a little less well, so new readings are rare."""
 
 CLOCK_STEP_NS = 5 * 10**8
 """The difference that is no drift but a step, as of a machine that was suspended."""

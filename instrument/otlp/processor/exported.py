@@ -74,13 +74,12 @@ CROWDED = 0.5
 
 
 class Exported:
-    """The export of one generation of a recording, whose descriptor it closes; 0 stands for the one that is there now.
+    """The export of one generation of a recording. It closes the descriptor. Generation 0 is the present one.
 
-    Where a later one has begun this one has ended. What was read before this one goes on was another one's, which
-    knew of all requests with keys; where it `knows_all` there were none. Unless it `sends` what is kept goes to no
-    exporter. `facts` tell what else is told in the
-    recording. Raises `TraceError` and `OSError`. `look` and `finish` are for one thread; `note_settled` and `note_sent`
-    may be called by another one.
+    A generation ends as a later one begins. An earlier exporter may have read the first rows, and knew their requests
+    with keys. With `knows_all` the first rows had none. Without `sends`, kept spans go to no exporter. `facts`
+    replaces the facts for the export that are in the recording. Raises `TraceError` and `OSError`. One thread alone
+    calls `look` and `finish`; another may call `note_settled` and `note_sent`.
     """
 
     def __init__(
@@ -126,9 +125,9 @@ class Exported:
         self.is_over = False
         """Whether it has, and all that it recorded has been read."""
         self.files: KeptFiles | None = None
-        """Where what is kept is written, if anywhere."""
+        """The files for kept spans; None where kept spans are not written."""
         self.is_scraped = False
-        """Whether what it had counted is asked for once it has ended."""
+        """True where a scrape will ask for its counts after its end."""
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
@@ -373,7 +372,7 @@ class Exported:
 
     @property
     def key(self) -> str:
-        """What tells it from the other recordings of a run."""
+        """The key of the recording, unique in its run."""
         return f"{origin_of(self._mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
@@ -510,7 +509,7 @@ class _Reading:
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether other processes may still keep requests: which of these are several in one is not known yet."""
+        """True where other processes may still keep requests. Spans of several requests may not be separated yet."""
         return self._trees.lingers
 
     @property

@@ -20,15 +20,16 @@ WRITE_S = 10.0
 """After so long at most what was kept is in a file."""
 
 FILE_SPANS = 20_000
-"""With so many spans a file is written at once."""
+"""Spans; a file is written at once when this number waits."""
 
 REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
 
 class KeptFiles:
-    """Those of one process in a folder, `SERVICE-RUN-PID-NUMBER-kept.npz`.
+    """The files of one process's kept spans in a folder, `SERVICE-RUN-PID-NUMBER-kept.npz`.
 
-    All files of such names in the folder keep within `disk_bytes`: the oldest are removed, which the next file counts.
+    All files of such names in the folder keep within `disk_bytes`. The oldest are removed, and the next file counts
+    the removed ones.
     """
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
@@ -41,7 +42,7 @@ class KeptFiles:
         self._number = 0
         self._last_bytes = self._removed = 0
         self._told: dict[Path, int] = {}
-        """How many removed ones each file tells of."""
+        """The number of removed files that each file reports."""
         self._problem = ""
 
     def put(self, spans: Sequence[Span], source: Source) -> None:
@@ -53,7 +54,7 @@ class KeptFiles:
 
     @property
     def is_due(self) -> bool:
-        """Whether what was kept has waited for long enough, or is much."""
+        """True where the kept spans have waited for `WRITE_S`, or number `FILE_SPANS`."""
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
@@ -92,7 +93,7 @@ class KeptFiles:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
-        """Remove the oldest files until all keep within the limit; count them, and those that they told of."""
+        """Remove the oldest files until all keep within the limit. Count them, and the removals that they report."""
         found = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):

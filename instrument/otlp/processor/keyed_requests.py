@@ -413,7 +413,7 @@ class KeyedRequests:
         return found if found.is_open and not is_sure else None
 
     def is_used_again(self, key: str) -> bool:
-        """Whether several requests are known by a key, and another one may be soon."""
+        """Return True where several requests have had the key, so that another may get it soon."""
         return len(self._by_key.get(key, ())) > 1
 
     def decided(self, key: str, at_ns: int) -> bool | None:

@@ -36,7 +36,7 @@ ASKED_NS = 200 * 10**6
 """How soon a snapshot that was asked for is taken again where what had ended then was not read yet."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""How old a gauge may be that a scrape is told."""
+"""Nanoseconds; a scrape gets no older reading of a gauge."""
 
 RELEASE_S = 0.5
 """The longest that a request with metrics is waited for as another one is to go on."""
@@ -71,7 +71,7 @@ class _DrainedRows:
 
 
 _GROUPS: dict[tuple[str, str], set[str]] = {}
-"""The groups that the requests of a service are told apart by, the same for all of its processes."""
+"""The groups of requests by service and attribute, the same for all processes of the service."""
 
 
 class Metering:
@@ -240,8 +240,8 @@ class Metering:
 
     def _snapshot(self) -> Snapshot | None:
         """The totals as they are now, None where there are none to tell."""
-        if (told := facts_from(self._mapped.header.facts.get("export"))) is not None:
-            self.change(told)
+        if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
+            self.change(newest)
         facts = self._facts.metered
         self._rows.marks = self._meter.marks.union(facts.calls)
         if not (facts.asks and self._has_recorded()):

@@ -187,5 +187,5 @@ def _is_lost(own: Row | Span) -> bool:
 
 
 def _is_for_others(request: KeyedRequest) -> bool:
-    """Whether a request bears keys of others in it that nobody tells apart. A single key is of the one around them."""
+    """Return True where a request bears keys of several requests within it. A single key is its own."""
     return request.is_around_others and len(request.borne) > 1 and not request.is_apart

@@ -156,7 +156,7 @@ class ServedBatches:
         return self._names
 
     def weights(self) -> tuple[Sequence[str], NDArray[Any], NDArray[Any]]:
-        """What all that say so take of their requests: the names of batches, and of each pair its name and weight."""
+        """Return the names of batches, and the place of the name and the weight of each pair that has a weight."""
         pairs = self._pairs.rows
         its = self.batches[pairs["batch"]]
         says = its["says_weight"]

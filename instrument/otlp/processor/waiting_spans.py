@@ -38,7 +38,7 @@ class WaitingSpans:
     is_request: bool = False
     is_kept: bool = True
     by_chance: bool = False
-    """Whether a request is kept for the sample alone, which of a part of another one decides nothing."""
+    """True where the sample alone keeps the request. Such a part does not keep the request around it."""
     is_stray: bool = False
     is_noted: bool = False
     has_several: bool = False
