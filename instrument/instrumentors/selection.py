@@ -376,7 +376,7 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """By the site of a span that blocked an event loop how often it did, and for how many nanoseconds at most."""
+        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 

@@ -404,7 +404,10 @@ def _handed_at(trace: Trace, handing: Stretches, which: Int64s, upto: Int64s) ->
 def _queued(
     trace: Trace, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
 ) -> _Part:
-    """From where each request was handed over to its first batch, else from the last begin or end of its own work."""
+    """Return the queue of each request: from its handing over to its first batch.
+
+    A request that was never handed over begins its queue at the last begin or end of its own work.
+    """
     whose = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, whose))
@@ -420,7 +423,7 @@ def _queued(
 
 
 def _given_up(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
-    """From where requests were handed over to their ends, of those that failed and that no batch served."""
+    """Return the queues of failed requests that no batch served: from their handing over to their ends."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
@@ -434,7 +437,7 @@ def _given_up(trace: Trace, joined: Joined, handing: Stretches, batches: Stretch
 
 
 def _queued_again(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
-    """From where requests were handed over by a further key to the first batch that has it."""
+    """Return the queues by further keys: from the handing over of a key to the first batch that has it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     handing, batches = (
         Stretches(*(column[np.isin(its.request, several)] for column in its)) for its in (handing, batches)

@@ -132,8 +132,10 @@ def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
 def merged_processes(
     parts: Sequence[ApartFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[spans.MergedProcess]:
-    """Each process as a merged trace knows it. `absent` are the new ids of spans that no file has, by process and own
-    id."""
+    """Return each process as a merged trace knows it.
+
+    `absent` has the new ids of spans that no file has, by process and own id.
+    """
     found = []
     processes = list(_processes(parts))
     watched = [part.process for part in filter(None, map(_watched, processes))]
@@ -192,9 +194,9 @@ def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
 
 
 def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
-    """All notes, each once; with those processes before it that say so where not all do, the first of them by name.
+    """Return all notes, each once. A note that not all processes have begins with the names of the first that do.
 
-    Left out is what another process has met: a rule that it had at work, or a target that it called.
+    A note is left out where another process has met its rule, or called its target.
     """
     parts = [part for its in processes for part in its]
     at_work = {mark for part in parts for mark in part.saved.facts.own_notes.at_work}

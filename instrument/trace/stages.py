@@ -67,8 +67,8 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""The names of the metrics of these times, in s; True is for generations. vLLM and SGLang use the names of the latter,
-and OpenTelemetry has a proposal for them."""
+"""The names of the metrics of the stages' times, in s, by whether a request is a generation. The names for generations
+are those of vLLM and SGLang, and proposed for OpenTelemetry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Requests:
         return has_met or any(site.kind == "request" for site in self._recorder.site_calls())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """By the site of a span that blocked an event loop how often it did, and for how many nanoseconds at most."""
+        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:

@@ -147,7 +147,7 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""By the site of the span that blocked a loop how often it did, and for how many nanoseconds at most."""
+"""The count of blocks of an event loop and the nanoseconds of the longest, by the site of the span that blocked."""
 
 
 def _note(

@@ -54,7 +54,7 @@ class Endpoints:
         return self._sites.get(key) or self._made(key)
 
     def sites(self) -> list[Site]:
-        """All of them so far."""
+        """Return the sites of all endpoints so far."""
         return list(self._sites.values())
 
     def _made(self, key: Key) -> Site:

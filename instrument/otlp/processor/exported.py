@@ -119,11 +119,11 @@ class Exported:
         self._heads: dict[int, int] = {}
         self.is_ours = False
         self.is_behind = False
-        """Whether it was not read on for want of room in the exporter."""
+        """True where reading stopped for want of room in the exporter."""
         self.has_ended = False
-        """Whether its process has."""
+        """True where the process of the recording has ended."""
         self.is_over = False
-        """Whether it has, and all that it recorded has been read."""
+        """True where the process has ended, and all that it recorded has been read."""
         self.files: KeptFiles | None = None
         """The files for kept spans; None where kept spans are not written."""
         self.is_scraped = False

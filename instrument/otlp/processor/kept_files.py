@@ -17,7 +17,7 @@ from instrument.runtime.faults import logger
 from instrument.trace import file
 
 WRITE_S = 10.0
-"""After so long at most what was kept is in a file."""
+"""Seconds; kept spans are in a file after this time at most."""
 
 FILE_SPANS = 20_000
 """Spans; a file is written at once when this number waits."""
