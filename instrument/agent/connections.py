@@ -1,7 +1,8 @@
 """Connections that came to processes which have recorded no request: looked for from outside, at no cost to a service.
 
-A process is looked at soon after it has joined, then at growing distances, until it says that it records requests. It
-is told of each port, and makes a verdict of that. Of one that ended before it could, the agent speaks itself.
+A process is looked at soon after it has joined, then at growing distances, until it says that it records requests. The
+agent sends it each port, and the process makes a verdict of that. The agent itself reports on a process that ended
+before its verdict.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ConnectionWatch:
             process.ports |= found.closed
 
     def _has_alone(self, process: Process, found: listening.Connections) -> bool:
-        """Whether no other process of the run has its listening sockets, as the workers of a server have."""
+        """Return True where no other process of the run has its listening sockets. Workers of a server share them."""
         others = (one for one in self._living() if one.pid != process.pid)
         return not any(
             found.sockets & listening.sockets_of(PROC / str(one.pid)) for one in others if one.run is process.run

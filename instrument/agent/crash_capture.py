@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Trace as Columns
 
 RECORDING = ".npz"
-"""How the names of recordings end."""
+"""The suffix of the names of recordings."""
 
 LAST_GAUGES = " Its last gauges, "
 
@@ -45,8 +45,8 @@ def capture(
     """Save what a recording in memory holds, that which ended before `since_ns` left out.
 
     Where `how` is given its process has gone, in that way, at `end_ns`, or after all that it recorded where that is not
-    known; what was open then is told in the file and in the answer, under `died`. What it `said` of costs and losses as
-    it left is told, too. `copies` are files of the same, recordings and Chrome traces by their names; those that were
+    known. The file and the answer name what was open then, under `died`. Both repeat what it `said` of costs and losses
+    as it left. `copies` are files of the same, recordings and Chrome traces by their names; those that were
     written are in the answer. Raises `TraceError` for what is no sound recording.
     """
     from dataclasses import replace

@@ -39,10 +39,10 @@ BEHIND_S = 0.02
 """The same while spans wait in a recording for others to be sent."""
 
 EXPORTERS = 8
-"""So many exporters, each with a thread, stay for the next recording with their settings."""
+"""The most exporters, each with a thread, that stay for the next recording with their settings."""
 
 SCRAPE_LOOKS = 20
-"""So often at most all recordings are read on for a scrape."""
+"""The most times that all recordings are read on for one scrape."""
 
 SAID = 1000
 """Characters that the agent says of what goes wrong here."""
@@ -68,7 +68,7 @@ class ExportLoop:
         self._recordings: dict[int, Exported] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[Scope]] = {}
-        """Of which scrapes each recording is, by number."""
+        """The scopes of scrapes that each recording belongs to, by number."""
         self._scrapes: Scrapes | None = None
         self._ended = EndedMetrics(None)
         self._requests = KeyedRequests()
@@ -145,7 +145,7 @@ class ExportLoop:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
     def _scraped(self, scope: Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
-        """What the recordings of a scope tell now, and those that have ended."""
+        """Return the metrics of the recordings of a scope as they are now, and the totals of those that have ended."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
         for found in [self._recordings[number] for number in numbers if number in self._recordings]:
             found.is_scraped = True
@@ -173,7 +173,7 @@ class ExportLoop:
         self._decisions.members = len(self._recordings)
 
     def _exporter(self, settings: Otlp | None) -> Exporter:
-        """The exporter for a collector; None stands for one that has nowhere to send, and is never started."""
+        """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
         if settings not in self._exporters:
             self._stop_unused()
             own = Origin(os.getpid(), "", 0, 0)
@@ -253,8 +253,8 @@ class ExportLoop:
                 if found.is_scraped and (metered := found.metered()) is not None:
                     self._ended.add(found.key, scopes, metered)
                 found.write_kept(at_once=True)
-                told = found.finish() if found.has_ended else {}
-                fates = dict(told) if is_sent or found.files is not None else {}  # nothing was to go anywhere
+                ended = found.finish() if found.has_ended else {}
+                fates = dict(ended) if is_sent or found.files is not None else {}  # nothing was to go anywhere
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         try:

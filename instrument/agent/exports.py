@@ -306,7 +306,7 @@ class Exports:
 
 
 def exports_spans(process: Process) -> bool:
-    """Whether spans of a process are to be sent to a collector."""
+    """Return True where spans of a process are to be sent to a collector."""
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
 
 

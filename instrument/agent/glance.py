@@ -31,7 +31,7 @@ def holds_anything(fd: int) -> bool:
 
 
 def has_open_span(fd: int) -> bool:
-    """Whether a span is open. True for what cannot be read."""
+    """Return True where a span is open, or where the recording cannot be read."""
     try:
         head = os.pread(fd, layout.HEADER.size, 0)
         return _has_open_frame(fd, head, _number(head, layout.HEADER, "object_bytes"))

@@ -19,8 +19,8 @@ from instrument.runtime import run_folder
 PROC = Path("/proc")
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
-"""How a process ended: it said so; without a word; it became another program, or began another recording; with exit
-code 0 and no open span, by a way past Python's own end, as workers that are forked for a job do."""
+"""The ends of a process. It said goodbye, or it vanished without a word. It was replaced by another program or another
+recording. It exited with code 0 and no open span, past Python's own end, as workers forked for a job do."""
 
 _IMAGE_BYTES = 4096
 

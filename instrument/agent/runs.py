@@ -249,7 +249,7 @@ class Runs:
                 answer["wait"] = True
                 run.waiting = connection
             else:
-                answer["unseen"] = self.unseen(tells=True)
+                answer["unseen"] = self.unseen(for_report=True)
             run.is_told = run.is_told or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
@@ -481,7 +481,7 @@ class Runs:
             return
         if run is self._own:
             if not self._awaits_another():
-                if not self.own_is_over and (text := self.unseen(tells=True)):
+                if not self.own_is_over and (text := self.unseen(for_report=True)):
                     self._say(run, f"instrument: {text}")
                 self.own_is_over = True
         elif self.exports.waits_for(run):
@@ -530,16 +530,16 @@ class Runs:
             self._loop.after(LOOK_S, self._look_for_unseen)
             self._unseen.look({process.pid for run in self for process in run.processes})
 
-    def unseen(self, *, tells: bool = False) -> str:
+    def unseen(self, *, for_report: bool = False) -> str:
         """The sentence on Python processes of the agent's own run that record nothing, "" for none.
 
-        Who `tells` it in the run's report is the last to do so.
+        With `for_report` the caller prints it in the run's report, and later calls return "".
         """
         if self._unseen is None:
             return ""
         self._unseen.look({process.pid for run in self for process in run.processes})
         text = self._unseen.sentence()
-        if tells:
+        if for_report:
             self._unseen = None
         return text
 
@@ -547,10 +547,10 @@ class Runs:
         """The report of a run, with what only the agent knows below it."""
         if not answer.get("report"):
             return answer
-        unseen = self.unseen(tells=True)
+        unseen = self.unseen(for_report=True)
         text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
         if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
-            # Nobody can write to a pipe any more once the agent knows of the last losses.
+            # No process can write to a pipe any more once the agent knows of the last losses.
             text += f"{departure.line_of_export(self.exports.lost)}\n"
         return {**answer, "report": text}
 

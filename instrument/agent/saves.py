@@ -1,4 +1,4 @@
-"""What processes that have ended left in memory, saved for the report of their run: that of many by one child.
+"""Saves for the report of a run what its ended processes left in memory. One child saves the recordings of many.
 
 To begin a child, and what reads recordings in it, takes longer than to save what a worker of one job has left.
 """

@@ -26,13 +26,13 @@ ANSWER_S = 10.0
 """The longest that a scrape may take to say what it asks for, and that it waits for an answer."""
 
 APART, SCOPES = 16, 64
-"""Up to so many processes that ended last are known apart, for one of them may be read once more; the others together,
-by up to so many scopes and services."""
+"""The most ended processes with totals of their own, and the most scopes and services for the totals of the others.
+The last that ended have their own, because one of them may be read once more."""
 
 FILE = "metrics.ended"
 
 Scope = tuple[str, str]
-"""What a scrape is of: `run` and its name, or `listen` and the address that was asked."""
+"""The scope of a scrape: `run` and its name, or `listen` and the address that was asked."""
 
 
 class EndedMetrics:
@@ -67,7 +67,7 @@ class EndedMetrics:
         self._write()
 
     def of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """The totals of a scope by service, without processes of these keys, which live."""
+        """Return the totals of a scope by service, without the processes whose keys are `living`."""
         lives, found = set(living), dict[str, list[Metric]]()
         apart = [part for key, part in self._apart.items() if key not in lives]
         together = [([its], service, metrics) for (its, service), metrics in self._together.items()]
@@ -90,8 +90,8 @@ def _told(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
     return [scopes, service, [metric.told() for metric in metrics]]
 
 
-def _part_of(told: Any) -> tuple[list[Scope], str, list[Metric]]:
-    scopes, service, metrics = told
+def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
+    scopes, service, metrics = stored
     known: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
     return known, str(service), [Metric.of(metric) for metric in metrics]
 

@@ -17,10 +17,10 @@ from instrument.agent.processes import PROC
 from instrument.runtime import run_folder
 
 NOTES_SUFFIX = ".unseen"
-"""What the file of their notes is called after the agent's socket; `sitecustomize` knows it, too."""
+"""The suffix that the file of their notes adds to the name of the agent's socket. `sitecustomize` has it, too."""
 
 LOOK_S = 1.0
-"""How often the agent looks for them."""
+"""Seconds between two looks of the agent for them."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
@@ -61,7 +61,7 @@ class Unseen:
                     self._family[pid] = now, why
 
     def _why(self, process: Path, words: list[bytes]) -> str:
-        """Why a process is not seen; "" where it is, or is none of Python."""
+        """Return why a process is not seen. Return "" where it is seen, or is none of Python."""
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
         options = iter(words[1:])
