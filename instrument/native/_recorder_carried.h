@@ -13,7 +13,7 @@ typedef struct {
 } Carried;
 
 static PyTypeObject CarriedType;
-static THREAD_LOCAL char is_handing_over; /* whether this thread is within `submit`: threads that begin there are nobody's */
+static THREAD_LOCAL char is_handing_over; /* true while this thread is within `submit`: threads begun there have no parent */
 
 /* Set the recorder's variable in the context that runs now. Errors are cleared: parentage only. */
 static void

@@ -395,7 +395,7 @@ struct scope {
 typedef struct stretch {
     PyObject_HEAD
     Core *core;
-    PyObject *body; /* the generator that it stands for */
+    PyObject *body; /* the generator that it replaces */
     PyObject *weak_references;
     struct stretch *previous, *next; /* all of the core's */
     char listed;

@@ -28,7 +28,7 @@ does_pass(Function *self, PyObject *const *args, size_t nargsf)
 static PyObject *
 Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *told = NULL;
+    PyObject *values = NULL;
     Core *core = self->core;
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
@@ -37,12 +37,12 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
-    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &told) < 0)
+    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
     Py_INCREF(core);
-    Frame *frame = open_frame(core, self->site, told, OPEN);
-    Py_XDECREF(told);
+    Frame *frame = open_frame(core, self->site, values, OPEN);
+    Py_XDECREF(values);
     PyObject *result = NULL, *type = NULL, *raised = NULL, *traceback = NULL;
     if (frame != NULL || lose(core) == 0) {
         result = call_wrapped(self, args, nargsf, names);
@@ -75,20 +75,20 @@ Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyO
 {
     static PyTypeObject *const types[] = {[GENERATOR] = &GeneratorType, [AWAITABLE] = &AwaitableType,
                                           [ASYNC_GENERATOR] = &AsyncGeneratorType};
-    PyObject *told = NULL, *made;
+    PyObject *values = NULL, *made;
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &told) < 0)
+    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
     made = call_wrapped(self, args, nargsf, names);
     PyObject *standing = made == NULL                ? NULL
-                         : self->form == COROUTINE ? stepped_coroutine(self->core, self->site, made, told, self->results)
-                                                   : new_stretch(self->core, types[(int)self->form], self->site, made, told);
+                         : self->form == COROUTINE ? stepped_coroutine(self->core, self->site, made, values, self->results)
+                                                   : new_stretch(self->core, types[(int)self->form], self->site, made, values);
     if (standing != NULL || (made != NULL && lose(self->core) < 0))
         Py_SETREF(made, standing);
-    Py_XDECREF(told);
+    Py_XDECREF(values);
     Py_DECREF(self);
     return made;
 }
@@ -428,7 +428,7 @@ ready_stand_ins(void)
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
             return -1;
-    /* `await` steps a coroutine by its slot; nobody else can. */
+    /* Only `await` steps a coroutine, by its slot. */
     if (PyDict_DelItemString(CoroutineType.tp_dict, "__next__") < 0 ||
         PyDict_DelItemString(CachedFunctionType.tp_dict, "__doc__") < 0 ||
         PyDict_DelItemString(OtherFunctionType.tp_dict, "__doc__") < 0)

@@ -1,6 +1,6 @@
 /* Hot: spans of generators, and of what is awaited as one: they are current only while the body runs. A part of `_recorder.c`. */
 
-/* What stands for the generator that a function has given, inside a span of a site. NULL without memory, with an exception. */
+/* Return the stand-in for the generator that a function has given, inside a span of a site. NULL with an exception. */
 static PyObject *
 new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
 {
@@ -478,7 +478,7 @@ Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
     return given;
 }
 
-/* Nobody is left who could go on: what closes the body is its own, and what that raises is said by it. */
+/* Close the body of a generator that has no user left. The body itself reports what its closing raises. */
 static void
 end_dropped_body(Stretch *self)
 {
@@ -648,7 +648,7 @@ AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
     return async_step_by(self, "aclose", NULL, 0, 1);
 }
 
-/* ------------------------------------------------------------------ as the body that each stands for */
+/* ------------------------------------------------------------------ as the body that each replaces */
 
 static PyObject *
 Stretch_getattro(Stretch *self, PyObject *name)

@@ -2,7 +2,7 @@
  * the span of the coroutine and for those that begin inside it. Cold, at the end: what throws into it, closes and shows
  * it. A part of `_recorder.c`. */
 
-/* What an object has by a name, or what it stands for has. */
+/* Return an attribute of an object, or of the object that it replaces. */
 static PyObject *
 get_through(PyObject *self, PyObject *name, PyObject *stood_for)
 {
@@ -278,8 +278,8 @@ Stepped_next(Stepped *self)
     return Stepped_send(self, Py_None);
 }
 
-/* What stands for the coroutine that a function has given, inside a span of a site. The same where it cannot be awaited. NULL
- * with an exception. */
+/* Return the stand-in for the coroutine that a function has given, inside a span of a site. Return the coroutine itself where
+ * it cannot be awaited. NULL with an exception. */
 static PyObject *
 stepped_coroutine(Core *core, PyObject *site, PyObject *coroutine, PyObject *attributes, PyObject *results)
 {
@@ -427,7 +427,7 @@ Coroutine_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
     return Py_NewRef((PyObject *)&PyCoro_Type);
 }
 
-/* As a coroutine has it: what can be iterated, for whoever steps it by hand. */
+/* Return an iterator, as a coroutine does, for code that steps it by hand. */
 static PyObject *
 Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
 {
@@ -475,7 +475,7 @@ static PyTypeObject SteppedType = {
     .tp_methods = Stepped_methods,
 };
 
-/* What a function gives that makes coroutines: as one of its own, which nobody can iterate. */
+/* The object that a coroutine function returns. It cannot be iterated, as a coroutine of Python's cannot. */
 static PyTypeObject CoroutineType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "coroutine",

@@ -3,7 +3,7 @@
 The values are those that OpenTelemetry has. Whatever else is given is left out, counted, and named in the log once:
 nothing here raises into the service, and no code of a value's class is run but that of numbers, and of an array of the
 host that is one number. So the class is asked for by `type`: `isinstance` asks an object for its `__class__`, for which
-a lazy one, as Django's `request.user`, loads what it stands for.
+a lazy one, as Django's `request.user`, loads the object behind it.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class Meter:
     """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
 
     `generations` are the routes whose answers a model generates, as the profile has them; functions that do so are
-    watched where `watch` says so. Requests are told apart `by` an attribute, up to `at_most` values of it: the
-    `groups`, which may be those of several meters, whose sums are told.
+    watched where `watch` says so. Requests are grouped `by` an attribute, up to `at_most` values of it: the
+    `groups`. Several meters may share them where their sums are reported.
     """
 
     def __init__(self, recorder: MeteredRows, books: Books) -> None:
@@ -156,9 +156,9 @@ class Meter:
                 for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
                     self._generated.note(name, its, replace(one, value_ns=value_ns))
 
-    def _group(self, told: Mapping[Any, Any]) -> Labels:
-        """What an attribute tells of whose a request is: one of the first so many values, or what all others are."""
-        value = group_of(told.get(self.by)) if self.by else None
+    def _group(self, attributes: Mapping[Any, Any]) -> Labels:
+        """Return the label of a request's group: one of the first `at_most` values of `by`, or that of all others."""
+        value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
         if value not in self.groups:
@@ -364,8 +364,8 @@ class Meter:
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}
         self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
-        told = (its for labels in requests for name, its in labels if name == self.by)
-        self.groups.update(str(its) for its in told if its != OTHER)
+        values = (its for labels in requests for name, its in labels if name == self.by)
+        self.groups.update(str(its) for its in values if its != OTHER)
         self._generated, self._counters, self._asked_for = generated, counters, asked_for
 
     # ---------------------------------------------------------------- all together

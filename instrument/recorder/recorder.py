@@ -270,7 +270,7 @@ class Recorder(Renaming, Readback):
         return Scope(self, site, attributes)
 
     def _turn(self, site: Site, passing: Any) -> None:
-        """A scope that is muted is one object, as long as nobody keeps it: to make one costs more than to pass."""
+        """Keep one object for a muted scope while no code holds it: making one costs more than passing."""
         super()._turn(site, passing)
         known = self.user_sites.get(site.name)
         if passing is not None and known is site:

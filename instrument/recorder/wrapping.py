@@ -29,7 +29,7 @@ Results = Callable[[Any], "dict[Any, Any] | None"]
 """Gives attributes of a call's span from what the call gives, None for none; never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""What calls are, in the order in which the recorder numbers them; the last two hand work to other threads."""
+"""The forms of calls, in the order in which the recorder numbers them. The last two hand work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
@@ -49,12 +49,12 @@ def wrap(
     The result looks as the function from outside: its kind, signature, names, code and attributes are those, and so is
     its `__wrapped__` where it has one. It has its site as `__instrument__`. `attributes` is asked before each call,
     whose span then carries them, and `results` of what it gives, which generators have not. `passes`, which is asked
-    first, takes a plain function off the fast path. `works` tells, as an attribute that no reader sees, what a call
-    works on whose device time is asked for.
+    first, takes a plain function off the fast path. `works` gives, as an attribute that no reader sees, what a
+    call works on whose device time is asked for.
     """
-    told = attributes or works
+    given = attributes or works
     if attributes is not None and works is not None:
-        told = functools.partial(_both, attributes, works)
+        given = functools.partial(_both, attributes, works)
     told_of_call = attributes is not None or results is not None
     made: Any
     if inspect.isasyncgenfunction(function):
@@ -70,8 +70,8 @@ def wrap(
     if form == "call":
         made = recorder.make_function(function, site, works, attributes, results)
     else:
-        made = recorder.make_function(function, site, None, told, results, passes, FORMS.index(form))
-    if site.kind == "step":  # a schedule that counts them would stand still
+        made = recorder.make_function(function, site, None, given, results, passes, FORMS.index(form))
+    if site.kind == "step":  # a schedule that counts them would stop
         recorder.note_shape(site, shape)
     else:
         recorder.may_mute(site, made, shape)
@@ -103,7 +103,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _is_awaitable(function: Any) -> bool:
-    """Whether `types.coroutine` has made a generator function one whose generators can be awaited."""
+    """Return True where `types.coroutine` has made the generators of a function awaitable."""
     code = getattr(_innermost(function), "__code__", None)
     return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
 

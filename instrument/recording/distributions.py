@@ -23,7 +23,7 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The series of what is beyond that limit, by OpenTelemetry's name."""
 
 OTHER = "other"
-"""The group of all requests whose attribute has none of the values that are told apart."""
+"""The group of all requests whose attribute has none of the values with a group of their own."""
 
 MOST = (1 << 63) - 1
 """No count and no sum is more than what OTLP has room for."""
@@ -194,7 +194,7 @@ class Metric:
     exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
 
     def told(self) -> list[Any]:
-        """It as JSON has it, without exemplars."""
+        """Return the metric as JSON, without exemplars."""
         series = [
             [told_labels(labels), value.told() if isinstance(value, Distribution) else value]
             for labels, value in self.series.items()
@@ -202,9 +202,9 @@ class Metric:
         return [self.name, self.unit, self.kind, self.description, series]
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> Metric:
-        """What was told. Raises `TypeError` or `ValueError` for what is none."""
-        name, unit, kind, description, series = told
+    def of(cls, stored: Sequence[Any]) -> Metric:
+        """Return the metric that `told` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
+        name, unit, kind, description, series = stored
         values = {
             labels_told(labels): Distribution.of(value) if isinstance(value, list) else float(value)
             for labels, value in series

@@ -32,7 +32,7 @@ REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
 QUEUE_TIME, OTHER_QUEUE_TIME = "gen_ai.server.time_in_queue", "instrument.request.time_in_queue"
-"""Of requests that a model generates an answer for, and of others."""
+"""The times in queue of requests that a model generates an answer for, and of others."""
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
 JOINED = (QUEUE_TIME, OTHER_QUEUE_TIME, SERVING_BATCH_SIZE)
@@ -110,12 +110,12 @@ def operation_of(route: str) -> str:
 
 
 def is_among(route: str, patterns: Sequence[str]) -> bool:
-    """Whether a route is one of these, each exact or with a `*` at its end."""
+    """Return True where a route matches one of the patterns, each exact or with a `*` at its end."""
     return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in patterns)
 
 
 def says_generation(names: Iterable[object]) -> bool:
-    """Whether names of attributes say that a model generates something."""
+    """Return True where names of attributes say that a model generates something."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 

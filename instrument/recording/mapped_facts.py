@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What it said last of what it could not observe, none where it said nothing."""
+        """The last notes of the process on what it could not observe, none where it left none."""
         found = self.facts.get("notes")
         return tuple(map(str, found)) if isinstance(found, list) else ()
 

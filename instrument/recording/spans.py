@@ -363,16 +363,16 @@ BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="H
 
 
 def is_blocked_loop(site: Site) -> bool:
-    """Whether spans of the site are such stretches."""
+    """Return True where spans of the site are stretches of a blocked loop."""
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
 COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
-"""Spans of it are collections of Python's, for which all threads of a process stood still."""
+"""Spans of it are collections of Python's, which stopped all threads of a process."""
 
 
 def is_collection(site: Site) -> bool:
-    """Whether spans of the site are such collections."""
+    """Return True where spans of the site are collections of garbage."""
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
@@ -381,13 +381,15 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 
 
 def is_late_failure(site: Site) -> bool:
-    """Whether spans of the site are such moments."""
+    """Return True where spans of the site are failures after an answer."""
     return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
 
 
 def is_interruption(site: Site) -> bool:
-    """Whether spans of the site are blocked loops or collections. Their time is a part of what they interrupted: it is
-    shown, and added to nothing."""
+    """Return True where spans of the site are blocked loops or collections.
+
+    Their time is a part of what they interrupted: it is shown, and added to nothing.
+    """
     return is_blocked_loop(site) or is_collection(site)
 
 
@@ -459,7 +461,7 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class OwnNotes:
-    """What a process had not met of its rules, which others of its run may have.
+    """The rules that a process had not met, which others of its run may have met.
 
     `at_work` are marks of rules that it had at work, `waiting` notes by the marks of rules that it had not. `uncalled`
     are targets that it never called, as modules and qualified names.
@@ -471,11 +473,11 @@ class OwnNotes:
 
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""How many of the targets that nobody has called are named, and each in how many characters."""
+"""The most uncalled targets that a note names, and the most characters of each name."""
 
 
 def never_called(targets: Sequence[str]) -> str:
-    """The note on targets that nobody has called, the first of them by name."""
+    """Return the note on targets that nothing has called, the first of them by name."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
     named = [one if len(one) <= UNCALLED_COLUMNS else f"{one[: half - 2]}...{one[1 - half :]}" for one in some]
