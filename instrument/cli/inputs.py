@@ -63,7 +63,7 @@ def _files_in(folder: str) -> list[str]:
 
 
 def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    """Those of the run that is asked for, else of the newest; files that are of no run stay."""
+    """Return the files of the run that is asked for, else of the newest run. Files that are of no run stay."""
     from instrument.trace.files_of_runs import chosen, runs_of
 
     known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
@@ -76,7 +76,7 @@ def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callabl
 
 
 def _facts_in(path: str) -> Trace | None:
-    """What a file of ours knows beside its spans; None for another profiler's, and for one that cannot be read."""
+    """Return what a file of ours holds besides its spans. None for another profiler's file, or an unreadable one."""
     from instrument.chrome import reading
     from instrument.trace import file
 

@@ -29,7 +29,7 @@ def add(verbs: Verbs) -> None:
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
     """Tell the processes and print what each answers. Returns the exit code: 1 where one has not answered yet.
 
-    Of several runs it asks first, or refuses where nobody is there to be asked.
+    Ask first where there are several runs. Refuse where there is no terminal to ask at.
     """
     missing = False
     with client.asked(options.run) as runs:
@@ -54,7 +54,7 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
 
 
 def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
-    """Whether somebody at a terminal says that all of several runs are meant. Raises `InstrumentError` without one."""
+    """Return True where the user at a terminal means all of the runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.described for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(
@@ -62,7 +62,7 @@ def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
             "give --all"
         )
     print("\n".join(map(safe, names)), file=sys.stderr)
-    print(f"instrument: {verb}: all of these {len(runs)} runs? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"instrument: {verb}: all {len(runs)} runs? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

@@ -185,9 +185,10 @@ class RequestsRule:
     `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
     is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
     what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
-    (`traceparent`). Requests are told apart `by` an attribute, such as one that names a tenant, in reports and metrics:
-    up to `at_most` values, and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are
-    generated, item by item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to work.
+    (`traceparent`). Reports and metrics group requests `by` an attribute, such as one that names a tenant:
+    by up to `at_most` values, and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end,
+    are generated, item by item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to
+    work.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -403,7 +404,7 @@ class Profile:
     `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``, and for each that the preset
-    gave ``preset``; `told` how it is shown, where its value may hold a secret or is of the preset. `remarks` are
+    gave ``preset``. `told` has how it is shown, where its value may hold a secret or is of the preset. `remarks` are
     sentences on variables of the environment that are not followed, or that switch something off. Two profiles are
     equal when they ask for the same, wherever they were written.
     """
@@ -438,7 +439,7 @@ class Profile:
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether nothing is written or sent by itself."""
+        """Return True where nothing is written or sent by itself."""
         return self.export.is_empty and self.capture.to is None
 
     @property

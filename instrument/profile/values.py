@@ -1,4 +1,4 @@
-"""How single values of `profile.yaml` are read: quantities, patterns, paths, conditions and headers.
+"""Readers of single values of `profile.yaml`: quantities, patterns, paths, conditions and headers.
 
 Each takes a node of the document and returns what the profile holds, or refuses it with what is allowed. The `*_SYNTAX`
 are also those of `profile.schema.json`, and so is what `shaped` says of a reader.

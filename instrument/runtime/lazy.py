@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Stands for a module by its name. Not for hot paths: each access looks the module up."""
+    """Replaces a module by its name. Not for hot paths: each access looks the module up."""
 
     def __init__(self, name: str) -> None:
         self._name = name

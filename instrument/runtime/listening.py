@@ -21,8 +21,8 @@ LISTENS, HAS_BEEN_CLOSED = "0A", "06"
 class Connections(NamedTuple):
     """Ports of a process that connections came to: those that it has now, and others that were closed lately.
 
-    Of the latter nobody knows which process accepted them, where several have the listening socket. `listens` are the
-    ports at which it listens, `sockets` the inodes of its sockets that do.
+    Another process may have accepted the closed ones, where several have the listening socket. `listens` are the ports
+    at which it listens, `sockets` the inodes of its sockets that do.
     """
 
     open: frozenset[int]
@@ -53,7 +53,7 @@ def connections_of(process: Path, listened: frozenset[int] = frozenset(), networ
 
 
 def listens() -> bool:
-    """Whether this process listens at a port: a look at its own sockets costs less than one at those of its network."""
+    """Return True where this process listens at a port. Its own sockets cost less to read than those of its network."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -63,7 +63,7 @@ def listens() -> bool:
 
 
 def _listens(descriptor: int) -> bool:
-    """Whether a descriptor, which is closed, is of a socket that listens."""
+    """Return True where a descriptor is of a socket that listens. Closes the descriptor."""
     try:
         own = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -76,7 +76,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def is_same_network(process: Path) -> bool:
-    """Whether a process sees the network that this one sees."""
+    """Return True where a process sees the same network as this one."""
     try:
         return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
     except OSError:

@@ -30,7 +30,7 @@ RUNNERS = frozenset(
 """Modules that `-m` runs to run another script as the main module, in the same process."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""Runners that trace their script: before Python 3.12 nobody else can."""
+"""Runners that trace their script. Before Python 3.12 no other code can trace it then."""
 
 _TELLING = ("<module>", "_bootstrap")
 """Names of code whose start tells something: a module's body, and the work of a child of multiprocessing."""

@@ -209,7 +209,7 @@ def taken_unsent(folder: Path) -> int:
 
 @contextmanager
 def registered(path: Path) -> Iterator[None]:
-    """Have who asks find an agent whose socket lies outside of the folders of runs, as far as a home can be had."""
+    """Link to an agent's socket from a folder of runs, so that commands find it. Skip it where there is no home."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET

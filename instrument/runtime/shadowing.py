@@ -24,7 +24,7 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard(folders: Iterable[str] = ()) -> None:
-    """Have our imports go past modules of these folders, and of those that come first on `sys.path`."""
+    """Have our imports skip the modules of `folders`, and those of folders that come first on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -56,7 +56,7 @@ def folder_of_main() -> str:
 
 
 class _Guard:
-    """First on `sys.meta_path`: finds modules of these names in the standard library where they are for us."""
+    """Finds the shadowed modules in the standard library where our code imports them. First on `sys.meta_path`."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
@@ -92,7 +92,7 @@ def release() -> None:
 
 
 def _is_for_us(frame: FrameType | None) -> bool:
-    """Whether one of our modules asks for an import, itself or by what it imports."""
+    """Return True where one of our modules asks for an import, itself or by what it imports."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

@@ -7,7 +7,7 @@ signal's disposition are replaced while the session lasts: where the default is 
 disposition, or is told the previous one, finds the default. What is reset in C is not noticed.
 
 Native code such as tokio takes a signal later by `sigaction`, does its own stop and calls the handler before it.
-Without us that was the default, which nobody calls. So a signal that native code has taken ends nothing here.
+Without us that was the default, which is never called. So a signal that native code has taken ends nothing here.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ RESTART_S = 0.2
 """How long a thread that died rests before it begins anew."""
 
 WORK_S, REST_S = 0.001, 0.0005
-"""The longest stretch of work beside the service, and the rest after it. A thread that wants Python's lock waits 5 ms
-for one that works on: a server's threads want it several times for each request."""
+"""Seconds of the longest stretch of work on our threads, and of the rest after it. A thread that wants Python's
+lock waits 5 ms for one that works on: a server's threads want it several times for each request."""
 
 _ours: dict[int, tuple[str, int]] = {}
 """Name and process by the number that the operating system gives a thread."""
@@ -101,7 +101,7 @@ class Thread:
 
 
 class Pace:
-    """The stretches and rests of one long piece of work on a thread of ours beside the service."""
+    """The stretches and rests of one long piece of work on a thread of ours."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_S
@@ -167,7 +167,7 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
 def quiet_fork() -> None:
-    """Keep Python from warning of threads at the fork that comes where all beside the calling one are ours."""
+    """Keep Python from warning of threads at the next fork, where all except the calling one are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
         # Past `filterwarnings`, which would make Python forget what it has warned of.

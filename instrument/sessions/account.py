@@ -34,7 +34,7 @@ else:
 COMPLAINTS_KEPT = 20
 
 UNCALLED_KEPT = 500
-"""Targets that nobody has called of which others are to know, by name."""
+"""The most uncalled targets whose names other processes learn. None are named where there are more."""
 
 SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
 """The modules by which a program makes sub-interpreters."""
@@ -218,13 +218,13 @@ class Account:
         verdicts = self.verdicts(of_all=of_all)
         waiting = [(board.attached(one.rule), str(one)) for one in verdicts if one.state in ("waiting", "nothing")]
         idle = self.selection.idle_of_preset()
-        told = without_others(verdicts, board.marks())
-        uncalled = sorted(_uncalled(verdict for verdict in told if verdict.rule not in idle))
+        own = without_others(verdicts, board.marks())
+        uncalled = sorted(_uncalled(verdict for verdict in own if verdict.rule not in idle))
         kept = uncalled if len(uncalled) <= UNCALLED_KEPT else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(kept))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """What became of every rule and target up to now, with its calls; or only of those that do not sleep."""
+        """Return the verdicts on rules and targets up to now, with calls: on all, or only on those that are awake."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in self.recorder.site_calls().items() if verdicts else ():
@@ -237,7 +237,7 @@ class Account:
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:
-    """Whether a verdict says of a rule as a whole that nothing has called what it is attached to."""
+    """Return True where a verdict on a whole rule says that nothing has called its targets."""
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 

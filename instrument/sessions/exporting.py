@@ -78,7 +78,7 @@ class Exporting(Recorded):
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._is_scraped = False
         self._scraped: dict[bool, str] = {}
-        """What the agent answered a scrape last, as OpenMetrics and not."""
+        """The last answers of the agent to scrapes, by whether they are OpenMetrics."""
         self._resource_told: dict[str, object] = {}
 
     # ---------------------------------------------------------------- who exports
@@ -428,7 +428,7 @@ class Exporting(Recorded):
             try:
                 self._scraped[openmetrics] = self._membership.scraped(self._saving.run, openmetrics=openmetrics)
             except TimeoutError:
-                pass  # it is told what was known before
+                pass  # the answer is the last one
             except OSError:
                 self._scraped.clear()
             if openmetrics in self._scraped:
@@ -518,11 +518,11 @@ class Exporting(Recorded):
             time.sleep(FLUSH_S)
 
     def _is_agent_starting(self) -> bool:
-        """Whether an agent is there that does not export yet what this process records."""
+        """Return True where an agent is there that does not export yet what this process records."""
         return not self.handover.is_taken() and self._membership.is_agent_there()
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        """Whether what had been counted and read by a time was told by the agent, or given up."""
+        """Return True where the agent has sent, or given up, what was counted and read by a time."""
         if not (self._asks_for_metrics or self._gauges.are_wanted):
             return True
         metered = self.handover.metered()

@@ -47,7 +47,7 @@ LOOK_S = 0.005
 class Standing(NamedTuple):
     """How far the session has read: the next row of each thread by its native id.
 
-    It has `taken` so many rows and `kept` so many since it exports, `missed` others in all, and `held` those of
+    `taken` and `kept` count rows since it exports. `missed` counts the other rows in all. `held` counts those of
     requests that have not ended.
     `meter` is what it has counted for metrics up to these rows, where it has.
     """
@@ -61,12 +61,13 @@ class Standing(NamedTuple):
 
 
 class Handover:
-    """Says who exports: `is_own` is whether the session does by its reader, `is_read_back` whether by its recording.
+    """Decides who exports: the session by its reader (`is_own`), by its recording (`is_read_back`), or the agent.
 
-    `memory` tells the descriptor of the recording, -1 for none. `begin(rows, done, metered)` has the session read on
-    from these rows, by the native ids of threads, after so many that others have `done` in all, and export, with
-    metrics as they stood at such rows, and `end()` has it stop; both set `is_own` as nobody else reads. `keyed` reads
-    the recording where it `is_keyed()`; then `begin_back()` and `end_back()` do so, and set `is_read_back`.
+    `memory` returns the descriptor of the recording, -1 for none. `begin(rows, done, metered)` makes the session read
+    and export from `rows`, by the native ids of threads. `done` counts the rows that others have read, and `metered`
+    has the metrics up to there. `end()` makes it stop. Both set `is_own` while no other reader is at work. `keyed`
+    reads the recording where it `is_keyed()`. Then `begin_back()` and `end_back()` start and stop that, and set
+    `is_read_back`.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Handover:
         return ExportPlace(memory)
 
     def is_taken(self) -> bool:
-        """Whether anybody exports what is recorded."""
+        """Return True where any reader exports what is recorded."""
         try:
             with closing(self._opened()) as place:
                 return place.is_taken()

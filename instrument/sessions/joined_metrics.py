@@ -42,9 +42,11 @@ class JoinedMetrics:
 
     def prepare(self, origin: Origin, ids: otlp.Ids, start_ns: int) -> None:
         """Import what is needed, while no fork can come in."""
-        told = export_facts.told(ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, export_facts.MeteredFacts(start_ns, asks=True))
-        # Of an exporter that nobody starts: nothing is kept, so nothing comes to it.
-        reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False, sends=False), lambda: told)
+        facts = export_facts.told(
+            ids, {}, KEEPS_NONE, SPANS_PER_REQUEST, export_facts.MeteredFacts(start_ns, asks=True)
+        )
+        # The exporter is never started: nothing is kept, so nothing comes to it.
+        reading = KeyedExport(otlp.Exporter(Otlp(), origin, self._threads, detects=False, sends=False), lambda: facts)
         self._reading = reading
         try:
             reading.prepare()
@@ -66,7 +68,7 @@ class JoinedMetrics:
             FAULTS.note("reading of the recording for a scrape", fault)
 
     def metrics(self, exporting: KeyedExport | None) -> Sequence[Metric]:
-        """Those that are known: by what the session is `exporting`, or by its own reading."""
+        """Return the metrics that are known by what the session is `exporting`, or by its own reading."""
         counting = exporting or self._reading
         return () if counting is None else counting.joined()
 

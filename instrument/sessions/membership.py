@@ -41,7 +41,7 @@ SCRAPE_S = 2.0
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 
 MARKS_TOLD = 200
-"""Marks of rules, and targets, of which the run's agent is told at the end."""
+"""The most marks of rules, and the most targets, that the run's agent gets at the end."""
 
 NOBODY = "nobody listens there"
 
@@ -118,7 +118,7 @@ class Membership:
         return self.fileno() >= 0
 
     def is_agent_there(self) -> bool:
-        """Whether the agent has not closed the other end."""
+        """Return True where the agent has not closed the other end."""
         descriptor = self.fileno()
         if descriptor < 0:
             return False
@@ -197,9 +197,9 @@ class Membership:
         """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
 
         The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print, or `late` where that was not there in time; or `unheard` where the agent is slow or gone, with those
-        `untold` of whom that one should have told and the count of spans that it had perhaps `unsent`. A process that
-        has nobody beside it gets {}, or `unseen`: a note on processes of the run that record nothing.
+        to print, or `late` where that was not there in time; or `unheard` where the agent is slow or gone, with the
+        processes that it left `untold` and the count of spans that it had perhaps `unsent`. A process that is alone in
+        the run gets {}, or `unseen`: a note on processes of the run that record nothing.
         """
         if not self.path:
             return {}

@@ -83,7 +83,7 @@ VERDICTS_EVERY_NS = 10_000_000_000
 """Nanoseconds after which the verdicts on the rules are said again, at the longest."""
 
 NOTES_TOLD, NOTE_TOLD = 50, 500
-"""Notes that other processes are told, at most, and characters of each."""
+"""The most notes that other processes get, and the most characters of each."""
 
 
 class Recorded:
@@ -193,7 +193,7 @@ class Recorded:
         return keyed is not None and RECORDER.memory_fd >= 0 and not keyed.is_broken and self._has_keys()
 
     def _has_agent(self) -> bool:
-        """Whether an agent reads what is recorded here, where anybody asks for it."""
+        """Return True where an agent reads what is recorded here, if a reader asks for it."""
         return False
 
     def _begin_back(self) -> None:
@@ -246,7 +246,7 @@ class Recorded:
 
     @property
     def _requests_by(self) -> tuple[str, int]:
-        """The attribute that requests are told apart by, "" for none, and up to how many values of it."""
+        """The attribute that groups requests, "" for none, and the most values of it with a group of their own."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def _generators(self) -> set[str]:
@@ -340,19 +340,19 @@ class Recorded:
 
     @property
     def _is_metered_elsewhere(self) -> bool:
-        """Whether metrics are told by the recording: as it is read back, or by an agent, for scrapes at least."""
+        """True where metrics come from the recording, read back here or by an agent, for scrapes at least."""
         if self._exporter is not None:
             return not self.handover.is_own
         return self._has_agent() and (self._asks_for_metrics or self._wants_agent)
 
     @property
     def _wants_agent(self) -> bool:
-        """Whether the profile asks for what an agent alone does: to answer scrapes, and to write what is kept."""
+        """True where the profile asks for what only an agent does: answer scrapes, or write what is kept."""
         return self.profile.export.prometheus is not None or self.profile.capture.to is not None
 
     @property
     def _metered_facts(self) -> MeteredFacts:
-        """What of this process are metrics, and what of the books was told last."""
+        """The facts on this process's metrics, and the state of the books that was reported last."""
         return replace(
             self._books_told or export_facts.MeteredFacts(0),
             start_ns=self.start_ns,
@@ -401,7 +401,7 @@ class Recorded:
             RECORDER.tell(self._facts())
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """What the run's agent needs to export what this process records, for scrapes and files; None for nothing."""
+        """Return what the run's agent needs to export what this process records. None for nothing."""
         otlp, scraped = self.profile.export.otlp, self.profile.export.prometheus
         if not (self._is_metered_elsewhere and self._has_agent()):
             return None
@@ -432,7 +432,7 @@ class Recorded:
         return self.account.notes()
 
     def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
-        """As many of these, and as much of each, as other processes are told."""
+        """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
         return tuple(note[:NOTE_TOLD] for note in self.account.notes(of_all=of_all)[:NOTES_TOLD])
 
     def tell_verdicts(self) -> None:
@@ -568,7 +568,7 @@ class Recorded:
         return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, beside: str | os.PathLike[str] | None = None) -> view.Recording:
-        """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
+        """Return what reports are made of: a tally and a trace. Each is taken when it is first read."""
         window_ns = self._lasted_ns()
         return view.Recording(
             self.tally,

@@ -58,7 +58,7 @@ def prepare() -> None:
         from instrument.sessions import step_columns  # noqa: F401
         from instrument.trace import counting, file, interval_columns, of_rows, of_spans  # noqa: F401
     except ImportError:
-        pass  # `why_no_files` tells, or what is written
+        pass  # `why_no_files` reports it, or what is written
 
 
 def templates(export: Export) -> tuple[str, ...]:

@@ -460,11 +460,11 @@ class Session(Exporting):
             lost |= {reason: count for reason, count in self.losses().items() if "OTLP export" in reason}
         is_for_agent = self.handover.has_agent and not self.handover.undelivered and target_of(2).startswith("/")
         if lost and not is_for_agent:
-            told = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-            logger.warning("not all that this process recorded had reached the collector at its end: %s", told)
+            losses = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+            logger.warning("not all that this process recorded had reached the collector at its end: %s", losses)
 
     def _has_little_to_tell(self) -> bool:
-        """Whether only collections of garbage were recorded here, and rules are at work in other processes of the run.
+        """Return True where only collections of garbage were recorded here, and rules are at work in other processes.
 
         Such a one is a parent of workers, whose report would say that there was nothing to record.
         """

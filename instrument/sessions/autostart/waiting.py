@@ -61,13 +61,13 @@ def _state_of(profile: str) -> str:
 
 
 def _awaited() -> frozenset[str] | None:
-    """The packages to wait for; None where nobody has named any for the profile as it is now."""
+    """Return the packages to wait for. None where none are named for the profile as it is now."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first() -> bool:
-    """Whether no process of the run has been here before. The command that a run begins with may be a shell."""
+    """Return True where no process of the run was here before. The command that a run begins with may be a shell."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
@@ -80,8 +80,10 @@ def _is_first() -> bool:
 
 
 def _is_helper() -> bool:
-    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes, or runs our
-    own command. Within a run, `instrument run` begins another one, whose agent is no process of the service.
+    """Return True where the interpreter runs no code of the service.
+
+    It cleans up after multiprocessing's processes, or runs our own command. Within a run, `instrument run` begins
+    another one, whose agent is no process of the service.
     """
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
