@@ -54,12 +54,12 @@ class Asked:
 
     @property
     def living(self) -> list[Member]:
-        """Its processes that have not ended."""
+        """The processes of the run that have not ended."""
         return [member for member in self.members if member.lives]
 
     @property
     def described(self) -> str:
-        """Its name, with its services, how many processes live, and since when."""
+        """The name of the run, with its services, its count of living processes, and its age in seconds."""
         its = self.living or self.members
         if not its:
             return f"{self.name} ({self.problem or 'no process has joined'})"
@@ -70,7 +70,7 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """What there is to say of one that has answered and of which no process is known, else ""."""
+        """The sentence on a run that has answered and has no known process, else ""."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):

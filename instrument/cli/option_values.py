@@ -24,7 +24,7 @@ def count(text: str) -> int:
 
 
 ALL = 0
-"""The number that stands for all."""
+"""The number that means all."""
 
 
 def count_or_all(text: str) -> int:

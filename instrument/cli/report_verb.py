@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
 
 MOST = 15
-"""Rows of a table in text where nobody says how many."""
+"""The rows of a table in text where the user gives no number."""
 
 
 def add(verbs: Verbs) -> None:
