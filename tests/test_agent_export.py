@@ -621,7 +621,7 @@ def test_what_is_unsent_of_a_process_that_ended_in_order_is_told_where_its_agent
         time.sleep(60)
 
     with collecting(never) as server:
-        profile(server, timeout=", timeout: 1s" if by == "the service" else PATIENTLY)
+        profile(server, timeout=", timeout: 20s" if by == "the service" else PATIENTLY)
         service = begin(LEAVES)
         (agent,) = until(agents)
         assert service.stdout is not None
