@@ -339,6 +339,7 @@ class RunFacts:
             "files": [str(saving.folder / saving.place().path(one)) for one in templates(session.profile.export)],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
+            "asks_for_requests": bool(session.profile.requests),
             "export": session.export_settings(),
             "gauges": self._gauges(),
         }
