@@ -314,3 +314,62 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
     for extension in settings["tool"]["setuptools"]["ext-modules"]:
         assert importlib.util.find_spec(extension["name"]) is not None, extension["name"]
+
+
+# -------------------------------------------------------------------- bounds that only fall
+
+SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
+LINES_AND_FILES = {
+    "": (261, 4),
+    "agent": (4_801, 28),
+    "chrome": (3_331, 18),
+    "cli": (2_409, 23),
+    "compat": (1_378, 7),
+    "device": (3_786, 16),
+    "instrumentors": (11_625, 62),
+    "native": (10_122, 29),
+    "otlp": (7_549, 37),
+    "profile": (2_590, 10),
+    "proposal": (1_524, 9),
+    "recorder": (3_317, 18),
+    "recording": (4_138, 24),
+    "report": (12_500, 63),
+    "runtime": (2_257, 19),
+    "sessions": (8_069, 35),
+    "trace": (7_627, 42),
+}
+"""The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
+
+
+def sources(folder: str) -> list[Path]:
+    """Return the sources in a folder of the package and below it; "" is the package's root alone."""
+    paths = (ROOT / folder).rglob("*") if folder else ROOT.glob("*")
+    return [path for path in paths if path.suffix in SOURCES and not path.name.startswith("d3")]
+
+
+@pytest.mark.parametrize("folder", LINES_AND_FILES)
+def test_a_folder_has_no_more_lines_and_files_than_its_bound(folder: str) -> None:
+    paths = sources(folder)
+    lines, files = sum(path.read_bytes().count(b"\n") for path in paths), len(paths)
+    most_lines, most_files = LINES_AND_FILES[folder]
+    assert lines <= most_lines, "make the folder smaller, or say in the commit which capability the lines buy"
+    assert files <= most_files, "join modules, or say in the commit which capability the file buys"
+
+
+def test_every_folder_has_a_bound() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders | {""} == LINES_AND_FILES.keys()
+
+
+CLAUSE = re.compile(
+    r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
+)
+PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_494, 1_500
+"""The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
+
+
+def test_the_english_of_the_package_gets_no_worse() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in ROOT.rglob("*.py"))
+    assert len(CLAUSE.findall(text)) <= MOST_CLAUSES, "begin with a verb, or with an article and a noun"
+    assert len(PRIVATE_WORD.findall(text)) <= MOST_PRIVATE_WORDS, "say reported, returns, is, remains, per, up to"
