@@ -183,11 +183,11 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
         if "reading" in sys.argv:
             verdicts = process.session().selection.verdicts
 
-            def interrupted():
+            def interrupted(**options):
                 with process.session().selection._lock:
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(0.1)
-                return verdicts()
+                return verdicts(**options)
 
             process.session().selection.verdicts = interrupted
             process.session().summary()

@@ -471,6 +471,7 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="whether a prompt came in chunks is decided live by fewer requests")
 @pytest.mark.parametrize("seeds", [range(at, at + 50) for at in range(1_000, 1_250, 50)], ids=str)
 def test_hundreds_of_random_engines_are_told_as_their_recordings_tell_but_for_names_learnt_late(
     seeds: range, clock: Clock

@@ -6,6 +6,7 @@ import ast
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -345,6 +346,9 @@ def test_a_session_goes_over_to_its_recording_with_the_first_key_and_nothing_is_
     assert session is not None
     Path("shop.py").write_text(SHOP + IN_CODE)
     tidy = import_module("shop").tidy
+    go = threading.Event()
+    server = threading.Thread(target=lambda: go.wait() and shop.serve_all())
+    server.start()  # before a request is open, or what it serves would be parts of that one
     with scope("long", kind="request"):
         with scope("part"):
             tidy()
@@ -353,7 +357,8 @@ def test_a_session_goes_over_to_its_recording_with_the_first_key_and_nothing_is_
                 tidy()
             assert is_flushed(session)
         assert session.handover.is_own
-        shop.serve_all()
+        go.set()
+        server.join()
         assert is_flushed(session)
         assert session.handover.is_read_back
         with scope("part"):

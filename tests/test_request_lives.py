@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from otlp_collectors import Collector, collecting, take
-from real_servers import CONFIGS, Served, with_report
+from real_servers import Served, with_report
 from sent_spans import SentSpan, converted, sent_to, trees
 from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
@@ -71,7 +71,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def profile_of(collector: Collector, agent: str) -> str:
     """That of the demonstration, with recordings, and with everything sent to a collector."""
-    document = yaml.safe_load((CONFIGS / "chat.yaml").read_text())
+    document = yaml.safe_load((EXAMPLES.parent / "configs" / "chat.yaml").read_text())
     document["agent"] = agent
     recording = {"path": "traces/{service}-{pid}-{window}.npz"}
     otlp = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}

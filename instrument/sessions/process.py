@@ -144,7 +144,7 @@ def summary(**options: Any) -> str:
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
       cpu_total, gpu_total
-    - `rows`: the most rows of each table, None for all; `least_ns`: leaves out rows with less time, in ns
+    - `rows`: the most rows of each table, None for `most` or for all; `least_ns`: leaves out rows with less time, in ns
     - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
     - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
     - `requests_by`: an attribute that `requests` has a table by; `at_most`: its rows, before one of the others
