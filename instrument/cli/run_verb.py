@@ -161,8 +161,8 @@ def _files_of(profile: Profile) -> Iterator[str]:
         when.append(f"kept requests are written into {profile.capture.to} some seconds after they ended")
     if when:
         yield (
-            f"{', '.join(when)}; meanwhile `instrument live` shows requests in flight, rates and where the time goes, "
-            "and `instrument dump --last 10s` saves the newest spans"
+            f"{', '.join(when)}; meanwhile `instrument live` shows {'requests in flight, ' * bool(profile.requests)}"
+            "rates and where the time goes, and `instrument dump --last 10s` saves the newest spans"
         )
 
 
