@@ -98,6 +98,7 @@ RACES = ("Error while closing socket", "was sent SIGTERM!")
 
 START_LINES = (
     "instrument: trace files are written as each process ends",
+    "instrument: `instrument live` shows ",
     "instrument: no metrics are sent to a collector: OTEL_METRICS_EXPORTER=none",
     "instrument: no traces are sent to a collector: OTEL_TRACES_EXPORTER=none",
 )

@@ -153,17 +153,15 @@ def _remarks(profile: Profile) -> list[str]:
 
 
 def _files_of(profile: Profile) -> Iterator[str]:
-    """Yield a sentence on when files are written, and on what shows the service until then."""
-    when = []
-    if profile.export.chrome is not None or profile.export.recording is not None:
-        when.append("trace files are written as each process ends")
+    """Yield sentences on when files are written, and on what shows the service until then."""
+    writes_traces = profile.export.chrome is not None or profile.export.recording is not None
+    if writes_traces:
+        yield "trace files are written as each process ends"
     if profile.capture.to is not None:
-        when.append(f"kept requests are written into {profile.capture.to} some seconds after they ended")
-    if when:
-        yield (
-            f"{', '.join(when)}; meanwhile `instrument live` shows {'requests in flight, ' * bool(profile.requests)}"
-            "rates and where the time goes, and `instrument dump --last 10s` saves the newest spans"
-        )
+        yield f"kept requests are written into {profile.capture.to} some seconds after they ended"
+    if writes_traces or profile.capture.to is not None:
+        shown = "requests in flight" if profile.requests else "where the time goes"
+        yield f"`instrument live` shows {shown}, `instrument dump` saves the newest spans"
 
 
 def _refuse_what_cannot_work(profile: Profile) -> None:
