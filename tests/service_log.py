@@ -122,12 +122,14 @@ def parts_of(request: LoggedRequest) -> Counter[str]:
 
 
 def between(request: LoggedRequest) -> list[tuple[int, int, str]]:
-    """The times before the first batch, from a batch to the next, and from one thread to another."""
+    """Return the times from the hand-over to the first batch, between batches, and from one thread to another."""
     batches, of_batches = request.batches, {batch.thread for batch in request.batches}
     own = [one for one in request.work if one.thread not in of_batches]
     accepted = [one.begin for one in request.work if one.thread in of_batches]
-    before = [edge for one in request.work for edge in (one.begin, one.end) if edge <= batches[0].begin]
-    found = [(max(before), batches[0].begin, "queue")]
+    first = batches[0].begin
+    handed = [one.end if one.end <= first else one.begin for one in request.work if one.what == "accept"]
+    before = [edge for one in request.work for edge in (one.begin, one.end) if edge <= first]
+    found = [(max([edge for edge in handed if edge <= first] or before), first, "queue")]
     found += [(batch.end, after.begin, "stall") for batch, after in pairwise(batches)]
     for batch, until in zip(batches, [*(after.begin for after in batches[1:]), request.whole.end], strict=True):
         back = min((one.begin for one in own if one.begin >= batch.end), default=until + 1)

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -797,6 +798,8 @@ def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themse
                 instrument.stop()
                 bare = not hasattr(module.first, "__instrument__") and not hasattr(module.handle, "__instrument__")
                 code = 0 if whole and told and bare else 2
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         codes.append(exit_code(child))

@@ -149,7 +149,7 @@ class Recorder(Renaming, Readback):
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
-        functions = self._mutable.get(function.__instrument__)
+        functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # which none has once retired
         if functions is not None:
             functions.discard(function)
         wrapping.retire(function)
