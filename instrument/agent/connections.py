@@ -36,7 +36,7 @@ class ConnectionWatch:
 
     def begin(self, process: Process) -> None:
         """Look at a process that has joined, if its number means anything here."""
-        if not process.is_elsewhere and process.facts.get("asks_for_requests"):
+        if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._after(FIRST_S, lambda: self._look(process))
 
     def _look(self, process: Process) -> None:

@@ -334,7 +334,7 @@ class Runs:
         """Say that requests came to a process that were not recorded, where no report of its own does."""
         if said and process.facts.get("report"):
             return
-        is_asked = process.facts.get("asks_for_requests")
+        is_asked = process.facts.get("asks_for_requests", True)
         if not said and is_asked and not any(one.has_requests for one in (process, *process.run.processes)):
             self._loop.attempt(partial(self._connections.last_look, process))
             said = departure.seen_of_unmet(process)
