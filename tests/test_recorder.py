@@ -1184,7 +1184,7 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
 def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_is_not_used(recorder: Any) -> None:
     reason = use_ticks(recorder)
     if reason:
-        assert "recorder in Python" in reason or "processor" in reason or "kernel" in reason
+        assert "processor" in reason or "kernel" in reason
         return
     function = wrapped(recorder, "f")(lambda: time.sleep(0.005))
     for _ in range(5):
@@ -1198,7 +1198,7 @@ def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_i
 
 def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any) -> None:
     if use_ticks(recorder):
-        pytest.skip("no sound time stamp counter, or the recorder in Python")
+        pytest.skip("no sound time stamp counter")
     time.sleep(0.01)
     assert recorder.check_ticks(-1) is None
     assert recorder.check_ticks(50_000) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from instrument.recorder.recorder import Recorder, native_driver_calls
+from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site
 
@@ -204,7 +204,6 @@ RECORD, QUERY = (ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * count) for 
 NOT_READY = 600
 
 
-@pytest.mark.skipif(not native_driver_calls(), reason="the recorder in Python is asked by nobody")
 @pytest.mark.parametrize("by_ticks", [False, True])
 @pytest.mark.parametrize(
     ("answers", "error", "asked"),
@@ -247,7 +246,6 @@ def test_an_event_is_recorded_and_awaited_by_the_recorders_clock(
     assert seen[-1][1] - slack_ns <= end_ns <= after_ns + slack_ns
 
 
-@pytest.mark.skipif(not native_driver_calls(), reason="the recorder in Python is asked by nobody")
 def test_an_event_that_cannot_be_recorded_is_not_awaited() -> None:
     @RECORD
     def record(event: int, stream: int) -> int:
