@@ -276,7 +276,7 @@ def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() 
         (["p.yaml", "--", "absent.py"], {}, "check: asked to run 'absent.py', found no such file"),
         (["p.yaml", "--", "-I", "main.py"], {}, "check: found -I before the script"),
         (["p.yaml", "--", "-m"], {}, "check: nothing to run"),
-        (["p.yaml", "--", "killed.py"], {}, "ended with exit code -9 and no process of it told"),
+        (["p.yaml", "--", "killed.py"], {}, "ended with exit code -9 and no process of it reported"),
         (["bad.yaml", "--", "main.py"], {}, "bad.yaml:1:1"),
     ],
 )

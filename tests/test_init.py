@@ -168,7 +168,7 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
         (["--"], "init: nothing to run after --"),
         (["--", "-m"], "init: nothing to run; give what you"),
         (["--", "absent.py"], "init: asked to run 'absent.py', found no such file"),
-        (["--", "killed.py"], "exit code -9 and no process of it told what it did"),
+        (["--", "killed.py"], "exit code -9 and no process of it reported"),
         (["--for", "soon", "--", "x.py"], "allowed: a number and one of ns, us, ms, s"),
         (["--", "idle.py"], "nothing of its own was called"),
     ],

@@ -13,13 +13,14 @@ from instrument.runtime import shadowing
 shadowing.guard()  # before anything else is imported
 
 import argparse
+import io
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from typing import TextIO
 
-from instrument.cli.output import escape, flush
 from instrument.errors import InstrumentError, ProfileError
 
 VERBS: Mapping[str, str] = {
@@ -34,7 +35,8 @@ VERBS: Mapping[str, str] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    escape(sys.stdout)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names on an ASCII terminal
     try:
         own, host = _split(given)
         options = _read(own)
@@ -54,17 +56,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def flush(stream: TextIO | None) -> None:
+    """Write out the buffer of a stream. A daemon that was started with it closed has None."""
+    if stream is not None:
+        stream.flush()
+
+
 def _read(own: list[str]) -> argparse.Namespace:
-    """The options that words of ours give. Raises `InstrumentError` for a verb or an option that there is none of."""
+    """Parse the words for the command itself. Raises `InstrumentError` for an unknown verb or option."""
     word = own[0] if own else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
         raise InstrumentError(f"asked for the verb {word!r}; allowed: {', '.join(VERBS)}{_meant(word, VERBS)}")
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        its = verbs.get(word, parser)
-        meant = _meant(unknown[0], re.findall(r"--[a-z-]+", its.format_help()))
-        raise InstrumentError(f"found {unknown[0]!r}, which `{its.prog}` does not know{meant}; its --help lists all")
+        used = verbs.get(word, parser)
+        meant = _meant(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
+        raise InstrumentError(f"found {unknown[0]!r}, which `{used.prog}` does not know{meant}; its --help lists all")
     return options
 
 
@@ -76,7 +84,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The command's parser, and those of its verbs: of this one, which alone is imported; of all where it is none."""
+    """Return the command's parser, and the parser of this verb alone; of all verbs where the word is none."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
@@ -102,9 +110,9 @@ class _Version(argparse.Action):
 
 
 def _split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and the host's command line.
+    """Return the words for the command itself, and the host's command line.
 
-    That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
+    The host's begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
     if given[:1] in (["check"], ["init"]) and "--" in given:
         at = given.index("--")

@@ -1,4 +1,4 @@
-"""`instrument agent`: be an agent by hand, for whoever joins at a socket, or for a run whose agent has gone."""
+"""`instrument agent`: an agent by hand, for processes that join at a socket, or for a run whose agent has gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "agent",
         help="hold what other processes record, as a container beside theirs or in place of an agent that has gone",
-        description="With --socket it serves whoever joins until it is told to end: services that are started with "
+        description="With --socket it serves processes that join, until SIGTERM: services that are started with "
         f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until the run is over.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
@@ -39,8 +39,9 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             known = {folder.name: folder for folder in run_folder.found()}
             if options.run not in known:
                 runs = ", ".join(known) or "none"
-                told = f"agent: asked for the run {options.run}, found {runs}; `instrument ps` lists those that go on"
-                raise InstrumentError(told)
+                raise InstrumentError(
+                    f"agent: asked for the run {options.run}, found {runs}; `instrument ps` lists those that go on"
+                )
             path = known[options.run] / run_folder.SOCKET
             run = Run(options.run, run_folder.first_process(options.run))
         run_folder.refuse_shared(path.parent)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
+from collections import Counter
 from typing import Any
 
 from instrument import native
-from instrument.cli.check_facts import facts_document, print_verdicts
 from instrument.cli.interpreter import host_of, running
-from instrument.cli.option_values import Verbs, one_of
-from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
+from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
+from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
-from instrument.profile.keys import load
+from instrument.otlp.proxies import proxy_for
+from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
+from instrument.profile.variables import BESIDE
 from instrument.recorder.scopes import OFF
 from instrument.runtime.main_module import MAINS
+
+_ATTACHED_SHOWN = 20
+"""The most targets of a rule that `check` shows line by line where all is well."""
 
 
 def add(verbs: Verbs) -> None:
@@ -53,7 +59,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError(f"check: nothing can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
         raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
-    path, is_unnamed = wanted(options)
+    path, is_unnamed = profile_of(options)
     if options.preset and not host and not options.json:
         sys.stdout.write(text_of(options.preset))
         return 0
@@ -68,11 +74,11 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
         verdicts, problems = process.check(profile, options.modules)
     if options.json:
-        print(json.dumps(facts_document(profile, verdicts, command), indent=2))
+        print(json.dumps(_document(profile, verdicts, command), indent=2))
     else:
         if is_unnamed:
             print(WITHOUT_PROFILE)
-        print_verdicts(profile, verdicts, command)
+        _print_facts(profile, verdicts, command)
     for problem in problems:
         print(problem, file=sys.stderr)
     missed = [v for v in verdicts if v.state == "not found" or (not host and _never_imported(v, profile))]
@@ -87,7 +93,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _never_imported(verdict: Verdict, profile: Profile) -> bool:
-    """A function rule whose module nothing imported, though check imported all that was named."""
+    """Return True for a function rule whose module was never imported, though check imported all named ones."""
     rules = [rule for rule in profile.functions if rule.text == verdict.rule]
     return verdict.state == "waiting" and any(
         text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
@@ -95,7 +101,7 @@ def _never_imported(verdict: Verdict, profile: Profile) -> bool:
 
 
 def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command as `instrument run` does; what its processes say that became of the rules."""
+    """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts of the command."""
     if OFF:
         raise InstrumentError(f"check: nothing of the command would be instrumented: {OFF}; unset it")
     host_of("check", host)
@@ -107,9 +113,126 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
         reports = reports_to_check(folder)
     if not reports:
         raise InstrumentError(
-            f"check: the command ended with exit code {code} and no process of it told what became of the rules; one "
-            "that is killed or ends by os._exit before it has recorded for a second cannot"
+            f"check: the command ended with exit code {code} and no process of it reported on the rules; one that is "
+            "killed or ends by os._exit before it has recorded for a second cannot"
         )
     verdicts = over_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
     processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]
     return verdicts, {"words": host, "exit_code": code, "processes": processes}
+
+
+def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what `check --json` prints. A change that renames or removes a key raises `format`."""
+    rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
+    targets: dict[str, list[dict[str, Any]]] = {}
+    for verdict in verdicts:
+        facts = verdict.facts()
+        targets.setdefault(facts.pop("rule"), []).append(facts)
+    return {
+        "format": 1,
+        "profile": {"source": profile.source, "service": _service_of(profile), "digest": profile.digest},
+        "settings": [
+            {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
+        ],
+        "remarks": list(profile.remarks),
+        "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
+        "recorder": {"kind": "native", "why_not_native": ""},
+        "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
+        "device": cuda.found() if _asks_for_device_time(profile) else None,
+        "nvml": {"why_not_read": _why_no_gpu(profile)},
+        "files": {"why_not_written": _why_no_files(profile)},
+        "rules": [
+            {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
+            for family, rule in rules
+        ],
+        "command": command,
+    }
+
+
+def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
+    """Print the facts of a profile, the machine and each rule as text."""
+    print(f"profile {profile.source}: service {_service_of(profile)}, digest {profile.digest}")
+    if profile.leaves_nothing:
+        from instrument.sessions.process import NO_EXPORT
+
+        print(f"  {NO_EXPORT}")
+    for remark in profile.remarks:
+        print(f"  {remark}")
+    for name, value, origin in _settings_of(profile):
+        print(f"  {name} = {'not set' if value is None else value} (from {origin})")
+    print(f"Python {platform.python_version()}")
+    if _asks_for_device_time(profile):
+        print(f"device: {_device_line(cuda.found())}")
+    why = _why_no_gpu(profile)
+    print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
+    unwritten = _why_no_files(profile)
+    if unwritten:
+        print(f"export: {unwritten}")
+    if command is not None:
+        count = len(command["processes"])
+        print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
+    print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
+    shown: Counter[tuple[str, str]] = Counter()
+    for verdict in verdicts:
+        shown[verdict.rule, verdict.state] += 1
+        if verdict.state != "attached" or shown[verdict.rule, verdict.state] <= _ATTACHED_SHOWN:
+            print(f"  {verdict}")
+    for (rule, state), count in shown.items():
+        if state == "attached" and count > _ATTACHED_SHOWN:
+            print(f"  {rule}: attached ({count - _ATTACHED_SHOWN} more; --json shows all)")
+
+
+def _asks_for_device_time(profile: Profile) -> bool:
+    if profile.device.cuda == "off" or profile.state == "CPU":
+        return False
+    asks = [rule.device for rule in profile.functions] + [rule.device for rule in profile.layers]
+    return any(asks) or bool(profile.copies)
+
+
+def _device_line(found: dict[str, str]) -> str:
+    if found["rocm"]:
+        return f"torch {found['rocm']}, timed by its own events"
+    driver = f"driver for CUDA {found['driver']}" if found["driver"] else ""
+    bindings = f"cuda-bindings {found['bindings']}" if driver and found["bindings"] else ""
+    return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
+
+
+def _why_no_gpu(profile: Profile) -> str:
+    """Return why the gauges of GPUs are not read on this machine, "" where they are."""
+    from instrument.device import nvml
+
+    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.reason_against()
+
+
+def _why_no_files(profile: Profile) -> str:
+    """Return why traces cannot be written here, "" where they can, or the profile asks for none."""
+    from instrument.sessions import saving
+
+    return saving.why_no_files() if saving.is_asked(profile.export) else ""
+
+
+def _service_of(profile: Profile) -> str:
+    return profile.told.get("service", profile.service)
+
+
+def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
+    """Return each setting that a variable can give, with its value and its source. Headers are by name alone."""
+    settings = []
+    for name, origin in sorted(profile.origins.items()):
+        value = setting(profile, name)
+        if name.endswith(".headers"):
+            value = [header for header, _ in value or ()]
+        elif value is not None or origin == "preset":
+            value = profile.told.get(name, value)
+        if value is not None or origin != "default":
+            settings.append((name, value, origin))
+    for variable, (name, _) in BESIDE.items():
+        is_followed = profile.export.otlp is not None or (variable == "OTEL_PROPAGATORS" and profile.requests)
+        if is_followed and (text := os.environ.get(variable)):
+            # Of attributes by name alone, as of headers.
+            names = [part.partition("=")[0].strip() for part in text.split(",")]
+            settings.append((name, ", ".join(filter(None, names)), variable))
+    collector = profile.export.otlp
+    if collector is not None and collector.protocol != "grpc" and (proxy := proxy_for(collector.endpoint)) is not None:
+        settings.append(("proxy", proxy.told, proxy.variable))
+    return settings

@@ -22,9 +22,9 @@ FORMS = {
     "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
     "perfetto": (".pftrace", "Perfetto's own format; wants instrument-sdk[perfetto]"),
     "parquet": (".parquet", "spans with their device intervals and attributes; wants instrument-sdk[query]"),
-    "otlp": (".otlp.jsonl", "OTLP in JSON, a line for each request, as a collector's otlpjsonfile receiver reads it"),
+    "otlp": (".otlp.jsonl", "OTLP in JSON, a line per request, as a collector's otlpjsonfile receiver reads it"),
 }
-"""What traces are turned into: how the names of such files end, and what they are for."""
+"""The forms of a converted trace: the end of such a file's name, and its use."""
 
 FORM_OF_END = {
     ".json": "chrome",
@@ -108,12 +108,12 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.stages import stage_spans
 
     if not all(saved.facts.origin.realtime_ns for saved in files):
-        raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
+        raise TraceError("a file has no time of day, which OTLP needs; convert it to another form")
     merged, ids = merge(files, by_wall_clock=True), Ids()
     facts, columns = merged.saved.facts, merged.saved.columns
     joined = join(columns, facts.apart_ns)
-    found = grafted(columns, joined, facts.origin.run)
-    processes = spans_by_process(merged, found, joined, stage_spans(found, joined))
+    trees = grafted(columns, joined, facts.origin.run)
+    processes = spans_by_process(merged, trees, joined, stage_spans(trees, joined))
     lines = (json_lines(spans, of.origin, of.threads, ids) for of, spans in processes)
 
     def write_lines() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instrument.agent import client
+from instrument.cli.convert_verb import form_of, write
+from instrument.cli.inputs import one_trace
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.cli.ps_verb import RUN
 from instrument.errors import InstrumentError, TraceError
@@ -24,17 +26,13 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="a recording (.npz) or a Chrome trace (.json, .json.gz) (default: RUN-dump.npz)",
+        help="a file of a form that `convert` writes, by the end of its name (default: RUN-dump.npz)",
     )
     parser.set_defaults(verb=dump)
 
 
 def dump(options: argparse.Namespace, host: list[str]) -> int:
-    """Save what there is, processes as one. Returns the exit code."""
-    from instrument.trace import file
-    from instrument.trace.grafted import graft
-    from instrument.trace.merge import merge
-
+    """Save all processes of a run as one trace. Returns the exit code."""
     with client.asked(options.run, memory=True) as runs:
         run = client.only("dump", runs)
         now_ns = time.monotonic_ns()
@@ -54,14 +52,9 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
     if not read:
         why = run.none_joined or "none of its processes has a recording that can be read"
         raise InstrumentError(f"dump: {run.name}: {why}")
-    saved = graft(read[0] if len(read) == 1 else merge(read).saved)
+    saved = one_trace(read)
     path = Path(options.output or f"{run.name}-dump.npz")
-    if path.suffix == ".npz":
-        file.write(path, saved.columns, saved.facts, saved.tally)
-    else:
-        from instrument import chrome
-
-        chrome.write(path, saved.columns, saved.facts, saved.tally)
+    write(path, form_of(path), saved)
     without = f", without {ended} that ended before" if ended else ""
     print(f"{path}: {len(saved.columns)} spans of {len(read)} process{'es' * (len(read) != 1)}{without}")
     return 0

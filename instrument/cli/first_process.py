@@ -19,10 +19,10 @@ from instrument.agent import launch
 from instrument.runtime import packets, run_folder
 
 WAIT_S = 5.0
-"""The longest that the agent has for its last words once the service has ended."""
+"""Seconds that the agent has for its last output after the service has ended."""
 
 AGENTS = 10
-"""The agents at most that one run has, each in place of one that has gone."""
+"""The most agents of a run, each in place of one that has gone."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
@@ -45,7 +45,7 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
 
 
 def _begun(listener: socket.socket, run: str, service: int) -> int:
-    """The number of a new agent, which listens there."""
+    """Fork an agent that listens on `listener`. Returns its pid."""
     agent = os.fork()
     if agent == 0:
         try:
@@ -56,7 +56,7 @@ def _begun(listener: socket.socket, run: str, service: int) -> int:
 
 
 def _begun_again(path: Path, run: str, service: int) -> int:
-    """The number of an agent in place of one that has gone, 0 where there can be none."""
+    """Fork an agent in place of one that has gone. Returns its pid, 0 where it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
         return _begun(listener, run, service)
     return 0
@@ -76,7 +76,7 @@ def _become(words: Sequence[str], environ: Mapping[str, str], mask: set[signal.S
 def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
     """Hand on signals, reap children, and begin an agent anew that has gone, until the service has ended.
 
-    Returns the service's status, and the number of the last agent.
+    Returns the service's status, and the pid of the last agent.
     """
     begun = 1
     while True:
@@ -87,7 +87,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
             if agent in dict(reaped):
                 agent, begun = 0 if ended or begun == AGENTS else _begun_again(path, run, service), begun + 1
             for pid, status in reaped:
-                _tell(path, pid, status)
+                _report_end(path, pid, status)
             if ended:
                 return ended[0], agent
         elif number not in _TERMINAL:
@@ -96,21 +96,22 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
 
 
 def _reaped() -> list[tuple[int, int]]:
-    found = []
+    """Reap the children that have ended. Returns their pids and statuses."""
+    ended = []
     with suppress(ChildProcessError):
-        while (done := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append(done)
-    return found
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(child)
+    return ended
 
 
-def _tell(path: Path, pid: int, status: int) -> None:
-    """Let the agent know how a process has ended, which only its parent is told."""
+def _report_end(path: Path, pid: int, status: int) -> None:
+    """Send the agent the exit status of a process, which the system gives to its parent alone."""
     with suppress(OSError), run_folder.called(path, 0.1) as caller:
         packets.send(caller, {"ended": pid, "status": status})
 
 
 def _end_others(agent: int) -> None:
-    """End what is left but for the agent, as the end of a container's first process does."""
+    """Kill all processes but the agent, as the end of a container's first process does."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
             with suppress(OSError):

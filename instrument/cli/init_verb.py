@@ -24,10 +24,10 @@ from instrument.recorder.scopes import OFF
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""How long a command has to end once its time is over."""
+"""Seconds that a command has to end after SIGTERM."""
 
 OTHERS_S = 5.0
-"""How long other processes of a command have to leave what they did once it has ended."""
+"""Seconds that other processes of a command have to report after it has ended."""
 
 OBSERVING = """\
 service: init
@@ -107,7 +107,7 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
 
 
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command with everything of its own recorded; what its processes did, and its exit code."""
+    """Run a command with everything of its own recorded. Returns what its processes did, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: nothing of the command would be observed: {OFF}")
     names = own_names(words, Path.cwd())
@@ -124,22 +124,22 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
             code, is_over_time = _await(child, for_ns)
         await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
-        found = observed(folder)
-    if not found.processes:
+        observation = observed(folder)
+    if not observation.processes:
         raise InstrumentError(
-            f"init: the command ended with exit code {code} and no process of it told what it did; one that is killed, "
+            f"init: the command ended with exit code {code} and no process of it reported; one that is killed, "
             "or ends by os._exit, cannot"
         )
-    if not any(node.called.label or node.called.kind == "request" for node in found.nodes()):
+    if not any(node.called.label or node.called.kind == "request" for node in observation.nodes()):
         raise InstrumentError(
             f"init: the command ended with exit code {code}, and nothing of its own was called; own modules are those "
             f"below the current folder, beside the script and on PYTHONPATH: found {', '.join(names) or 'none'}"
         )
-    return found, code
+    return observation, code
 
 
 def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for a command, at most so long, and end it then: its exit code, and whether its time was over."""
+    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True where its time was over."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The files that a verb reads: recordings and Chrome traces, one by one or all of a folder."""
+"""The files that a verb reads: recordings and Chrome traces, named, or all of a folder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall = put files of several machines together by their time of day also where nobody knows how exact it is"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""How the names of files in a folder end that are read; of two that differ in the suffix alone the first of these."""
+"""The suffixes of files that are read in a folder. Of two files with one stem, the first suffix wins."""
 
 
 def files_of(verb: str, options: argparse.Namespace) -> list[str]:
-    """The files that are named, and of each folder those of one run. Raises `TraceError` for a folder that has none."""
+    """Return the named files, and of each folder those of one run. Raises `TraceError` for a folder without any."""
 
     def say(others: str) -> None:
         print(f"instrument: {verb}: {others}", file=sys.stderr)
@@ -39,15 +39,18 @@ def files_of(verb: str, options: argparse.Namespace) -> list[str]:
 
 
 def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """The files of some paths: of a folder those of a run, else of the newest, or of all. `say` hears of the others."""
-    found: list[str] = []
+    """Return the files of paths: of a folder those of `run`, else of the newest run, or of all runs.
+
+    `say` gets a sentence on the runs that are left out.
+    """
+    files: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
-            found.append(path)
+            files.append(path)
             continue
-        its = _files_in(path)
-        found += its if is_of_all or (len(its) == 1 and run is None) else _of_one_run(path, its, run, say)
-    return list(dict.fromkeys(found))
+        inside = _files_in(path)
+        files += inside if is_of_all or (len(inside) == 1 and run is None) else _of_one_run(path, inside, run, say)
+    return list(dict.fromkeys(files))
 
 
 def _files_in(folder: str) -> list[str]:
@@ -69,10 +72,10 @@ def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callabl
     known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not known and run is None:
         return list(paths)
-    its, others = chosen(folder, runs_of(known), run)
+    wanted, others = chosen(folder, runs_of(known), run)
     if others:
         say(others)
-    return [path for path in paths if path not in known or path in its.files]
+    return [path for path in paths if path not in known or path in wanted.files]
 
 
 def _facts_in(path: str) -> Trace | None:
@@ -87,7 +90,7 @@ def _facts_in(path: str) -> Trace | None:
 
 
 def saved_in(path: str) -> Saved:
-    """A file of whichever form as a recording. Raises `TraceError`."""
+    """Read a file of any form as a recording. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
 
@@ -95,7 +98,7 @@ def saved_in(path: str) -> Saved:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """The files, and the options that say how they are put together and what they may take."""
+    """Add the files, and the options on how they are merged and how much memory they may use."""
     parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="of a folder, the files of this run (default: of the newest)")
@@ -110,9 +113,8 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def load_libraries() -> None:
-    """What reads files is there before memory is bounded: the system would not load all of a library, and OpenBLAS
-    would end the process."""
-    # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
+    """Import all that reads files, before memory is bounded: later a library may load in part, or OpenBLAS abort."""
+    # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
     from instrument.trace import file, merge  # noqa: F401
@@ -121,16 +123,20 @@ def load_libraries() -> None:
 
 
 def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
-    """The files as they are, read within the memory that they may take. Raises `TraceError`."""
+    """Read files within the memory that they may use. Raises `TraceError`."""
     load_libraries()
     with within_memory(verb, paths, memory):
         return list(map(saved_in, paths))
 
 
 def merged_of(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
-    """All files as one, with one tree for each request. Raises `TraceError`."""
+    """Read all files as one trace, with one tree per request. Raises `TraceError`."""
+    return one_trace(read_bounded(verb, paths, options.memory), options.clock)
+
+
+def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
+    """Merge recordings into one, with one tree per request. Raises `TraceError`."""
     from instrument.trace.grafted import graft
     from instrument.trace.merge import merge
 
-    files = read_bounded(verb, paths, options.memory)
-    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=options.clock == WALL).saved)
+    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)

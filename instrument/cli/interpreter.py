@@ -1,4 +1,4 @@
-"""The interpreter that the host is run by, and commands that are waited for."""
+"""The host's command: the interpreter that runs it, its service's name, and a child that is waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interpreter_flags() -> list[str]:
-    """The options that this interpreter was started with and that matter to the host."""
+    """Return the options of this interpreter that matter to the host."""
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -38,7 +38,7 @@ def running(
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs under a profile, as by `instrument run`.
+    """Run a command under a profile, as `instrument run` does.
 
     Signals that would end us are handed on to it, and noted in `handed_on`.
     """
@@ -78,10 +78,10 @@ class Command(NamedTuple):
 
 
 def host_of(verb: str, given: list[str]) -> Command:
-    """The command as it is run: by this interpreter where it is of Python, else by itself in our environment.
+    """Return the command to run: by this interpreter for Python, else by itself in our environment.
 
-    Takes what a shell takes, and what follows `python` there. Raises `InstrumentError` for what cannot be run, or not
-    so that a session starts.
+    Takes what a shell takes, or what follows `python` there. Raises `InstrumentError` for a command that cannot be
+    run, or in which no session would start.
     """
     if not given:
         raise InstrumentError(f"{verb}: {_NOTHING}")
@@ -115,15 +115,15 @@ _OF_PYTHON = re.compile(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?(
 
 
 def _python_of(verb: str, words: list[str]) -> Command:
-    """The command of words that follow `python`."""
+    """Return the command of words that follow `python`."""
     if not words or words in (["-m"], ["-c"]):
         raise InstrumentError(f"{verb}: {_NOTHING}")
     options = iter(() if OFF else words)
     for word in options:
-        found = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
-        if found is None:
+        option = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
+        if option is None:
             break
-        letters, last, rest = found.groups()
+        letters, last, rest = option.groups()
         if set(letters) & set("IES"):
             raise InstrumentError(
                 f"{verb}: found {word} before the script; with -I, -E or -S Python does not load what starts the "
@@ -143,16 +143,16 @@ _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "f
 
 
 def service_of(words: Sequence[str]) -> str:
-    """The name of the service that a command starts: of its project, else of its app, module, script or folder.
+    """Return the service's name: of its project, else of its app, module, script or folder.
 
-    Names that say nothing, such as `app` and `main`, come last.
+    General names, such as `app` and `main`, come last.
     """
     project = Path("pyproject.toml")
     if project.is_file():
         text = project.read_text("utf-8", "replace")
-        found = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
-        if found:
-            return _as_name(found[1])
+        name = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
+        if name:
+            return _as_name(name[1])
     named = [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -166,12 +166,12 @@ def service_of(words: Sequence[str]) -> str:
 
 
 def _as_name(text: str) -> str:
-    """A text as a service's name: letters, digits, points and dashes."""
+    """Turn a text into a service's name: letters, digits, points and dashes."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 
 def _path_of(verb: str, word: str) -> Path:
-    """The file or folder that a word of a command names: here, or where a shell looks for commands."""
+    """Return the file or folder that a word of a command names: here, or on PATH."""
     path = Path(word)
     if path.is_file() or (path.is_dir() and ("/" in word or (path / "__main__.py").exists())):
         return path
@@ -192,7 +192,7 @@ def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
     own = Path(sys.executable)
     if OFF or interpreter.parent.resolve() == own.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):
         return
-    environments = [(each.parent.parent / "pyvenv.cfg").exists() for each in (interpreter, own)]
+    environments = [(python.parent.parent / "pyvenv.cfg").exists() for python in (interpreter, own)]
     if any(environments) or not interpreter.samefile(own):
         raise InstrumentError(
             f"{verb}: asked to run {word!r}, found that {interpreter} runs it; this is {own}. Install instrument-sdk "

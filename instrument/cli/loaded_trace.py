@@ -8,20 +8,20 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, files_in, saved_in
+from instrument.cli.inputs import files_in, one_trace, saved_in
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 FRAMES = ("pandas", "polars", "pyarrow")
-"""The libraries of data frames, the first that is installed is taken."""
+"""The libraries of data frames. The first that is installed makes the frames."""
 
 
 class LoadedTrace:
-    """Saved traces as one, with one tree for each request. `saved` has the columns of which the frames are made.
+    """Saved traces as one, with one tree per request. `saved` has the columns of which the frames are made.
 
-    A frame is made when it is asked for. It wants `instrument-sdk[query]` and pandas, polars or pyarrow.
+    A frame is made on its first access. It needs `instrument-sdk[query]` and pandas, polars or pyarrow.
     """
 
     def __init__(self, saved: Saved, frames: str | None = None) -> None:
@@ -46,16 +46,16 @@ class LoadedTrace:
         joined = join(trace, facts.apart_ns)
         return self._frame_of(tables.frame_of_requests(trace, facts, joined, ledger(trace, joined)))
 
-    def _frame_of(self, found: Any) -> Any:
+    def _frame_of(self, relation: Any) -> Any:
         from instrument.trace import tables
 
         kind = self._frames or next((name for name in FRAMES if importlib.util.find_spec(name)), None)
         if kind == "pandas":
-            return tables.as_pandas(found)
+            return tables.as_pandas(relation)
         if kind == "polars":
-            return found.pl()
+            return relation.pl()
         if kind == "pyarrow":
-            return found.to_arrow_table()
+            return relation.to_arrow_table()
         asked = "none of them is installed" if kind is None else f"asked for {kind}"
         raise InstrumentError(f"load: data frames are of {', '.join(FRAMES)}; {asked}: pip install pandas")
 
@@ -73,11 +73,8 @@ def load(
     `instrument report`. `frames` names the library of data frames: pandas where it is installed, else polars or
     pyarrow. Raises `TraceError` for what cannot be read.
     """
-    from instrument.trace.grafted import graft
-    from instrument.trace.merge import merge
-
     if not paths:
         raise InstrumentError("load: found no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
     read = list(map(saved_in, files_in(names, run, all_runs, lambda others: warnings.warn(others, stacklevel=4))))
-    return LoadedTrace(graft(read[0] if len(read) == 1 else merge(read, by_wall_clock=clock == WALL).saved), frames)
+    return LoadedTrace(one_trace(read, clock), frames)

@@ -1,23 +1,27 @@
-"""What arguments of the command may be: each reader gives the value of a text, or says what is allowed."""
+"""The values of the command's options: readers of a text, which refuse it with what is allowed, and the profile."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
+from instrument.errors import InstrumentError
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
+from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
 from instrument.report.view import UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What a verb is added to."""
+"""The part of the command's parser that a verb adds its own to."""
 
 
 def count(text: str) -> int:
-    """A number from 1."""
+    """Read a number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
@@ -28,35 +32,35 @@ ALL = 0
 
 
 def count_or_all(text: str) -> int:
-    """A number from 1, or `ALL`."""
+    """Read a number from 1, or `ALL`."""
     return ALL if text == "all" else count(text)
 
 
 def whole(text: str) -> int:
-    """A number from 0."""
+    """Read a number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
     return int(text)
 
 
 def time_ns(text: str) -> int:
-    """A time with its unit, in ns."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|ms|s)", text)
-    if not found:
+    """Read a time with its unit, in ns."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|ms|s)", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of ns, us, ms, s, such as 50us")
-    return round(float(found[1]) * UNITS[found[2]])
+    return round(float(match[1]) * UNITS[match[2]])
 
 
 def size_bytes(text: str) -> int:
-    """A size with its unit, in bytes."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([A-Za-z]+)", text)
-    if not found or found[2] not in SIZE_UNITS:
+    """Read a size with its unit, in bytes."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([A-Za-z]+)", text)
+    if not match or match[2] not in SIZE_UNITS:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(SIZE_UNITS)}")
-    return round(float(found[1]) * SIZE_UNITS[found[2]])
+    return round(float(match[1]) * SIZE_UNITS[match[2]])
 
 
 def view_names(text: str) -> list[str]:
-    """Names of views with commas between them."""
+    """Read names of views with commas between them."""
     views = text.split(",")
     for view in views:
         _require(view, VIEWS)
@@ -64,7 +68,7 @@ def view_names(text: str) -> list[str]:
 
 
 def one_of(names: Iterable[str]) -> dict[str, Any]:
-    """What has an argument take one of these names."""
+    """Return the settings of an argument that takes one of some names."""
     choices = tuple(names)
 
     def name(text: str) -> str:
@@ -82,7 +86,30 @@ def _require(text: str, names: Collection[str]) -> None:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds."""
+    """Read a number of seconds."""
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
     return float(text)
+
+
+DEFAULT = f"default: the variable INSTRUMENT_PROFILE, else the preset {PRESETS[0]}"
+
+WITHOUT_PROFILE = (
+    f"no profile, so the preset {PRESETS[0]} (`instrument check --preset {PRESETS[0]}` prints it; "
+    f"for training loops: --preset {PRESETS[1]})"
+)
+
+
+def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
+    """Return the file of the profile that `run` or `check` takes, and True where the user has named none."""
+    if options.profile and options.preset:
+        raise InstrumentError(
+            f"found both the profile {options.profile} and --preset {options.preset}; give one of them, or put the "
+            f"line `preset: {options.preset}` into the profile"
+        )
+    of_variable = os.environ.get("INSTRUMENT_PROFILE", "")
+    if of_variable and not (options.preset or options.profile or os.access(of_variable, os.R_OK)):
+        print(f"instrument: INSTRUMENT_PROFILE: found {of_variable!r}, which cannot be read", file=sys.stderr)
+        of_variable = ""
+    named = path_of(options.preset) if options.preset else options.profile or of_variable
+    return named or path_of(PRESETS[0]), not named

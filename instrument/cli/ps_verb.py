@@ -43,10 +43,11 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         agent = f"agent {run.agent}" if run.agent else run.problem
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
-            [one.service, str(one.pid), "ended" if one.state == GOODBYE else one.state,
-             compact(None if one.up_ns is None else one.up_ns / 1e9), f"{one.generation} ({one.digest})",
-             _told(one.calls), "-" if one.cost_ratio is None else f"{100 * one.cost_ratio:.2g}%", _told(one.lost)]
-            for one in screen.processes
+            [process.service, str(process.pid), "ended" if process.state == GOODBYE else process.state,
+             compact(None if process.up_ns is None else process.up_ns / 1e9),
+             f"{process.generation} ({process.digest})", _cell(process.calls),
+             "-" if process.cost_ratio is None else f"{100 * process.cost_ratio:.2g}%", _cell(process.lost)]
+            for process in screen.processes
         ]  # fmt: skip
         header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
         if rows:
@@ -58,5 +59,5 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
     return 0
 
 
-def _told(count: int | None) -> str:
+def _cell(count: int | None) -> str:
     return "-" if count is None else str(count)

@@ -22,7 +22,7 @@ TABLES = {
     "attributes": "span_id, name, value (text, or JSON of what is none), number",
     "samples": "name, device (-1: the host), at_ns, value: gauges",
 }
-"""What `instrument.trace.tables` makes, and what is in each."""
+"""The tables that `instrument.trace.tables` makes, with their columns."""
 
 
 def add(verbs: Verbs) -> None:

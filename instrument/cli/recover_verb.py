@@ -1,4 +1,4 @@
-"""`instrument recover`: save what processes that are gone have left in the files of `limits.ring_dir`."""
+"""`instrument recover`: save the recordings of killed processes in the files of `limits.ring_dir`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _recovered(path: Path) -> tuple[str, bool]:
-    """What became of one file, and whether its process has gone. Raises `TraceError` and `OSError`."""
+    """Save what one file has. Returns a sentence, and True where its process has gone. Raises `TraceError`."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped
 

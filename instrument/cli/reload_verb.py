@@ -1,4 +1,4 @@
-"""`instrument reload`: tell running processes to go over to a changed profile."""
+"""`instrument reload`: have running processes go over to a changed profile."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from instrument.sessions.control_client import WAIT_S, Answer, Request, folder_o
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reload",
-        help="tell running processes to go over to a changed profile",
-        description="Tells every process of a run that has an agent, and every other one that listens (the profile's "
+        help="have running processes go over to a changed profile",
+        description="Asks every process of a run that has an agent, and every other one that listens (the profile's "
         "`control.socket`), and prints what each answers. "
         "With P, only processes that run that very file follow; others that listen are named and left alone. "
         "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
-        "2: the profile was refused, or there is nobody to tell.",
+        "2: the profile was refused, or there is no such process.",
     )
     parser.add_argument(
         "profile", nargs="?", metavar="P", help="the profile.yaml that has changed (default: each its own)"
     )
     parser.add_argument(
-        "--pid", type=count, metavar="N", help="tell this process alone; P may be another file of its service then"
+        "--pid", type=count, metavar="N", help="ask this process alone; P may be another file of its service then"
     )
-    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"tell the processes of this one alone: {RUN}")
+    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"ask the processes of this run alone: {RUN}")
     parser.add_argument(
         "--socket",
         metavar="PATH",
@@ -47,13 +47,13 @@ def add(verbs: Verbs) -> None:
 
 
 def reload(options: argparse.Namespace, host: list[str]) -> int:
-    """Tell the processes and print what each answers. Returns the exit code."""
+    """Ask the processes, and print what each answers. Returns the exit code."""
     known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
     where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
     request = Request()
     if options.profile:
-        # What the file does not say itself may be said otherwise to a process; a variable here tells which is meant.
+        # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
     answers = {} if options.socket else _answers_of_runs(request, options)
@@ -85,7 +85,7 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
             "agent the running profile needs `control: {socket: ...}`, and --socket names its folder"
         )
     for pid, answer in answers.items():
-        print(f"{pid}: {_told(answer, options.wait)}")
+        print(f"{pid}: {_sentence(answer, options.wait)}")
     silent = [pid for pid, answer in answers.items() if answer is None]
     if silent:
         names = ", ".join(silent)
@@ -99,19 +99,19 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
-    """What the processes answer that the agents of this user's runs know, by their numbers."""
+    """Return the answers of the processes that the agents of this user's runs know, by pid."""
     answers: dict[str, Answer | None] = {}
     try:
         with client.asked(options.run if options.pid is None else str(options.pid)) as runs:
             for run in runs:
                 pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
-                its: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
+                of_run: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
                 if run.problem or not pids:
                     continue
-                slow = functools.partial(_say_who_is_slow, its, options.wait)
+                slow = functools.partial(_say_who_is_slow, of_run, options.wait)
                 for pid, answer in client.tell(run, request.asked(), pids, options.wait, slow):
-                    its[str(pid)] = answer
-                answers.update(its)
+                    of_run[str(pid)] = answer
+                answers.update(of_run)
     except InstrumentError:
         if options.run is not None:
             raise
@@ -120,7 +120,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
 
 
 def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
-    """Whether a process runs the file that is named, if any is; one that is named itself may be given another one."""
+    """Return True where a process runs the named file, or there is none, or --pid names the process."""
     if not options.profile or options.pid is not None:
         return True
     try:
@@ -134,7 +134,7 @@ def _say_who_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> Non
     print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
 
 
-def _told(answer: Answer | None, waited_s: float) -> str:
+def _sentence(answer: Answer | None, waited_s: float) -> str:
     if answer is None:
         return f"no answer yet after {waited_s:g} s; it goes over when it comes to read what was asked"
     if answer.get("pending"):

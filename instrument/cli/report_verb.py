@@ -88,7 +88,7 @@ def add(verbs: Verbs) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Spans and rows are no cycles: to look for some each time that there are more takes a fifth of a report's time."""
+    """Stop the collector of cycles meanwhile: spans and rows have none, and it takes a fifth of a report's time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -104,7 +104,7 @@ def report_files(options: argparse.Namespace, host: list[str]) -> int:
     options.trace = options.traces[0]
     if len(options.traces) > 1 or options.by:
         if options.beside:
-            raise InstrumentError("report: --with is for one file; found several, so give that of the same process")
+            raise InstrumentError("report: --with is for one file, found several; give that of the same process")
         options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # as they are, and as one
     return report(options, host)
 
@@ -166,7 +166,7 @@ def _written(options: argparse.Namespace, asked: Options) -> int:
 
 
 def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Recording]]:
-    """What is reported on: all files as one, or those of each process, with what stands before it in text and JSON."""
+    """Yield what is reported on, all files as one or those per process, with its heading in text and facts in JSON."""
     if len(options.traces) == 1 and not options.by:
         yield "", {}, _recording(options.traces[0], options.beside)
         return
@@ -177,10 +177,10 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
 
     files = list(map(saved_in, options.traces))
     if options.by:
-        for its in processes_of(files):
-            origin = its[0].facts.origin
-            of = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(its)}
-            yield f"Process: {called(its[0])}", {"process": of}, Recording.of_saved(merge(its).saved)
+        for of_process in processes_of(files):
+            origin = of_process[0].facts.origin
+            facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
+            yield f"Process: {called(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
         return
     merged = merge(files, by_wall_clock=options.clock == WALL)
     facts = {

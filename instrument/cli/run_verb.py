@@ -14,11 +14,9 @@ from typing import NoReturn
 
 from instrument import native
 from instrument.agent import launch
-from instrument.cli import first_process
+from instrument.cli import first_process, flush
 from instrument.cli.interpreter import host_of, service_of
-from instrument.cli.option_values import Verbs, one_of
-from instrument.cli.output import flush
-from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
+from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.instrumentors.selection import awaited
 from instrument.instrumentors.verdict import CHECK_FOLDER
 from instrument.profile import handed_down
@@ -54,7 +52,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     """Become the host under the profile, or stay as its parent where this is the first process of a container."""
     if native.WHY_MISSING:
         print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
-    path, is_unnamed = wanted(options)
+    path, is_unnamed = profile_of(options)
     consulted = handed_down.Consulted()
     profile = None if OFF or not host else load(path, environ=consulted)
     if profile is not None:
@@ -96,7 +94,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _new_run() -> str:
-    """What this run is called: not as the one that it is within, which this very process may have begun just now."""
+    """Return a name for this run that differs from the run that it is within, which may have begun just now."""
     while (name := files.new_run()) == os.environ.get(files.RUN_VARIABLE):
         time.sleep(0.05)
     return name
@@ -108,7 +106,7 @@ def _become(words: list[str], environ: dict[str, str]) -> NoReturn:
 
 
 def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | None:
-    """Where the agent of a run is to listen, put into `environ`; None where it cannot."""
+    """Make the socket of the run's agent, and put its path into `environ`. None where there can be none."""
     environ.pop(run_folder.VARIABLE, None)
     try:
         listener = launch.prepare(run)
@@ -129,15 +127,15 @@ def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _environment_of_host() -> dict[str, str]:
-    """Our environment; where the `sitecustomize` of another program has begun this interpreter, as it was before that.
+    """Return our environment, or the one before the `sitecustomize` of another program changed it.
 
-    `opentelemetry-instrument instrument run -- service.py`: that one takes itself off PYTHONPATH, and would not
-    instrument the service.
+    `opentelemetry-instrument instrument run -- service.py` takes itself off PYTHONPATH, and would not instrument the
+    service.
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
-    folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as it stands on the path
+    folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
     before = environment.given()
-    had, has = (folder in one.get("PYTHONPATH", "").split(os.pathsep) for one in (before, os.environ))
+    had, has = (folder in environ.get("PYTHONPATH", "").split(os.pathsep) for environ in (before, os.environ))
     return before if folder and had and not has else dict(os.environ)
 
 

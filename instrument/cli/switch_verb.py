@@ -1,4 +1,4 @@
-"""`instrument on` and `instrument off`: have the processes of a run record, or stop recording until they are told."""
+"""`instrument on` and `instrument off`: have the processes of a run record, or stop recording until `on`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def add(verbs: Verbs) -> None:
         parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
         parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
         parser.add_argument("--all", action="store_true", help="all that are found, unasked")
-        told = f"the longest, for the answers (default: {WAIT_S:g})"
-        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=told)
+        limit = f"the longest, for the answers (default: {WAIT_S:g})"
+        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=limit)
         parser.set_defaults(verb=functools.partial(switch, on=on))
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Tell the processes and print what each answers. Returns the exit code: 1 where one has not answered yet.
+    """Ask the processes, and print what each answers. Returns the exit code: 1 where an answer is missing.
 
     Ask first where there are several runs. Refuse where there is no terminal to ask at.
     """
@@ -48,7 +48,7 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 continue
             answers = dict(client.tell(run, Request(records=on).asked(), pids, options.wait))
             for pid in pids:
-                print(f"{pid}: {_told(answers.get(pid))}")
+                print(f"{pid}: {_word(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
     return int(missing)
 
@@ -66,7 +66,7 @@ def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _told(answer: Mapping[str, Any] | None) -> str:
+def _word(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return "no answer yet"
     if "records" in answer:
