@@ -28,13 +28,10 @@ from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatc
 from instrument.instrumentors.requests.packages import PACKAGES, presets_for
 from instrument.profile.keys import loads
 from instrument.profile.presets import PRESETS
-from instrument.proposal.first_profile import FirstProfile, command_of, text_of
+from instrument.proposal.first_profile import FirstProfile, choose_layers, command_of, first_profile_of, text_of
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
 from instrument.proposal.key_choice import choose_keys
-from instrument.proposal.layer_choice import choose_layers
-from instrument.proposal.observation import Called, Observation, ObservedNode
-from instrument.proposal.of_observation import first_profile_of
-from instrument.proposal.own_modules import own_names
+from instrument.proposal.observation import Called, Observation, ObservedNode, own_names
 
 MS = 10**6
 
@@ -403,7 +400,7 @@ def test_layers_are_named_by_block_and_by_what_takes_its_time() -> None:
         for i in range(3)
     ]
     found = choose_layers(observation(request(10, 500, layer("embed", 1), *blocks, layer("head", 50))))
-    assert [layer.match for layer in found] == [("h.*",), ("h.*.attn",), ("h.*.mlp",), ("head",)]
+    assert [layer.match for layer in found] == ["h.*", "h.*.attn", "h.*.mlp", "head"]
     assert found[0].reasons == ["3 of Layer: ran 30 times, 10 ms each, 85 % of the layers' time"]
 
 

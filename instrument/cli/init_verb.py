@@ -16,10 +16,8 @@ from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import text_of
-from instrument.proposal.observation import Observation, await_reports, observed
-from instrument.proposal.of_observation import first_profile_of
-from instrument.proposal.own_modules import own_names, patterns_of
+from instrument.proposal.first_profile import first_profile_of, text_of
+from instrument.proposal.observation import Observation, await_reports, observed, own_names, patterns_of
 from instrument.recorder.scopes import OFF
 from instrument.runtime.environment import INIT_FOLDER
 

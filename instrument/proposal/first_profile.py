@@ -1,16 +1,23 @@
-"""A first profile and its text: short, with the reason of each rule above it."""
+"""The first profile of a service that was observed, and its text: short, with the reason of each rule above it."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instrument.proposal.function_choice import FunctionProposal
-from instrument.proposal.layer_choice import LayerProposal
+from instrument.instrumentors.requests.packages import of_role, presets_for
+from instrument.profile.keys import load
+from instrument.profile.presets import path_of
+from instrument.proposal.function_choice import FunctionChoice, FunctionProposal, choose_functions, is_probe
+from instrument.proposal.key_choice import choose_keys
+from instrument.proposal.observation import Observation, ObservedNode
+from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 WIDTH = 118
 
@@ -21,12 +28,35 @@ PRESET_SAYS = {
     "training": "forward, backward, optimizer, loaders, copies, gauges; a summary and a trace file at the end",
 }
 
+SHOWN = 6
+"""The most items that a comment lists."""
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
+"""The least share of a named layer in the time of all layers, and in that of its block."""
+
+LEAST_LAYER_NS = 20_000
+"""The least time per call of a named layer."""
+
+LAYERS = 6
+"""The most layers of a first profile."""
+
+
+@dataclass(slots=True)
+class LayerProposal:
+    """A proposed rule of layers, by a path with `*` for numbers. `reasons` become its comment."""
+
+    match: str
+    device: bool = False
+    reasons: list[str] = field(default_factory=list)
+
 
 @dataclass(slots=True)
 class FirstProfile:
-    """What is written: paragraphs of comments at the `head`, on `requests`, on the rules, and what was `left_out`.
+    """A first profile: its rules, and paragraphs of comments at the `head`, on `requests` and on what was `left_out`.
 
-    `seen` is what it is made from, in words.
+    `seen` is a summary of the observation.
     """
 
     service: str
@@ -43,12 +73,12 @@ class FirstProfile:
 
     @property
     def rules(self) -> int:
-        """How many rules it has."""
+        """The number of its rules."""
         return len(self.functions) + len(self.layers)
 
 
 def text_of(first: FirstProfile) -> str:
-    """The YAML of a first profile."""
+    """Return the YAML of a first profile."""
     return "\n".join(_lines(first)).rstrip() + "\n"
 
 
@@ -80,7 +110,7 @@ def _lines(first: FirstProfile) -> Iterator[str]:
         yield "layers:"
         for layer in first.layers:
             yield from comment("; ".join(layer.reasons), "  ")
-            yield f"  - {'type' if layer.is_type else 'match'}: {_one_or_list(layer.match)}"
+            yield f"  - match: {_quoted(layer.match)}"
             if layer.device:
                 yield "    device: true"
     if first.capture:
@@ -93,7 +123,7 @@ def _lines(first: FirstProfile) -> Iterator[str]:
 
 
 def _function(rule: FunctionProposal) -> Iterator[str]:
-    yield f"  - match: {_one_or_list([rule.label, *rule.others])}"
+    yield f"  - match: {_quoted(rule.label)}"
     if rule.phase:
         yield f"    phase: {rule.phase}"
     elif rule.kind != "op":
@@ -109,7 +139,7 @@ def _function(rule: FunctionProposal) -> Iterator[str]:
 
 
 def comment(paragraph: str, indent: str = "") -> list[str]:
-    """Lines of a comment."""
+    """Wrap a paragraph into the lines of a comment."""
     lead = f"{indent}# "
     return textwrap.wrap(
         _plain(paragraph),
@@ -121,17 +151,16 @@ def comment(paragraph: str, indent: str = "") -> list[str]:
     )
 
 
-def list_of(things: Iterable[str], most: int) -> str:
-    """The first of them, and how many more there are."""
-    found = list(things)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+def list_of(items: Sequence[str]) -> str:
+    """List the first items, and the number of the others."""
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
 
 
 def command_of(words: Sequence[str]) -> str:
-    """A command as a comment may show it: the program, and the files and modules beside the service that follow it.
+    """Return the part of a command that a comment may show: the program, and files and modules of the folder after it.
 
-    All else may be secret, such as a key or an address with a password in it.
+    The rest may be secret, such as a key or an address with a password in it.
     """
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     rest = list(words[len(shown) :])
@@ -141,7 +170,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def _is_beside(word: str) -> bool:
-    """Whether a word names a file in the folder, or what is in a module there, as in `app.main:app`."""
+    """Return True for a file in the folder, or an object of a module there, as in `app.main:app`."""
     named = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
     try:
         if named is not None:
@@ -149,11 +178,6 @@ def _is_beside(word: str) -> bool:
         return re.fullmatch(r"[\w./][\w./-]*", word) is not None and Path(word).is_file()
     except OSError:  # a name that is too long, a folder that may not be read
         return False
-
-
-def _one_or_list(texts: Sequence[str]) -> str:
-    told = ", ".join(map(_quoted, texts))
-    return told if len(texts) == 1 else f"[{told}]"
 
 
 def _quoted(text: str) -> str:
@@ -164,3 +188,243 @@ def _quoted(text: str) -> str:
 
 def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def first_profile_of(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
+    """Propose a profile for a service that was observed, run by the words of a command."""
+    choice = choose_functions(observation)
+    choose_keys(observation, choice)
+    command = command_of(words)
+    first = FirstProfile(service, functions=choice.rules, layers=choose_layers(observation))
+    count = sum(node.calls for node in choice.requests)
+    processes = f"{observation.processes} process{'es' * (observation.processes != 1)}"
+    what = f"{number_of(count)} request{'s' * (count != 1)}" if count else "no requests"
+    first.seen = f"{what} in {time_of(observation.seconds * 1e9)}, {processes}"
+    first.head = [
+        f"A first profile, by `instrument init -- {command}`: {first.seen}. "
+        "Each rule has its reason above it; the numbers are of that run, of which observing took "
+        f"{share_of(observation.cost)}. Delete what is of no use to you."
+    ]
+    first.head += list(_packages_seen(observation))
+    first.commands = [
+        f"instrument check {file} -- {command}",
+        f"instrument run --profile {file} -- {command}",
+    ]
+    if not count and _trains(observation):
+        first.preset = "training"
+    else:
+        _describe_requests(first, observation, choice)
+    first.requests += list(_recorded_anyway(observation))
+    if count:
+        first.capture = (
+            f"Each request is kept in full: {number_of(count / max(observation.seconds, 1e-3))} a second here. A busy "
+            "service keeps a share, such as 0.01, and still all that are slow for their endpoint or that fail."
+        )
+    first.left_out = list(_left_out(observation, choice))
+    return first
+
+
+def _packages_seen(observation: Observation) -> Iterator[str]:
+    seen = of_role(observation.packages, "web", "server", "engine", "library")
+    if seen:
+        device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
+        yield f"Imported: {', '.join(seen)}.{device}"
+    for package, preset in presets_for(observation.packages):
+        yield f"A preset that is made for {package}, by hand: `instrument check --preset {preset}` prints it."
+
+
+def _describe_requests(first: FirstProfile, observation: Observation, choice: FunctionChoice) -> None:
+    met = [node for node in observation.nodes() if node.called.kind == "request"]
+    paths = {node.called.name: node.called.name.rpartition(" ")[2] for node in met}
+    probes = set(filter(is_probe, paths.values()))
+    served = _sums(node for node in met if paths[node.called.name] not in probes)
+    if served:
+        first.requests = [f"Requests were met at the server, with no rule: {served}."]
+    ignored = [path for rule in load(path_of(first.preset)).requests for path in rule.ignore]
+    if probes - set(ignored):
+        first.requests.append("Probes, by their paths; the preset's are here, too.")
+        first.ignore = [*ignored, *sorted(probes - set(ignored))]
+    unmet = of_role(observation.packages, "unmet")
+    if not met and unmet:
+        first.requests.append(
+            f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "
+            "names, so see that it is the right one."
+        )
+    elif not met and not choice.requests:
+        first.requests.append(
+            "No request was seen. Send the service some while `instrument init` runs, or give the function that "
+            "answers one a rule with `kind: request`."
+        )
+
+
+def _recorded_anyway(observation: Observation) -> Iterator[str]:
+    """Yield a sentence on copies and calls of frameworks, which the preset records."""
+    recorded = _sums(
+        node
+        for node in observation.nodes()
+        if node.calls and not node.called.label and node.called.kind not in ("request", "layer")
+    )
+    if recorded:
+        yield f"The preset records these, too: {recorded}."
+
+
+def _sums(nodes: Iterable[ObservedNode]) -> str:
+    """List the calls and times of nodes by name, the longest first."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for node in nodes:
+        sums[node.called.name][0] += node.calls
+        sums[node.called.name][1] += node.total_ns
+    by_time = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
+    return list_of([f"{name} {each_of(calls, total_ns)}" for name, (calls, total_ns) in by_time])
+
+
+def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
+    named = {rule.label for rule in choice.rules}
+    hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in named]
+    if hot:
+        yield f"Left out, too short or too frequent to be worth a span each: {list_of(hot)}."
+    small = len(choice.small - named)
+    if small:
+        yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
+    early = sorted(_called_at_import(observation))
+    if early:
+        yield (
+            f"Not observed, because their own module calls them while it is imported: {list_of(early)}. The "
+            "report's view `startup` has the time of the import."
+        )
+    inner = sorted(_nested_in(observation))
+    if inner:
+        yield (
+            f"Not observed, because they are made inside functions: {list_of(inner)}. Where one matters, "
+            '@profiled("name") in the code records it.'
+        )
+    if observation.unseen:
+        unseen = [f"{label} ({why})" if why else label for label, why in sorted(observation.unseen.items())]
+        yield f"Not observed: {list_of(unseen)}."
+    if observation.silent:
+        count = observation.silent
+        yield (
+            f"Not observed: {count} process{'es' * (count != 1)} that ended without a goodbye (SIGKILL, os._exit) or "
+            "had not ended yet."
+        )
+
+
+def _nested_in(observation: Observation) -> Iterator[str]:
+    """Yield the service's functions that are made inside functions and decorated by a call, such as a route's."""
+    for module, tree in _trees(observation):
+        for outer in ast.walk(tree):
+            if not isinstance(outer, FUNCTIONS):
+                continue
+            for node in ast.walk(outer):
+                if node is not outer and isinstance(node, FUNCTIONS) and any(map(_is_route, node.decorator_list)):
+                    yield f"{module}:{outer.name}.{node.name}"
+
+
+def _called_at_import(observation: Observation) -> Iterator[str]:
+    """Yield the service's functions that only their modules call, as these are imported."""
+    ran = {node.called.label for node in observation.nodes() if node.calls}
+    for module, tree in _trees(observation):
+        own = {node.name for node in tree.body if isinstance(node, FUNCTIONS)}
+        for statement in tree.body:
+            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
+                for node in ast.walk(statement):
+                    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+                    if name in own and f"{module}:{name}" not in ran:
+                        yield f"{module}:{name}"
+
+
+def _trees(observation: Observation) -> Iterator[tuple[str, ast.Module]]:
+    """Parse the files of the service's own modules."""
+    for module, name in sorted(observation.files.items()):
+        try:
+            yield module, ast.parse(Path(name).read_text("utf-8"))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            pass  # a file that has gone, or one of another kind
+
+
+def _is_route(decorator: ast.expr) -> bool:
+    """Return True for a decorator that is a call of a method, as those of routes and tasks are."""
+    return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)
+
+
+def _trains(observation: Observation) -> bool:
+    """Return True where one of the service's files calls `backward`."""
+    for name in observation.files.values():
+        try:
+            if ".backward(" in Path(name).read_text("utf-8"):
+                return True
+        except (OSError, ValueError):
+            pass
+    return False
+
+
+@dataclass(slots=True)
+class _Layers:
+    """The layers of one pattern: their calls and time in all, their places and classes."""
+
+    calls: int = 0
+    total_ns: int = 0
+    places: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
+
+
+def pattern_of(path: str) -> str:
+    """Put `*` in place of the numbers of a layer's path."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def choose_layers(observation: Observation) -> list[LayerProposal]:
+    """Choose the layers that a first profile names."""
+    by_pattern: dict[str, _Layers] = defaultdict(_Layers)
+    whole_ns = 0
+    for node in observation.nodes():
+        if node.called.kind != "layer":
+            continue
+        if not any(above.called.kind == "layer" for above in node.above()):
+            whole_ns += node.total_ns
+        if node.called.instance:
+            layers = by_pattern[pattern_of(node.called.instance)]
+            layers.calls += node.calls
+            layers.total_ns += node.total_ns
+            layers.places.add(node.called.instance)
+            layers.classes.add(node.called.name)
+    rules = []
+    for pattern in _chosen(by_pattern, whole_ns)[:LAYERS]:
+        layers = by_pattern[pattern]
+        classes = " or ".join(sorted(layers.classes)[:3])
+        places = f"{len(layers.places)} of {classes}" if len(layers.places) > 1 else classes
+        share = share_of(layers.total_ns / whole_ns)
+        words = f"{places}: ran {each_of(layers.calls, layers.total_ns)}, {share} of the layers' time"
+        rules.append(LayerProposal(pattern, observation.uses_cuda, [words]))
+    return rules
+
+
+def _chosen(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
+    """Choose repeated blocks and their parts, then large layers outside of these."""
+    total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
+    large = sorted(
+        (
+            pattern
+            for pattern, layers in by_pattern.items()
+            if layers.calls and layers.total_ns >= max(LEAST_OF_LAYERS * whole_ns, LEAST_LAYER_NS * layers.calls)
+        ),
+        key=lambda pattern: (-total_ns[pattern], pattern),
+    )
+    blocks = [pattern for pattern in large if pattern.endswith("*") and len(by_pattern[pattern].places) > 1]
+    outermost = sorted(_outside_of_others(blocks), key=lambda pattern: pattern.count("."))
+    chosen: list[str] = []
+    for block in outermost:
+        least_ns = LEAST_OF_BLOCK * total_ns[block]
+        parts = [part for part in large if part.rpartition(".")[0] == block and total_ns[part] >= least_ns]
+        chosen += [block, *parts]
+    alone = [
+        pattern
+        for pattern in large
+        if not any(f"{block}.".startswith(f"{pattern}.") or pattern.startswith(f"{block}.") for block in outermost)
+    ]
+    return chosen + _outside_of_others(alone)
+
+
+def _outside_of_others(patterns: list[str]) -> list[str]:
+    """Return the patterns that are below no other."""
+    return [pattern for pattern in patterns if not any(pattern.startswith(f"{other}.") for other in patterns)]

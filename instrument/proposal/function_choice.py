@@ -1,9 +1,9 @@
-"""Which functions a first profile names, chosen from what ran: where requests spend their time, and what splits it.
+"""The functions that a first profile names, chosen from what ran: where requests spend their time, and what splits it.
 
-A function is worth a rule where it holds time of its own, or parts the time of a request or of a step between others
-that do. Time in what is too short or too frequent to be recorded, in layers and in copies counts as that of the
-function around it. What runs outside of requests is looked at below the loops: functions that were called once or never
-end, such as `main` and the body of a thread; what these call again and again are the units of work.
+A function gets a rule for time of its own, or for splitting the time of a request or a step between functions that
+have such. Time in functions too short or too frequent to be recorded, in layers and in copies, counts for the function
+around them. Outside of requests the loops come first: functions that were called once or never end, such as `main` and
+the body of a thread. The functions that a loop calls again and again are the units of work.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from instrument.proposal.observation import Observation, ObservedNode
 from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The part of the requests' time, of the work outside of them, or of a run in which nothing was done again and again,
-that a function holds that is worth a rule; of a private one, twice as much."""
+"""The least share of a function with a rule: of the requests' time, of the work outside of them, or of a run without
+repeated work. A private function needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The part that a function has in all where it is worth a rule for what it calls."""
+"""The least share of a function that gets a rule because it splits its time."""
 
 LEAST_PART = 0.02
-"""The part of a function's time that is worth telling apart from the rest."""
+"""The least share of a part in the time of the function that it splits."""
 
 SHORT_NS = 5_000
-"""Calls that take less on average tell nothing that is worth a span each."""
+"""The least mean time of a recorded function."""
 
 HOT = 10_000
-"""Calls a second that are too many for a rule."""
+"""The most calls per second of a recorded function."""
 
 REPEATED = 3
-"""So many calls in a process are work that is done again and again."""
+"""The calls per process from which on work counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""What is loaded at the start is worth a rule from so long on."""
+"""The least time of a function with a rule for what it loads at the start."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function with this part of a request's time, and less than that of its own, says what the request says."""
+"""A function repeats its request with at least the first share of its time, and less than the second of its own."""
 
 RULES = 12
 """The most functions of a first profile, beside those that requests, steps and keys need."""
@@ -68,15 +68,14 @@ _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[
 
 
 LOADS, OF_REQUESTS, OUTSIDE = range(3)
-"""Groups of rules, in their order."""
+"""The groups of rules, in their order: what loads, what requests call, work outside of requests."""
 
 
 @dataclass(slots=True)
 class FunctionProposal:
-    """A function rule that is proposed. `key` and `batch` are paths; `reasons` are what its comment says.
+    """A proposed rule of functions. `key` and `batch` are paths; `reasons` become its comment.
 
-    They stand by `group` (what loads, what requests call, work outside of them), then in the order of first calls.
-    `others` are further names of the same function: one of a module that may also run as `__main__`.
+    The order is by `group`, then by first calls.
     """
 
     label: str
@@ -90,20 +89,19 @@ class FunctionProposal:
     first_ns: int = 0
     is_needed: bool = False
     group: int = LOADS
-    others: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Where it stands among others."""
+        """Its place among other rules."""
         return self.group, self.first_ns, self.label
 
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The functions of a first profile, and what was left out: by label why it was `hot`, and labels of the `small`.
+    """The rules of functions, and the functions left out: reasons of the `hot` by label, and labels of the `small`.
 
-    What is left out may become a rule for what it tells of requests.
+    A function left out may still get a rule for its key or batch.
     """
 
     rules: list[FunctionProposal]
@@ -114,8 +112,8 @@ class FunctionChoice:
 
 
 @dataclass(slots=True)
-class _Of:
-    """What was observed of one function in one realm."""
+class _Paths:
+    """The call paths of one function in one part of the run."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
     own_ns: int = 0
@@ -134,23 +132,23 @@ class _Of:
 
 
 def function_name(label: str) -> str:
-    """The last part of a label, in small letters with underscores: `handleRequest` is `handle_request`."""
+    """Return the last part of a label in lower case with underscores: `handleRequest` is `handle_request`."""
     name = label.rpartition(":")[2].rpartition(".")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def is_probe(path: str) -> bool:
-    """Whether a path of HTTP is one by which somebody asks whether the service lives."""
+    """Return True for a path of HTTP that checks the service's health."""
     return path.startswith("/") and _PROBE.search(path) is not None
 
 
 def phase_by_name(name: str) -> str:
-    """The phase that a function's name tells; "" for none."""
+    """Return the phase that a function's name implies; "" for none."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
 
 
 def choose_functions(observation: Observation) -> FunctionChoice:
-    """The functions that a first profile names."""
+    """Choose the functions that a first profile names."""
     return _Chooser(observation).choose()
 
 
@@ -192,7 +190,7 @@ class _Chooser:
         kept = self._largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in kept})
         self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
-        hot = dict(sorted({**self._short, **self._hot}.items(), key=self._by_calls))
+        hot = dict(sorted({**self._short, **self._hot}.items(), key=lambda item: (-self._calls[item[0]], item[0])))
         return FunctionChoice(
             sorted(kept, key=lambda rule: rule.order),
             hot,
@@ -201,25 +199,19 @@ class _Chooser:
             self._units,
         )
 
-    def _by_calls(self, one: tuple[str, str]) -> tuple[int, str]:
-        return -self._calls[one[0]], one[0]
-
     # ---------------------------------------------------------------- what is what
 
     def _units_of_work(self) -> list[ObservedNode]:
-        """What is called again and again outside of requests, by nothing or by what was called once or never ends."""
+        """Return the functions that are called again and again outside of requests, at the root or by a loop."""
         units: list[ObservedNode] = []
 
         def look(nodes: Iterable[ObservedNode]) -> None:
             for node in nodes:
-                if node.called.kind == "request":
+                if node.called.kind in ("request", "layer", "copy"):
                     continue
                 is_once = node.calls < REPEATED * max(len(node.processes), 1)
-                if node.called.kind in ("layer", "copy"):
-                    continue
-                if (
-                    is_once or not node.called.label
-                ):  # a server's own call of the service is no unit, what is in it may be
+                # A server's own call of the service is no unit, but may have some below it.
+                if is_once or not node.called.label:
                     look(node.children.values())
                 elif not _WAITING.search(function_name(node.called.label)):
                     units.append(self._lowest_alike(node))
@@ -228,7 +220,7 @@ class _Chooser:
         return units
 
     def _lowest_alike(self, node: ObservedNode) -> ObservedNode:
-        """What a private unit hands its work to, where that is one function."""
+        """Return the function that a private unit leaves its work to, the unit itself where there is none."""
         while function_name(node.called.label).startswith("_"):
             alike = [
                 child
@@ -241,7 +233,7 @@ class _Chooser:
         return node
 
     def _requests_among(self, units: list[ObservedNode]) -> list[ObservedNode]:
-        """The units that are most likely what the service is asked for, where no server was met."""
+        """Return the units that are most likely requests, for a service without a known server."""
         named = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
         named = [unit for unit in named if not STEP.search(function_name(unit.called.label))]
         if not named:
@@ -273,7 +265,7 @@ class _Chooser:
         return short
 
     def _is_kept(self, node: ObservedNode) -> bool:
-        """Whether a call path could have a rule of its own."""
+        """Return True for a call path that can have a rule of its own."""
         label = node.called.label
         if not label or node.called.kind in ("layer", "copy") or label in self._hot or label in self._short:
             return False
@@ -283,76 +275,82 @@ class _Chooser:
     # ---------------------------------------------------------------- what is worth a rule
 
     def _within(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Functions below these that hold part of their time, or split it."""
+        """Propose the functions below `tops` that have a share of their time, or split it."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
-        found: dict[str, _Of] = {}
+        by_label: dict[str, _Paths] = {}
         for top in tops:
-            self._collect(top, found)
+            self._collect(top, by_label)
         holding = {
             label
-            for label, its in found.items()
-            if its.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
-            and not (self._repeats(its, tops, base_ns) and its.own_ns < REPEATS_OWN * base_ns)
+            for label, paths in by_label.items()
+            if paths.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
+            and not (self._repeats(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
         }
-        holding -= {label for label in holding if self._is_middleware(label, found[label], holding, tops, base_ns)}
+        holding -= {label for label in holding if self._is_middleware(label, by_label[label], holding, tops, base_ns)}
         splitting = {
             label
-            for label, its in found.items()
+            for label, paths in by_label.items()
             if label not in holding
-            and its.total_ns >= LEAST_SPLIT * base_ns
-            and len(self._parts_of(its, holding)) >= 2
-            and not self._repeats(its, tops, base_ns)
+            and paths.total_ns >= LEAST_SPLIT * base_ns
+            and len(self._parts_of(paths, holding)) >= 2
+            and not self._repeats(paths, tops, base_ns)
         }
-        for label, its in found.items():
+        for label, paths in by_label.items():
             if label in holding or label in splitting:
-                yield self._proposal(label, its, tops, of, is_split=label in splitting)
+                yield self._proposal(label, paths, tops, of, is_split=label in splitting)
             else:
                 self._small.add(label)
 
-    def _collect(self, node: ObservedNode, found: dict[str, _Of]) -> int:
-        """Sum up functions below a path; the time that the path holds itself, with that of what has no rule."""
+    def _collect(self, node: ObservedNode, by_label: dict[str, _Paths]) -> int:
+        """Sum up functions below a path. Returns the path's own time, with that of all without a rule."""
         own_ns = node.self_ns
         for child in node.children.values():
-            inner_ns = self._collect(child, found)
+            inner_ns = self._collect(child, by_label)
             if self._is_kept(child):
-                its = found.setdefault(child.called.label, _Of())
-                its.nodes.append(child)
-                its.own_ns += inner_ns
+                paths = by_label.setdefault(child.called.label, _Paths())
+                paths.nodes.append(child)
+                paths.own_ns += inner_ns
             elif child.called.kind != "request":
                 own_ns += inner_ns
         return own_ns
 
-    def _parts_of(self, its: _Of, holding: set[str]) -> set[str]:
-        """The functions that hold time between which a function parts its own, the nearest below it."""
+    def _parts_of(self, paths: _Paths, holding: set[str]) -> set[str]:
+        """Return the functions with time of their own that split a function's, the nearest below it."""
         parts: dict[str, int] = defaultdict(int)
-        waiting = [child for node in its.nodes for child in node.children.values()]
+        waiting = [child for node in paths.nodes for child in node.children.values()]
         for node in waiting:
             if node.called.label in holding:
                 parts[node.called.label] += node.total_ns
             else:
                 waiting += node.children.values()
-        return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * its.total_ns}
+        return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _repeats(self, its: _Of, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _repeats(self, paths: _Paths, tops: list[ObservedNode], base_ns: int) -> bool:
         is_of_request = tops is self._requests
-        return is_of_request and its.total_ns >= REPEATS_REQUEST * base_ns and its.calls == sum(t.calls for t in tops)
+        return (
+            is_of_request and paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(t.calls for t in tops)
+        )
 
-    def _is_middleware(self, label: str, its: _Of, holding: set[str], tops: list[ObservedNode], base_ns: int) -> bool:
-        """Whether it is about every request from begin to end, and what holds the time is called by it.
+    def _is_middleware(
+        self, label: str, paths: _Paths, holding: set[str], tops: list[ObservedNode], base_ns: int
+    ) -> bool:
+        """Return True for a function around every whole request that calls the functions with the time.
 
-        Its own time is that of the framework between the two, which is told of the request without it.
+        Its own time is the framework's, which the request's span has.
         """
-        if not self._repeats(its, tops, base_ns):
+        if not self._repeats(paths, tops, base_ns):
             return False
-        return bool(_MIDDLEWARE.search(label) or self._parts_of(its, holding))
+        return bool(_MIDDLEWARE.search(label) or self._parts_of(paths, holding))
 
-    def _proposal(self, label: str, its: _Of, tops: list[ObservedNode], of: str, *, is_split: bool) -> FunctionProposal:
-        name, share = function_name(label), its.total_ns / sum(top.total_ns for top in tops)
+    def _proposal(
+        self, label: str, paths: _Paths, tops: list[ObservedNode], of: str, *, is_split: bool
+    ) -> FunctionProposal:
+        name, share = function_name(label), paths.total_ns / sum(top.total_ns for top in tops)
         count = sum(top.calls for top in tops)
-        shapes = {node.called.shape for node in its.nodes}
-        reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {of}"]
+        shapes = {node.called.shape for node in paths.nodes}
+        reasons = [f"ran {each_of(paths.calls, paths.total_ns)}, {share_of(share)} of {of}"]
         if is_split:
             reasons.append("parts it between what it calls")
         phase = phase_by_name(name)
@@ -360,39 +358,39 @@ class _Chooser:
             phase = ""  # it waits for others most of the time
         if "generator" in shapes:
             reasons.append("a generator, up to its last item")
-        elif "coroutine" in shapes and its.own_ns > 0.5 * its.total_ns:
+        elif "coroutine" in shapes and paths.own_ns > 0.5 * paths.total_ns:
             reasons.append("a coroutine that mostly waits")
-        is_of_parts = is_split or its.own_ns < 0.5 * its.total_ns
-        kind = "op" if (is_of_parts and of != "the requests") or its.calls > 20 * max(count, 1) else "phase"
+        is_of_parts = is_split or paths.own_ns < 0.5 * paths.total_ns
+        kind = "op" if (is_of_parts and of != "the requests") or paths.calls > 20 * max(count, 1) else "phase"
         if kind != "phase":
             phase = ""
         elif phase:
             reasons.append(f"{phase} by its name")
         group = OUTSIDE if tops is self._units else OF_REQUESTS
         return FunctionProposal(
-            label, kind, phase, self._runs_on_device(its.nodes), share=share, first_ns=its.first_ns, group=group,
+            label, kind, phase, self._runs_on_device(paths.nodes), share=share, first_ns=paths.first_ns, group=group,
             reasons=reasons,
         )  # fmt: skip
 
     def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
-        """Whether layers ran below these where CUDA was used."""
-        below = (one.called.kind for node in nodes for one in node.walk())
+        """Return True where CUDA was used, and layers ran below the nodes."""
+        below = (inner.called.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
     def _top_units(self) -> Iterator[FunctionProposal]:
-        """The units of work outside of requests."""
+        """Propose the units of work outside of requests."""
         base_ns = sum(unit.total_ns for unit in self._units)
-        by_label: dict[str, _Of] = {}
+        by_label: dict[str, _Paths] = {}
         for unit in self._units:
             if self._is_kept(unit):
-                by_label.setdefault(unit.called.label, _Of()).nodes.append(unit)
-        for label, its in by_label.items():
-            share = its.total_ns / base_ns if base_ns else 0.0
+                by_label.setdefault(unit.called.label, _Paths()).nodes.append(unit)
+        for label, paths in by_label.items():
+            share = paths.total_ns / base_ns if base_ns else 0.0
             if share < LEAST_OF_WORK:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            reasons = [f"ran {each_of(its.calls, its.total_ns)}, {share_of(share)} of {self._of_units}"]
+            reasons = [f"ran {each_of(paths.calls, paths.total_ns)}, {share_of(share)} of {self._of_units}"]
             if is_step:
                 reasons.append("a loop calls it again and again, so it is a step")
             phase = phase_by_name(function_name(label))
@@ -401,16 +399,16 @@ class _Chooser:
                 label,
                 kind,
                 "" if is_step else phase,
-                self._runs_on_device(its.nodes),
+                self._runs_on_device(paths.nodes),
                 group=OUTSIDE,
                 share=share,
-                first_ns=its.first_ns,
+                first_ns=paths.first_ns,
                 is_needed=is_step,
                 reasons=reasons,
             )
 
     def _loading(self) -> Iterator[FunctionProposal]:
-        """What loads or builds something at the start, the outermost of each."""
+        """Propose the functions that load or build something at the start, the outermost of each."""
         firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
         until_ns = min(firsts, default=0)
         for node in self._observation.nodes():
@@ -421,20 +419,20 @@ class _Chooser:
                 continue
             if until_ns and not 0 < node.first_ns < until_ns:
                 continue
-            if node.calls >= REPEATED * max(len(node.processes), 1) or any(_is_loading(one) for one in node.above()):
+            if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.above())):
                 continue
             words = f"ran {each_of(node.calls, node.total_ns)}, before the first request"
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
 
     def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
-        """Functions that have blocked an event loop, whatever part of the time they hold."""
+        """Propose the functions that have blocked an event loop, regardless of their share."""
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
             if not nodes:
                 continue
-            its = _Of(nodes)
-            fresh = FunctionProposal(label, first_ns=its.first_ns, group=OF_REQUESTS)
-            fresh.reasons.append(f"ran {each_of(its.calls, its.total_ns)}")
+            paths = _Paths(nodes)
+            fresh = FunctionProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS)
+            fresh.reasons.append(f"ran {each_of(paths.calls, paths.total_ns)}")
             rule = rules.get(label, fresh)
             many = "once" if stretches == 1 else f"{number_of(stretches)} times"
             rule.reasons.append(f"blocked an event loop {many}, for {time_of(longest_ns)} at most")

@@ -1,8 +1,8 @@
-"""By which arguments a first profile knows requests again: keys and batches, chosen from what was seen of calls.
+"""The arguments by which a first profile identifies requests, keys and batches, chosen from the arguments of calls.
 
-A path names requests where its values differ from request to request and come again elsewhere: what a function below
-the requests gets or gives, and what others get on another thread or in another process. Those with many of them at a
-time are batches.
+A path names requests where its values differ from request to request and occur again elsewhere: in arguments or the
+result of a function below the requests, and in arguments on another thread or in another process. A path with several
+values per call is a batch.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from instrument.proposal.observation import Observation, ObservedNode
 from instrument.proposal.wording import each_of
 
 KEYS, BATCHES = 3, 3
-"""The most rules with a key, beside the one that binds it, and the most with a batch."""
+"""The most rules with a key, besides the rule that binds it, and the most with a batch."""
 
 LOOKS = 3
-"""So often a path must have been seen."""
+"""The least number of times that a path was seen."""
 
 DISTINCT = 0.8
-"""The part of the values of a path that must differ for it to tell one request from another."""
+"""The least share of distinct values of a path that tells requests apart."""
 
 SHARED = 0.5
-"""The part of the values of a path that must come from requests."""
+"""The least share of a path's values that come from requests."""
 
 LEAST_BATCH = 0.05
-"""The part of the work outside of requests that a batch must take."""
+"""The least share of a batch in the work outside of requests."""
 
 PASSED = 0.95
-"""Of the requests that pass the function which most of them pass, the part that must pass where the key is bound."""
+"""The least share of requests at the rule that binds the key, of those at the function that most requests pass."""
 
 COVERED = 0.8
-"""Where batches of parts take this part of the whole's time, they are named and the whole is not."""
+"""The share of the whole's time from which on batches of its parts are named in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path of a function that may name requests. The likelier one of a function is the smaller."""
+    """A path of a function that may name requests. The path with the smallest rank is the likeliest."""
 
     label: str
     path: str
@@ -54,7 +54,7 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Give the rules of the choice their keys and batches; rules that are there for these alone are added."""
+    """Give the rules of the choice their keys and batches, and add rules for these alone."""
     within = _nodes_by_label(choice.requests)
     binder = _binder(observation, choice, within)
     if binder is None:
@@ -67,42 +67,42 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         for path, seen in observation.keys.get(label, {}).items()
         if _shares(seen, known)
     ]
-    singles = _best([one for one in others if not one.seen.many])
-    # Who is given one request serves that one, whatever else it finds in its object.
-    many = [one for one in others if one.seen.many and not (one.label in singles and one.path.startswith("self."))]
+    singles = _best([path for path in others if not path.seen.many])
+    # A function with one request as its argument serves that one, even if its object has others.
+    many = [path for path in others if path.seen.many and not (path.label in singles and path.path.startswith("self."))]
     batches = _batches(many, singles, outside)
     base_ns = sum(node.total_ns for node in choice.units)
     batches = {
-        label: one
-        for label, one in batches.items()
+        label: candidate
+        for label, candidate in batches.items()
         if sum(node.total_ns for node in outside[label]) >= LEAST_BATCH * base_ns
     }
     units = set(choice.units)
     beside = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
     added = 0
-    for label, one in batches.items():
+    for label, candidate in batches.items():
         rule = _rule(choice, label, outside[label])
-        rule.batch = one.path
-        rule.weights = one.seen.weights
+        rule.batch = candidate.path
+        rule.weights = candidate.seen.weights
         if rule.kind == "op" and any(unit.called.label == label for unit in choice.units):
             rule.kind = "step"
-        mean = one.seen.items / max(one.seen.looks, 1)
-        rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {one.seen.largest}")
-    for label, one in sorted(singles.items(), key=lambda item: (_first_ns(outside[item[0]]), item[0])):
+        mean = candidate.seen.items / max(candidate.seen.looks, 1)
+        rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.seen.largest}")
+    for label, candidate in sorted(singles.items(), key=lambda item: (_first_ns(outside[item[0]]), item[0])):
         nodes = outside[label]
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
             continue
-        if any(node.parent in beside for node in nodes) or _calls(nodes) > 2 * len(one.seen.digests & known):
+        if any(node.parent in beside for node in nodes) or _calls(nodes) > 2 * len(candidate.seen.digests & known):
             if any(node.parent in beside for node in nodes):
                 rule = _rule(choice, label, nodes)
-                rule.batch = one.path
+                rule.batch = candidate.path
                 rule.reasons.append("serves one request at a time, beside the batches")
             continue
         if added < KEYS:
             added += 1
             rule = _rule(choice, label, nodes)
-            rule.key = one.path
-            rule.reasons.append(f"{one.path} names the request here")
+            rule.key = candidate.path
+            rule.reasons.append(f"{candidate.path} names the request here")
             if rule.kind == "op":
                 rule.kind = "phase"  # between it and the request's own phases is transport
     if batches or added or not binder.seen.of_class:
@@ -113,7 +113,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[str, list[ObservedNode]]) -> _Path | None:
-    """The path below the requests that names them, and that most others share."""
+    """Return the path below the requests that names them, and that most other functions share."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
@@ -132,21 +132,34 @@ def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[st
                 candidates.append((_Path(label, path, seen), elsewhere))
     if not candidates:
         return None
-    # What only some requests pass, as those that are streamed, would leave the others without a key.
-    passed = max(_calls(within[one.label]) for one, _ in candidates)
-    candidates = [(one, elsewhere) for one, elsewhere in candidates if _calls(within[one.label]) >= PASSED * passed]
+    # A function that only some requests pass, such as streamed ones, would leave the others without a key.
+    passed = max(_calls(within[candidate.label]) for candidate, _ in candidates)
+    candidates = [
+        (candidate, elsewhere)
+        for candidate, elsewhere in candidates
+        if _calls(within[candidate.label]) >= PASSED * passed
+    ]
     most = max(elsewhere for _, elsewhere in candidates)
-    best = [one for one, elsewhere in candidates if elsewhere >= most]
+    best = [candidate for candidate, elsewhere in candidates if elsewhere >= most]
     return min(
-        best, key=lambda one: (*one.rank[:2], one.path != RETURN, _depth(within[one.label]), one.rank, one.label)
+        best,
+        key=lambda candidate: (
+            *candidate.rank[:2],
+            candidate.path != RETURN,
+            _depth(within[candidate.label]),
+            candidate.rank,
+            candidate.label,
+        ),
     )
 
 
 def _batches(
     found: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
 ) -> dict[str, _Path]:
-    """The functions whose calls serve batches: parts in place of a whole where they, and those of `singles`, take its
-    time."""
+    """Return the functions whose calls serve batches.
+
+    Parts replace a whole where they, with those of `singles`, take its time.
+    """
     best = _best(found)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
@@ -156,7 +169,8 @@ def _batches(
         below = [
             other
             for other in {**singles, **best}
-            if other != label and any(node.called.label == label for one in outside[other] for node in one.above())
+            if other != label
+            and any(node.called.label == label for candidate in outside[other] for node in candidate.above())
         ]
         parts = [other for other in below if not _is_below(outside[other], below)]
         has_batch = any(other in best for other in parts)
@@ -169,9 +183,9 @@ def _batches(
 
 def _best(found: Iterable[_Path]) -> dict[str, _Path]:
     best: dict[str, _Path] = {}
-    for one in found:
-        if one.label not in best or one.rank < best[one.label].rank:
-            best[one.label] = one
+    for candidate in found:
+        if candidate.label not in best or candidate.rank < best[candidate.label].rank:
+            best[candidate.label] = candidate
     return best
 
 
@@ -180,7 +194,7 @@ def _shares(seen: SeenPath, known: set[str]) -> bool:
 
 
 def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
-    """The rule of the choice for a function, made where there is none."""
+    """Return the choice's rule for a function, which is made where there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule

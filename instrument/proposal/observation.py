@@ -1,20 +1,22 @@
-"""What `instrument init` observes: each process of the service leaves its call tree, and the trees are put together."""
+"""The observation of `instrument init`: the service's own modules, and the merged call trees of its processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from instrument.instrumentors.argument_watch import SeenPath
-from instrument.instrumentors.requests.packages import imported_packages
+from instrument.instrumentors.requests.packages import PACKAGES, imported_packages
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally
@@ -22,13 +24,23 @@ from instrument.runtime.environment import INIT_FOLDER
 
 BEGAN, LEFT = ".began", ".json"
 
+_PASSED_OVER = re.compile(
+    r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"
+    r"|noxfile|test_.*|.*_test|instrument|migrations|venv|env"
+)
+"""The names of files and folders without code of a service."""
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+_SERVERS = {package.name.partition(".")[0] for package in PACKAGES}
+
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a call path's last step is: a function by its `label` (`module:qualname`), or a layer, request or copy.
+    """The last step of a call path: a function by its `label` (`module:qualname`), or a layer, request or copy.
 
-    `instance` is a layer's path in its model, `shape` the kind of its probe (`call`, `coroutine`, `generator` ...), or
-    `layer` for the function that a layer computes by.
+    `instance` is a layer's path in its model. `shape` is the kind of the probe (`call`, `coroutine`, `generator` ...),
+    or `layer` for a layer's own function.
     """
 
     name: str
@@ -42,7 +54,7 @@ class Called:
 
 @dataclass(eq=False, slots=True)
 class ObservedNode:
-    """A call path, over all processes and threads. Times in ns; `first_ns` is when its first call began, 0 for none."""
+    """A call path of all processes and threads. `first_ns` is the begin of its first call, 0 for none."""
 
     called: Called
     parent: ObservedNode | None = None
@@ -55,13 +67,13 @@ class ObservedNode:
     processes: set[int] = field(default_factory=set)
 
     def walk(self) -> Iterator[ObservedNode]:
-        """It and all below it, parents before their children."""
+        """Yield the node and all below it, parents before their children."""
         yield self
         for child in list(self.children.values()):
             yield from child.walk()
 
     def above(self) -> Iterator[ObservedNode]:
-        """What it is below, the nearest first."""
+        """Yield its ancestors, the nearest first."""
         node = self.parent
         while node is not None:
             yield node
@@ -70,10 +82,12 @@ class ObservedNode:
 
 @dataclass(slots=True)
 class Observation:
-    """What the processes of one command did. `seconds` is how long the longest of them was observed; `unseen` says what
-    could not be, `silent` counts processes that ended without a word, `keys` is by label and path. `blockers` says by
-    label how often a function has blocked an event loop, and for how many nanoseconds at most. `cost` is the part of a
-    process's time that observing took, where that was largest."""
+    """The merged reports of a command's processes.
+
+    `keys` are by label and path, `unseen` has reasons by target. `blockers` has by label the number of times that a
+    function blocked an event loop, and the longest in ns. `seconds` is the longest time of a process, `cost` the
+    largest share of it that observing took. `silent` counts processes that ended without a report.
+    """
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
@@ -88,13 +102,13 @@ class Observation:
     cost: float = 0.0
 
     def nodes(self) -> Iterator[ObservedNode]:
-        """All call paths, parents before their children."""
+        """Yield all call paths, parents before their children."""
         for root in self.roots:
             yield from root.walk()
 
 
 def begin(folder: str) -> None:
-    """Leave word that this process has begun."""
+    """Mark this process as one that owes a report."""
     Path(folder, f"{os.getpid()}{BEGAN}").touch()
 
 
@@ -109,7 +123,7 @@ def leave(
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
-    """Leave what this process did to `instrument init`, which has started it or one above it."""
+    """Write this process's report for `instrument init`, which has started it or an ancestor."""
     labels = {
         verdict.site.key: verdict.target
         for verdict in verdicts
@@ -133,22 +147,24 @@ def leave(
                 known[path] = len(lines)
                 lines.append([path[-1], known[upper], 0, 0, 0, 0, 0])
         if path:
-            line, its = lines[known[path]], row.totals
-            firsts = [first for first in (line[6], its.first_ns) if first]
-            sums = its.calls, its.errors, its.total_ns, its.self_ns
+            line, totals = lines[known[path]], row.totals
+            firsts = [first for first in (line[6], totals.first_ns) if first]
+            sums = totals.calls, totals.errors, totals.total_ns, totals.self_ns
             line[2:] = [*(a + b for a, b in zip(line[2:6], sums, strict=True)), min(firsts, default=0)]
     cuda = sys.modules.get("torch.cuda")
     facts_left = {
         "pid": os.getpid(),
         "lasted_ns": lasted_ns,
         "cost": cost_ns / max(lasted_ns, 1),
-        "called": [[getattr(one, name) for name in Called.__slots__] for one in called],
+        "called": [[getattr(step, name) for name in Called.__slots__] for step in called],
         "lines": lines,
         "arguments": arguments,
         "packages": sorted(imported_packages()),
         "files": _own_files(verdicts),
-        "unseen": {one.target: one.why for one in verdicts if one.target and one.state not in RECORDING},
-        "blockers": {labels[site.key]: its for site, its in blockers.items() if site.key in labels},
+        "unseen": {
+            verdict.target: verdict.why for verdict in verdicts if verdict.target and verdict.state not in RECORDING
+        },
+        "blockers": {labels[site.key]: times for site, times in blockers.items() if site.key in labels},
         "uses_cuda": bool(cuda is not None and cuda.is_initialized()),
     }
     path_of_report = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
@@ -156,11 +172,11 @@ def leave(
         path_of_report.write_text(json.dumps(facts_left), encoding="utf-8")
         path_of_report.rename(path_of_report.with_name(path_of_report.name + LEFT))
     except FileNotFoundError:
-        pass  # nobody asks any more
+        pass  # `init` has ended
 
 
 def _is_of_layer(label: str) -> bool:
-    """Whether a function is what a layer of torch computes, and has a rule of layers for it."""
+    """Return True for the `forward` of a layer of torch, which a rule of layers records."""
     module, _, qualname = label.partition(":")
     owner, _, name = qualname.rpartition(".")
     torch = sys.modules.get("torch.nn")
@@ -173,9 +189,9 @@ def _is_of_layer(label: str) -> bool:
 
 
 def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
-    """Wait until no process of the command is still to leave what it did, at most so long.
+    """Wait for the reports of all processes of the command, for `longest_s` at most.
 
-    Where it `ends` the command, those that outlive it are asked to end, too, by SIGTERM.
+    `ends` sends SIGTERM to those that outlive the command.
     """
     asked: set[int] = set()
     until = time.monotonic() + longest_s
@@ -191,25 +207,25 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 
 def _others(folder: str) -> set[int]:
-    """The processes that have our mark in their environment: those of the command."""
+    """Return the command's processes, by our mark in their environment."""
     mark = f"{INIT_FOLDER}={folder}".encode()
-    found = set()
+    pids = set()
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             with suppress(OSError):
                 if mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.add(int(path.name))
-    return found
+                    pids.add(int(path.name))
+    return pids
 
 
 def _silent(folder: str) -> set[str]:
-    """The processes that have begun and have left nothing, by their ids."""
+    """Return the pids of processes that have begun and have no report."""
     began = {path.stem for path in Path(folder).glob(f"*{BEGAN}")}
     return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
 
 
 def _own_files(verdicts: Iterable[Verdict]) -> dict[str, str]:
-    """The files of the modules in which targets were found, by the names of these."""
+    """Return the files of targets, by their modules."""
     files = {}
     for verdict in verdicts:
         if verdict.site is not None and ":" in verdict.target:
@@ -218,26 +234,26 @@ def _own_files(verdicts: Iterable[Verdict]) -> dict[str, str]:
 
 
 def observed(folder: str) -> Observation:
-    """What the processes of a command have left in a folder."""
-    found = Observation([])
+    """Merge the reports of a command's processes in a folder."""
+    whole = Observation([])
     top: dict[Called, ObservedNode] = {}
     for path in sorted(Path(folder).glob(f"*{LEFT}")):
         facts = json.loads(path.read_text("utf-8"))
-        found.processes += 1
-        found.cost = max(found.cost, facts["cost"])
-        found.seconds = max(found.seconds, facts["lasted_ns"] / 1e9)
-        found.packages.update(facts["packages"])
-        found.files.update(facts["files"])
-        found.unseen.update(facts["unseen"])
-        found.uses_cuda = found.uses_cuda or facts["uses_cuda"]
+        whole.processes += 1
+        whole.cost = max(whole.cost, facts["cost"])
+        whole.seconds = max(whole.seconds, facts["lasted_ns"] / 1e9)
+        whole.packages.update(facts["packages"])
+        whole.files.update(facts["files"])
+        whole.unseen.update(facts["unseen"])
+        whole.uses_cuda = whole.uses_cuda or facts["uses_cuda"]
         for blocker, (stretches, longest_ns) in facts["blockers"].items():
-            before = found.blockers.get(blocker, (0, 0))
-            found.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
-        _add_keys(found.keys, facts["arguments"])
+            before = whole.blockers.get(blocker, (0, 0))
+            whole.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
+        _add_keys(whole.keys, facts["arguments"])
         _add_tree(top, facts)
-    found.roots = list(top.values())
-    found.silent = len(_silent(folder))
-    return found
+    whole.roots = list(top.values())
+    whole.silent = len(_silent(folder))
+    return whole
 
 
 def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None:
@@ -259,10 +275,67 @@ def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None
 def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
     for label, paths in arguments.items():
         for path, seen in paths.items():
-            mine = keys.setdefault(label, {}).setdefault(path, SeenPath(seen["many"]))
-            mine.looks += seen["looks"]
-            mine.items += seen["items"]
-            mine.largest = max(mine.largest, seen["largest"])
-            mine.weights = mine.weights or seen["weights"]
-            mine.of_class = mine.of_class or seen["of_class"]
-            mine.digests.update(seen["digests"])
+            sums = keys.setdefault(label, {}).setdefault(path, SeenPath(seen["many"]))
+            sums.looks += seen["looks"]
+            sums.items += seen["items"]
+            sums.largest = max(sums.largest, seen["largest"])
+            sums.weights = sums.weights or seen["weights"]
+            sums.of_class = sums.of_class or seen["of_class"]
+            sums.digests.update(seen["digests"])
+
+
+def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
+    """Return the folders of a command's modules: the current one, its script's, and those of `PYTHONPATH`."""
+    folders = [folder]
+    if words and not words[0].startswith("-"):
+        script = (folder / words[0]).resolve()
+        if script.is_dir() or script.suffix == ".py":
+            folders.append(script if script.is_dir() else script.parent)
+    folders += [folder / entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    folders += [root / "src" for root in folders if (root / "src").is_dir() and not (root / "src/__init__.py").exists()]
+    own = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
+    return list(dict.fromkeys(own))
+
+
+def own_names(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the top-level names of a command's own modules: those in `roots_of`, and installed ones that it names."""
+    roots = roots_of(words, folder)
+    names = {name for root in roots for name in _top_level(root)}
+    paths = [*map(str, roots), *sys.path]
+    named = [word for before, word in zip(("", *words), words, strict=False) if before == "-m" or ":" in word]
+    for word in named:
+        match = re.match(r"([A-Za-z_]\w*)(?:\.\w+)*(?::|$)", word)
+        name = match[1] if match else ""
+        if name and name not in _SERVERS and name not in sys.stdlib_module_names and PathFinder.find_spec(name, paths):
+            names.add(name)
+    return sorted(names)
+
+
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Return patterns that match every function of modules, and of the program itself."""
+    return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
+
+
+def _top_level(root: Path) -> list[str]:
+    """Return the modules and packages in a folder."""
+    names = set()
+    with os.scandir(root) as entries:
+        for entry in entries:
+            name = entry.name.removesuffix(".py")
+            if not name.isidentifier() or _PASSED_OVER.fullmatch(name) or name in sys.stdlib_module_names:
+                continue
+            is_module = entry.is_file() and entry.name.endswith(".py")
+            if is_module or (entry.is_dir() and not Path(entry, "pyvenv.cfg").exists() and _has_modules(Path(entry))):
+                names.add(name)
+    return sorted(names)
+
+
+def _has_modules(folder: Path) -> bool:
+    if (folder / "__init__.py").exists():
+        return True
+    return any(folder.glob("*.py")) or any(folder.glob("*/*.py"))
+
+
+def _is_installed(folder: Path) -> bool:
+    inside = folder.is_relative_to(Path(sys.prefix, "lib").resolve()) or folder == Path(sys.prefix, "bin").resolve()
+    return inside or not _INSTALLED.isdisjoint(folder.parts)
