@@ -32,7 +32,6 @@ from instrument.report.overview_view import overview
 from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.step_counts import Benchmark
-from instrument.report.table import number
 from instrument.report.user_view import user
 from instrument.report.utilisation import utilisation
 from instrument.report.view import Options, Recording
@@ -135,18 +134,23 @@ def fluid_tally(rows: list[dict[str, str]]) -> Tally:
     return tally
 
 
+def fluids(value: float | None) -> str:
+    """A double as fluid prints it."""
+    return f"{value:g}"
+
+
 def in_fluids_digits(row: EventRow) -> dict[str, str]:
     return {
         "calls": str(row.calls),
-        "total": number((row.total_ns or 0) / MS),
+        "total": fluids((row.total_ns or 0) / MS),
         "cpu": f"{(row.host_ns or 0) / MS:f}",
         "cpu_ratio": f"{row.host_ratio:f}",
         "gpu": f"{(row.device_ns or 0) / MS:f}",
         "gpu_ratio": f"{row.device_ratio:f}",
-        "min": number((row.min_ns or 0) / MS),
-        "max": number((row.max_ns or 0) / MS),
-        "ave": number((row.ave_ns or 0) / MS),
-        "ratio": number(row.ratio),
+        "min": fluids((row.min_ns or 0) / MS),
+        "max": fluids((row.max_ns or 0) / MS),
+        "ave": fluids((row.ave_ns or 0) / MS),
+        "ratio": fluids(row.ratio),
     }
 
 
@@ -233,12 +237,12 @@ def test_fluids_totals_split_into_computation_overhead_and_copies(name: str) -> 
     view = fluid_view(tally)
     assert view.overhead is not None
     total_ms = view.overhead.total_ns / MS
-    assert printed["Total"] == [number(total_ms)]
+    assert printed["Total"] == [fluids(total_ms)]
     for label, part_ns in (("Computation", view.overhead.computation_ns), ("Framework", view.overhead.framework_ns)):
         part_ms = (part_ns or 0) / MS
-        assert [number(part_ms), number(100 * part_ms / total_ms)] == printed[label]
+        assert [fluids(part_ms), fluids(100 * part_ms / total_ms)] == printed[label]
     ours = {
-        one.label: [str(one.calls), number(one.total_ns / MS), number(100 * (one.ratio or 0))] for one in view.copies
+        one.label: [str(one.calls), fluids(one.total_ns / MS), fluids(100 * (one.ratio or 0))] for one in view.copies
     }
     assert ours == {label: numbers for label, numbers in printed.items() if label.startswith("GpuMemcpy")}
     (block,) = view.blocks

@@ -23,7 +23,7 @@ from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.summary import summary
-from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table
+from instrument.report.table import LINE, columns, compact, safe, shorten, shortened, table
 from instrument.report.view import THREADS, Options, Recording, document
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
@@ -169,9 +169,9 @@ def in_fluids_digits(row: EventRow) -> dict[str, str]:
     parts = {"CPU Time (Ratio)": (row.host_ns, row.host_ratio), "GPU Time (Ratio)": (row.device_ns, row.device_ratio)}
     return {
         "Calls": str(row.calls),
-        **{name: number(time_ns / 1e6) for name, time_ns in times.items()},
+        **{name: f"{time_ns / 1e6:g}" for name, time_ns in times.items()},
         **{name: f"{part_ns / 1e6:f} ({ratio:f})" for name, (part_ns, ratio) in parts.items()},
-        "Ratio.": number(row.ratio),
+        "Ratio.": f"{row.ratio:g}",
     }
 
 
@@ -271,7 +271,7 @@ def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
     ]
     expected = [0.833106, 0.0961787, 0.0300294, 0.0147778, 0.0140418, 0.00609913, 0.00885462]
     objects = view_of(tally_of_the_fluid_document(), sorted_by="total").blocks
-    assert [float(number(row.ratio)) for row in objects[0].rows[:7]] == expected
+    assert [float(f"{row.ratio:g}") for row in objects[0].rows[:7]] == expected
     assert [row["Ratio."] for row in table_rows(merged)[:7]] == [compact(ratio, 6) for ratio in expected]
     assert [(row["Event"], row["Ratio."]) for row in table_rows(apart)][:4] == [
         ("thread1::mul", "0.4381"),
@@ -279,7 +279,7 @@ def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
         ("thread1::Fetch", "0.2048"),
         ("  GpuMemcpyAsync:GPU->CPU", "0.089"),
     ]
-    ours = [number(row.ratio) for row in objects[1].rows[:4]]
+    ours = [f"{row.ratio:g}" for row in objects[1].rows[:4]]
     assert ours == ["0.438084", "0.215586", "0.204848", "0.0889771"]
     assert "thread1: worker (id 11), Total time: 0.501039" in apart.splitlines()
 

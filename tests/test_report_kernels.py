@@ -213,7 +213,7 @@ def test_options_bound_sort_and_scale_the_tables(tmp_path: Path) -> None:
     trace = a_service_beside_torch(tmp_path)
     lines = view_of(trace, rows=1, unit="us").lines()
     row = next(line.split() for line in lines if line.startswith("(remaining 3)"))
-    assert row == ["(remaining", "3)", "6", "7000", "1166.67", "2000", "1000", "-", "12.3%"]
+    assert row == ["(remaining", "3)", "6", "7000", "1167", "2000", "1000", "-", "12.3%"]
     assert "(remaining 2)" in "\n".join(view_of(trace, least_ns=3 * MS).lines())
 
 

@@ -209,7 +209,7 @@ def test_options_bound_the_tables_and_scale_the_times() -> None:
     assert rest == [
         ["(remaining", "2)", "4", "-", "0.35", "18.9%"],
         ["(remaining", "2)", "-", "6", "-", "1.14", "0.7", "-"],
-        ["(remaining", "1)", "-", "41", "-", "-", "-", "0.069973"],
+        ["(remaining", "1)", "-", "41", "-", "-", "-", "0.06997"],
     ]
     assert "(remaining 2)" in text_of(view_of(*a_service(), least_ns=1_000 * MS))
 

@@ -20,7 +20,7 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Totals
-from instrument.report.table import compact, named_table, safe, share, tenths
+from instrument.report.table import named_table, number, safe, share, tenths
 
 EVEN = 0.9
 """Times of processes that differ by less are told as one."""
@@ -118,7 +118,7 @@ class Screen:
         lines = [
             f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
             f"{_count(len(self.in_flight), 'request')} in flight; "
-            f"rates and shares of {'up to ' * self.is_uneven}{compact(self.window_ns / 1e9)} s",
+            f"rates and shares of {'up to ' * self.is_uneven}{number(self.window_ns / 1e9)} s",
         ]
         if self.ended:
             lines.append(f"{_count(self.ended, 'process', 'es')} of it ended, whose numbers the report at its end has")
@@ -142,7 +142,7 @@ class Screen:
             [
                 [
                     one.name, str(one.requests), str(one.errors), *([str(one.cancelled)] if cancels else []),
-                    compact(one.rate), *_ms(one.p50_ns, one.p99_ns),
+                    number(one.rate), *_ms(one.p50_ns, one.p99_ns),
                 ]
                 for one in self.endpoints
             ],
@@ -175,11 +175,11 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 
 
 def _seconds(time_ns: int) -> str:
-    return compact(time_ns / 1e9)
+    return number(time_ns / 1e9)
 
 
 def _ms(*times_ns: int | None) -> list[str]:
-    return [compact(None if time_ns is None else time_ns / 1e6) for time_ns in times_ns]
+    return [number(None if time_ns is None else time_ns / 1e6) for time_ns in times_ns]
 
 
 Counted = dict[tuple[tuple[object, ...], bool], tuple[Site, Totals]]

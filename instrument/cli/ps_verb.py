@@ -9,7 +9,7 @@ import sys
 from instrument.agent import client
 from instrument.agent.processes import GOODBYE
 from instrument.cli.option_values import Verbs
-from instrument.report.table import compact, named_table, safe
+from instrument.report.table import named_table, number, safe
 
 RUN = (
     "a run, as far as it takes to tell it from others, a service, the number of a process, or the path of an agent's "
@@ -44,7 +44,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
         print(f"Run {safe(run.name)}, {safe(agent)}")
         rows = [
             [process.service, str(process.pid), "ended" if process.state == GOODBYE else process.state,
-             compact(None if process.up_ns is None else process.up_ns / 1e9),
+             number(None if process.up_ns is None else process.up_ns / 1e9),
              f"{process.generation} ({process.digest})", _cell(process.calls),
              "-" if process.cost_ratio is None else f"{100 * process.cost_ratio:.2g}%", _cell(process.lost)]
             for process in screen.processes

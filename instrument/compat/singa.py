@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from instrument.errors import ProfileError
 from instrument.recording.spans import Span, Trace, is_operator
 from instrument.report.operators_view import IN_ORDER, operators
-from instrument.report.phases_view import phases
-from instrument.report.table import in_unit, number, safe
+from instrument.report.phases_view import phases, propagation_lines
+from instrument.report.table import safe, six_digits
 from instrument.report.units import OPTIMIZER, phase_of
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
@@ -100,11 +100,7 @@ class Device:
         recording = Recording.of_trace(trace)
         if self.verbosity == 1:
             found = phases(recording, options)
-            lines = [
-                f"{name.capitalize()} Propagation Time : {in_unit(found.mean_ns.get(name), 's')} sec"
-                for name in ("forward", "backward")
-            ]
-            return [*lines, self._timed(found.timed if found.of == "step" else 0)]
+            return [*propagation_lines(found.mean_ns), self._timed(found.timed if found.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _means(trace, self.skip_iteration)
             told = enumerate(means.items())
@@ -208,7 +204,7 @@ def _around(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
 
 
 def _line(at: int, name: str, mean_ns: float) -> str:
-    return f"OP_ID{at}. {safe(name)} : {number(mean_ns / 1e9)} sec"
+    return f"OP_ID{at}. {safe(name)} : {six_digits(mean_ns)} sec"
 
 
 def create_cpu_device() -> Device:

@@ -17,7 +17,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.coverage import Coverage
 from instrument.report.requests_view import joined_requests, request_device_ledger
 from instrument.report.section import Section, section_lines
-from instrument.report.table import bounded, four_digits, share, title
+from instrument.report.table import bounded, share, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
@@ -94,7 +94,6 @@ class BatchTimes:
                 "Times", self.rows,
                 "name=Batch|summed_ns=Sum|p50_ns=p50|p99_ns=p99|per_item_ns=An item|a_second=A second",
                 ("A second: items, or the weight of items where it is told, in a second of batches.",),
-                time=four_digits,
             ),
             Section(
                 "Device time", [one for one in self.rows if one.device_ns is not None],

@@ -22,8 +22,7 @@ from instrument.report.table import (
     LINE,
     MISSING,
     columns,
-    compact,
-    four_digits,
+    in_unit,
     named_table,
     number,
     rough_percent,
@@ -175,7 +174,7 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     cells = []
     for endpoint in times.endpoints:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
-        shown = [four_digits(time_ns, unit) for time_ns in its]
+        shown = [in_unit(time_ns, unit) for time_ns in its]
         of = f" of {endpoint.counted}" * (endpoint.counted > endpoint.requests)
         cells.append([row_name(endpoint), f"{endpoint.requests}{of}", str(endpoint.errors), *shown, ""])
         if not endpoint.phases:
@@ -186,9 +185,9 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
             continue
         for phase in endpoint.phases:
             count = MISSING if phase.requests is None else str(phase.requests)
-            parts = [count, "", four_digits(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
+            parts = [count, "", in_unit(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
             cells.append(["  " + row_name(phase), *parts])
-        unknown = four_digits(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
+        unknown = in_unit(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", "", "", *unknown])
     return named_table(header, cells, 0)
 
@@ -198,7 +197,7 @@ def _slowest(times: RequestTimes, unit: str) -> list[str]:
     name = shorten(safe(one.name) or "(no name)", LINE // 4)
     at = f"began {one.began}" if one.began else f"began {number(one.begin_ns / 1e9)} s after the start"
     seen = f", trace {one.trace_id}" if one.trace_id else f", span {one.span_id}"
-    return wrapped(f"Slowest: {name}, {four_digits(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
+    return wrapped(f"Slowest: {name}, {in_unit(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
@@ -206,7 +205,7 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     blocked = times.blocked
     if blocked is None:
         return []
-    summed, longest = (f"{four_digits(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
+    summed, longest = (f"{in_unit(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
     counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
     most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
     if most.remaining:
@@ -218,15 +217,15 @@ def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[st
     header = ["Step, and its phases", "Count", f"Mean, {unit}", "p50", "p99", "Max", "A second", "Of steps"]
     cells = []
     for loop in steps.loops[:DEVICES]:
-        batch, rate = loop.batch, MISSING if loop.rate is None else f"{compact(loop.rate.mean)} {loop.rate_of}"
+        batch, rate = loop.batch, MISSING if loop.rate is None else f"{number(loop.rate.mean)} {loop.rate_of}"
         times = [None] * 4 if batch is None else [batch.mean, batch.p50, batch.p99, batch.most]
-        shown = [four_digits(time_ns, unit) for time_ns in times]
+        shown = [in_unit(time_ns, unit) for time_ns in times]
         cells.append([loop.name or "(no name)", str(loop.steps), *shown, rate, ""])
     if of_steps is not None and of_steps.of == "step":
         rows = sorted(of_steps.rows[1:], key=lambda row: -row.host.total_ns)[:PARTS]
         for row in rows:
             count = MISSING if row.calls is None else str(row.calls)
-            shown = [count, four_digits(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
+            shown = [count, in_unit(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
             cells.append([f"  {row.name}", *shown])
     more = len(steps.loops) - DEVICES
     return [*named_table(header, cells, 0), *([f"... ({more} more loops: --view benchmark)"] if more > 0 else [])]
@@ -238,12 +237,12 @@ def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Call p50", "p99", "Max", "On"]
     cells = []
     for row in places.rows:
-        times = four_digits(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls)
-        of_calls = (four_digits(time_ns, unit) for time_ns in (row.p50_ns, row.p99_ns, row.max_ns))
+        times = in_unit(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls)
+        of_calls = (in_unit(time_ns, unit) for time_ns in (row.p50_ns, row.p99_ns, row.max_ns))
         cells.append([path_text(row.names), *times, *of_calls, row.where])
     rest = places.remaining
     if rest is not None:
-        times = four_digits(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls)
+        times = in_unit(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls)
         cells.append([f"(remaining {rest.rows})", *times, MISSING, "", "", ""])
     return named_table(header, cells, 0)
 
@@ -275,9 +274,9 @@ def _process_line(found: DeviceView) -> list[str]:
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
     if cpu is not None and cpu.mean is not None and cpu.most is not None:
-        parts.append(f"{compact(cpu.mean)}% of one core in the mean, {compact(cpu.most)}% at most")
+        parts.append(f"{number(cpu.mean)}% of one core in the mean, {number(cpu.most)}% at most")
     if memory is not None and memory.most is not None:
-        parts.append(f"{compact(memory.most / 2**20)} MiB at most")
+        parts.append(f"{number(memory.most / 2**20)} MiB at most")
     return [f"Process: {'; '.join(parts)}"] if parts else []
 
 

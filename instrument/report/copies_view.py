@@ -16,7 +16,7 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.coverage import Coverage
 from instrument.report.section import Section, Text, section_lines
-from instrument.report.table import MISSING, bounded, in_unit, number, summed, title
+from instrument.report.table import MISSING, bounded, in_unit, summed, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
@@ -137,9 +137,7 @@ class CopiesView:
     def sections(self) -> list[Section]:
         sums = "calls=Calls|moved_mb=MB|device_ns=Device|host_ns=Host|rate_gb_s=GB/s|base=Over|"
         texts: dict[str, Text] = {
-            "moved_mb": lambda use, unit: number(use.moved_mb()),
             "device_ns": lambda use, unit: in_unit(use.device_ns, unit) if use.timed else MISSING,
-            "rate_gb_s": lambda use, unit: _rate(use.rate_gb_s),
             "base": lambda use, unit: "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
         }
         return [
@@ -237,10 +235,6 @@ def _together(uses: Sequence[CopyUse], direction: str = "", remaining: int = 0) 
 
 def _direction(use: CopyUse) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
-
-
-def _rate(rate_gb_s: float | None) -> str:
-    return MISSING if rate_gb_s is None else number(float(f"{rate_gb_s:.4g}"))
 
 
 def _notes(view: CopiesView) -> list[str]:

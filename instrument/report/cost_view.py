@@ -22,7 +22,6 @@ from instrument.report.section import Section, section_lines
 from instrument.report.table import (
     MISSING,
     Ratio,
-    compact,
     number,
     safe,
     section_title,
@@ -144,13 +143,13 @@ class InstrumentationCost:
         return [
             Section(
                 "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window",
-                texts={"ratio": lambda part, unit: MISSING if part.ratio is None else f"{compact(100 * part.ratio)}%"},
+                texts={"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number(100 * part.ratio)}%"},
             ),
             Section(
                 "Probes", self.sites,
                 "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
                 tuple(wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}.")),
-                texts={"each_ns": lambda one, unit: number(float(f"{one.each_ns:.4g}"))},
+                texts={"each_ns": lambda one, unit: number(one.each_ns)},
             ),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count"),
             Section(

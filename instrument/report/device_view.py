@@ -15,9 +15,7 @@ from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_summary import DeviceSummary, device_summary
 from instrument.report.section import Section
 from instrument.report.table import (
-    MISSING,
     bounded,
-    four_digits,
     in_unit,
     number,
     safe,
@@ -179,7 +177,7 @@ def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
 def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
     """What a device did by stream, label, name, and request."""
     kinds = Counter(use.name for use in one.names)
-    mean = MISSING if one.mean_streams is None else number(round(one.mean_streams, 3))
+    mean = number(one.mean_streams)
     clock: tuple[str, ...] = ()
     if one.uncertainty_ns is not None:
         least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
@@ -202,8 +200,6 @@ def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
             "busy_ratio=Of busy",
             texts={
                 "name": lambda use, unit: f"{use.name} ({use.kind})" if kinds[use.name] > 1 else use.name,
-                "p50_ns": lambda use, unit: four_digits(use.p50_ns, unit),
-                "p99_ns": lambda use, unit: four_digits(use.p99_ns, unit),
             },
             widths=COLUMN_WIDTH,
         ),

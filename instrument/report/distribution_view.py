@@ -23,7 +23,7 @@ from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage
 from instrument.report.section import Section, section_lines
-from instrument.report.table import Ratio, bounded, in_unit, number, title
+from instrument.report.table import Ratio, bounded, in_unit, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.forest import NONE
@@ -68,7 +68,7 @@ class DistributionView:
             Section(
                 "Operations", self.operations,
                 "name=Operation|calls=Calls|moved_mb=MB|host_ns=Calls took|waited_ns=Waits took|device_ns=Device",
-                texts={"moved_mb": lambda one, unit: number(one.moved_mb())}, widths=10,
+                widths=10,
             ),
         ]  # fmt: skip
 

@@ -39,10 +39,10 @@ from instrument.report.table import (
     columns,
     compact,
     in_unit,
-    percent,
     safe,
     section_title,
     shorten,
+    six_digits,
     table,
     title,
 )
@@ -201,7 +201,7 @@ def _sections(view: Events) -> list[str]:
         return []
     lines = [
         *section_title("Overhead Summary"),
-        f"Total time: {in_unit(split.total_ns, unit)}",
+        f"Total time: {six_digits(split.total_ns, unit)}",
         _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
         *([] if split.waiting_ns is None else [_summary_line("  Waiting", split.total_ns, split.waiting_ns, unit)]),
         _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
@@ -221,8 +221,8 @@ def _sections(view: Events) -> list[str]:
 
 def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, calls: int | None = None) -> str:
     counted = "" if calls is None else f"Calls: {calls:<{NUMBER_WIDTH}}"
-    ratio = MISSING if part_ns is None else percent(part_ns, base_ns)
-    return f"{label:<{LABEL_WIDTH}}{counted}Total: {in_unit(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
+    ratio = MISSING if part_ns is None or not base_ns else f"{100 * (part_ns / base_ns):g}%"
+    return f"{label:<{LABEL_WIDTH}}{counted}Total: {six_digits(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
 def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
@@ -231,7 +231,7 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     legend = []
     for block in blocks:
         if block.number is not None:
-            known = f" (id {block.thread}), Total time: {in_unit(block.total_ns, unit)}"
+            known = f" (id {block.thread}), Total time: {six_digits(block.total_ns, unit)}"
             tag = f"thread{block.number}: "
             legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(known)) + known)
     header = ["Event", "Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.section import Section
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
-from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
+from instrument.report.table import MISSING, number, safe, section_title, shorten, table, tenths, title
 from instrument.report.view import UNITS, Options
 
 NO_STEP = (
@@ -71,19 +71,18 @@ def _loop_lines(loop: LoopTimes, unit: str) -> list[str]:
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:
-        lines.append(f"Samples: {compact(loop.samples, 15)}")
+        lines.append(f"Samples: {number(loop.samples)}")
     if loop.reader_ratio is not None:
         lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
     rows = [("batch_cost", loop.batch, UNITS[unit]), (f"ips ({loop.rate_of})", loop.rate, 1)]
     if loop.reader is not None:
         rows.insert(0, ("reader_cost", loop.reader, UNITS[unit]))
-    room = WHOLE_DIGITS if unit == "ns" else 7
-    cells = [[name, *_cells(spread, scale, room)] for name, spread, scale in rows]
+    cells = [[name, *_cells(spread, scale)] for name, spread, scale in rows]
     return [*lines, "", *table(["", "Ave.", "p50", "p99", "Min.", "Max."], cells, [16, *[10] * 5])]
 
 
-def _cells(spread: Spread | None, scale: int, room: int) -> Iterable[str]:
+def _cells(spread: Spread | None, scale: int) -> Iterable[str]:
     values: Sequence[float | None] = [None] * 5
     if spread is not None:
         values = [spread.mean, spread.p50, spread.p99, spread.least, spread.most]
-    return [MISSING if value is None else compact(value / scale, room) for value in values]
+    return [MISSING if value is None else number(value / scale) for value in values]

@@ -33,7 +33,7 @@ from instrument.report.calls import CallTimes, PlaceCalls, every_place, place_tr
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.flop_rows import FlopTable, flop_table
 from instrument.report.section import Section
-from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
+from instrument.report.table import LINE, columns, safe, section_title, share, shorten, six_digits, title
 from instrument.report.view import Options, Recording
 from instrument.trace.groups import distinct
 
@@ -251,9 +251,9 @@ def _order_lines(order: InOrder, *, complete: bool) -> list[str]:
         "",
     ]
     for one in order.operators:
-        before, after = f"OP_ID{one.number}. ", f" : {number(one.mean_ns / 1e9)} sec"
+        before, after = f"OP_ID{one.number}. ", f" : {six_digits(one.mean_ns)} sec"
         name = f"{one.name} [{one.instance}]" if one.instance else one.name
         lines.append(before + shorten(safe(name), LINE - columns(before + after)) + after)
     if order.remaining:
-        lines.append(f"(remaining {order.remaining}) : {number(order.remaining_ns / 1e9)} sec")
+        lines.append(f"(remaining {order.remaining}) : {six_digits(order.remaining_ns)} sec")
     return [*lines, ""]

@@ -26,7 +26,7 @@ from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage
 from instrument.report.phase_calls import StreamUses, calls_of, streams_of
 from instrument.report.section import Section, section_lines
-from instrument.report.table import in_unit, share, title
+from instrument.report.table import in_unit, share, six_digits, title
 from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
 
@@ -149,13 +149,18 @@ class PhasesView:
         more = [name for name in self.mean_ns if name not in ("forward", "backward", "step")]
         return [
             f"Time Profiling: host time, averages of {', '.join(told)}",
-            *(
-                f"{name.capitalize()} Propagation Time : {in_unit(self.mean_ns.get(name), 's')} sec"
-                for name in ("forward", "backward")
-            ),
-            *(f"{name.capitalize()} Time : {in_unit(self.mean_ns[name], 's')} sec" for name in more),
+            *propagation_lines(self.mean_ns),
+            *(f"{name.capitalize()} Time : {six_digits(self.mean_ns[name])} sec" for name in more),
             "",
         ]
+
+
+def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
+    """The two lines of SINGA, from the mean time of each phase."""
+    return [
+        f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
+        for name in ("forward", "backward")
+    ]
 
 
 def phases(recording: Recording, options: Options) -> PhasesView:

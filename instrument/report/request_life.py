@@ -20,8 +20,8 @@ from instrument.report.endpoint_times import outcome_told
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import (
     LINE,
-    compact,
-    four_digits,
+    in_unit,
+    number,
     safe,
     section_title,
     share,
@@ -101,8 +101,8 @@ class RequestLife:
         error = f", {safe(self.error or self.outcome)}" if self.error or self.outcome else ""
         keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
         name = shorten(safe(self.name) or "(no name)", LINE // 2)
-        at = f"{compact(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [*title("Request Report"), *wrapped(f"{name}: {four_digits(self.wall_ns, unit)} {unit}{error}{keys}")]
+        at = f"{number(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
+        lines = [*title("Request Report"), *wrapped(f"{name}: {in_unit(self.wall_ns, unit)} {unit}{error}{keys}")]
         lines.append(f"Began {at}")
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
@@ -113,9 +113,9 @@ class RequestLife:
         width = max(map(len, self.parts), default=0) + 2
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
             ratio = share(time_ns, self.wall_ns)
-            lines.append(f"{safe(part):<{width}}{four_digits(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
+            lines.append(f"{safe(part):<{width}}{in_unit(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
         if self.device_own_ns or self.device_shared_ns:
-            own, of_batches = (four_digits(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
+            own, of_batches = (in_unit(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
             lines += ["", f"Device time: {own} {unit} of its own work, {of_batches} {unit} its shares of batches"]
         if self.blame is not None:
             told = blame_text(self.blame, unit)
@@ -135,7 +135,7 @@ class RequestLife:
         if one.own_ns is not None:
             said = f"{one.name}{many}, {tenths(share(one.own_ns, one.in_batches_ns), 1)} its own of {one.size}"
         room = LINE - BAR - 26
-        times = f"{four_digits(one.begin_ns, unit):>10}{four_digits(one.length_ns, unit):>11}"
+        times = f"{in_unit(one.begin_ns, unit):>10}{in_unit(one.length_ns, unit):>11}"
         return f"{times}  |{bar}| {shorten(safe(said), room)}".rstrip()
 
 

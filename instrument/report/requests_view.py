@@ -34,8 +34,7 @@ from instrument.report.table import (
     LINE,
     MISSING,
     bounded,
-    compact,
-    four_digits,
+    in_unit,
     named_table,
     number,
     row_name,
@@ -145,12 +144,12 @@ class RequestTimes:
                 f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|"
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
-                ("Of all: of the sum of the walls of all requests.",), time=_eleven,
+                ("Of all: of the sum of the walls of all requests.",),
             ),
             Section(
                 f"By {self._options.requests_by}", self.groups,
                 "name=Value|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
-                "+wall_ns=Sum|ratio=Of all", time=_eleven,
+                "+wall_ns=Sum|ratio=Of all",
             ),
             Section(
                 "Where the time went", [(row_name(one), part) for one in self.endpoints for part in parts_of(one)],
@@ -167,7 +166,6 @@ class RequestTimes:
                     "each",
                     "after the first. Longest: between two items that came one by one.",
                 ),
-                time=_eleven,
             ),
             Section(
                 "Loop blocked", blocked,
@@ -179,7 +177,6 @@ class RequestTimes:
                     "span that was there for most of it, or else its function. Mostly at: the innermost line of the",
                     "service's own code, seen from the second stretch of a process on.",
                 ),
-                time=_eleven,
             ),
             *(by_endpoint(f"Device {one.device}", one.endpoints) for one in self.devices),
             device_share_section(self.device_shares),
@@ -372,16 +369,11 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
 # The text.
 
 
-def _eleven(time_ns: float | None, unit: str) -> str:
-    """A time in a table of many."""
-    return four_digits(time_ns, unit, 11)
-
-
 def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[str]:
     shown = [name for name in CLASSES if any(name in one.statuses for one in endpoints)]
     cells = []
     for one in endpoints:
-        rate = compact(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
+        rate = number(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
         cells.append([row_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
     return [
         *named_table(["Request", "A second", *shown], cells, 0),
@@ -414,14 +406,14 @@ def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
         rows += [replace(phase, name=f"  {row_name(phase)}", remaining=0) for phase in phases]
         rows.append(replace(unknown, name="  unknown (no phase ran)"))
     columns = "name=Request, and its phases|requests=Requests|mean_ns=Mean|p50_ns=p50|p99_ns=p99|ratio=Of wall"
-    return [*Section("", rows, columns, time=four_digits, widths=10).table(unit), *PARTS_NOTE]
+    return [*Section("", rows, columns, widths=10).table(unit), *PARTS_NOTE]
 
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(one.error or one.outcome)}" if one.error or one.outcome else ""
     name = shorten(safe(one.name) or "(no name)", LINE // 2)
     key = f", key {shorten(safe(one.keys[0]), LINE // 2)}" if one.keys else ""
-    lines = wrapped(f"{place}. {name}: {four_digits(one.wall_ns, unit)} {unit}{error}{key}")
+    lines = wrapped(f"{place}. {name}: {in_unit(one.wall_ns, unit)} {unit}{error}{key}")
     at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
     lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
     if one.trace_id:
@@ -439,7 +431,7 @@ def blame_text(told: Blame, unit: str) -> str:
     if told.cause is not None:
         whose = f" of {shorten(safe(told.cause.request), LINE // 3)}" if told.cause.request else ""
         name = shorten(safe(told.cause.name), LINE // 3)
-        cause = f"; {four_digits(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
+        cause = f"; {in_unit(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
     part = shorten(safe(told.part), LINE // 3)
-    typical = f"{four_digits(told.part_ns, unit)} {unit}, typical {four_digits(told.typical_ns, unit)}"
+    typical = f"{in_unit(told.part_ns, unit)} {unit}, typical {in_unit(told.typical_ns, unit)}"
     return f"slower by {part}: {typical}{cause}"

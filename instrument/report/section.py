@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from instrument.recording.spans import HOST
-from instrument.report.table import MISSING, compact, in_unit, named_table, safe, section_title, table, tenths
+from instrument.report.table import MISSING, compact, in_unit, named_table, number, safe, section_title, table, tenths
 
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
@@ -36,7 +36,7 @@ Text = Callable[[Any, str], str]
 class Section:
     """A table of a view. `notes` are lines below it.
 
-    `texts` make the cells of a field of rows where they are not as elsewhere in text, and `time` those of times.
+    `texts` make the cells of a field of rows where they are not as elsewhere in text.
     `widths` are the least of the columns, or of all but the first, which then holds names.
     """
 
@@ -45,7 +45,6 @@ class Section:
     columns: str
     notes: tuple[str, ...] = ()
     texts: Mapping[str, Text] = field(default_factory=dict)
-    time: Text = in_unit
     widths: int | Sequence[int] = 0
 
     def lines(self, unit: str) -> list[str]:
@@ -73,8 +72,7 @@ class Section:
         """What makes the cell of a row in a column."""
         if name in self.texts:
             return self.texts[name]
-        kind = kind_of(name)
-        text = self.time if kind == TIME else TEXTS[kind]
+        text = TEXTS[kind_of(name)]
         return lambda row, unit: text(value_of(row, name), unit)
 
 
@@ -141,7 +139,7 @@ def _plain(value: Any, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return str(value)
-    return compact(value) if isinstance(value, float) else safe(str(value))
+    return number(value) if isinstance(value, float) else safe(str(value))
 
 
 TEXTS: Mapping[str, Text] = {

@@ -25,7 +25,6 @@ from instrument.report.table import (
     bounded,
     in_unit,
     name_of_site,
-    number,
     safe,
     section_title,
     share,
@@ -195,7 +194,6 @@ class StartupView:
             Section(
                 "First calls", self.warm_ups,
                 "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Times|extra_ns=Extra",
-                texts={"times": lambda one, unit: MISSING if one.times is None else number(round(one.times, 1))},
             ),
             Section("The way to the first request", self.way, "name=Part|total_ns=Time|ratio=Of the way"),
             Section("Later, outside of requests", self.late, "name=Part|total_ns=Time"),

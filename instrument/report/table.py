@@ -175,27 +175,20 @@ def wrapped(text: str) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Six significant digits, as C++ streams print a double."""
-    return MISSING if value is None else f"{value:g}"
+    """Four significant digits; whole numbers in full."""
+    return compact(value, WHOLE_DIGITS)
+
+
+def six_digits(value_ns: float | None, unit: str = "s") -> str:
+    """Nanoseconds in a unit of time as a C++ stream prints a double: the format of fluid and SINGA."""
+    return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
 def in_unit(value_ns: float | None, unit: str) -> str:
-    """Nanoseconds in a unit of time: those in full, and so whatever six digits would leave to an exponent."""
+    """Nanoseconds in a unit of time, in four digits; whole numbers in full."""
     if value_ns is None:
         return MISSING
-    value = value_ns / UNITS[unit]
-    if unit == "ns" or abs(value) >= 999_999.5:
-        whole = f"{value:.0f}"
-        if len(whole) <= WHOLE_DIGITS:
-            return whole
-    return f"{value:g}"
-
-
-def four_digits(value_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
-    """Nanoseconds in a unit of time in four digits; ns in full where there is room."""
-    if value_ns is None:
-        return MISSING
-    return compact(round(value_ns), room) if unit == "ns" else compact(value_ns / UNITS[unit])
+    return number(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:

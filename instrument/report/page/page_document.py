@@ -16,7 +16,7 @@ from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
 from instrument.report.page.page_tables import MOST_TABLE_ROWS, ON_PAGE, views_of
 from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, parts_of
 from instrument.report.summary import VIEW_OF
-from instrument.report.table import compact, four_digits, rough_percent, row_name, safe, shorten, tenths
+from instrument.report.table import compact, in_unit, rough_percent, row_name, safe, shorten, tenths
 from instrument.report.view import UNITS, Options, Recording
 
 NAME = 300
@@ -95,17 +95,17 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
         heaviest = served.endpoints[0]
         name = shorten(safe(heaviest.name) or "(no name)", 60)
         for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns)):
-            add(label, f"{four_digits(time_ns, unit)} {unit}", name)
+            add(label, f"{in_unit(time_ns, unit)} {unit}", name)
         slowest = served.slowest[0]
         name = shorten(safe(slowest.name) or "(no name)", 60)
-        add("Slowest", f"{four_digits(slowest.wall_ns, unit)} {unit}", name)
+        add("Slowest", f"{in_unit(slowest.wall_ns, unit)} {unit}", name)
     elif shown.steps is not None:
         loop = shown.steps.loops[0]
         add("Steps", f"{loop.steps:,}", safe(loop.name))
         times = () if loop.batch is None else (("p50", loop.batch.p50), ("p99", loop.batch.p99))
         for label, value in times:
             if value is not None:
-                add(label, f"{four_digits(value, unit)} {unit}", "of a step")
+                add(label, f"{in_unit(value, unit)} {unit}", "of a step")
     else:
         add("Spans", f"{len(recording.columns):,}", "no request or step was recorded")
     for one in shown.device.devices[:2]:
@@ -125,9 +125,9 @@ def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
     for one in shown.requests.endpoints:
         parts = []
         for part in parts_of(one):
-            mean = "" if part.mean_ns is None else f"{four_digits(part.mean_ns, unit)} {unit}"
+            mean = "" if part.mean_ns is None else f"{in_unit(part.mean_ns, unit)} {unit}"
             parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
-        times = [four_digits(time_ns, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
+        times = [in_unit(time_ns, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
         found.append({"name": row_name(one), "requests": f"{one.requests:,}", "times": times, "parts": parts})
     return found
 

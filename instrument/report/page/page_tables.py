@@ -21,7 +21,7 @@ from instrument.report.section import (
     name_of,
     value_of,
 )
-from instrument.report.table import MISSING, WHOLE_DIGITS, compact, four_digits, safe, shorten, tenths
+from instrument.report.table import MISSING, WHOLE_DIGITS, compact, in_unit, safe, shorten, tenths
 
 NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
@@ -117,7 +117,7 @@ def _cell(value: Any, kind: str, unit: str) -> Any:
 def number_text(value: float, kind: str, unit: str) -> str:
     """A number as a cell shows it: four digits of times and sizes, counts in full."""
     if kind == TIME:
-        return four_digits(value, unit)
+        return in_unit(value, unit)
     if kind == RATIO:
         return tenths(value, 1)
     if kind == SIZE:
