@@ -1075,6 +1075,25 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
     assert {row.path[-1].name for row in file.load("last.npz").counted().rows()} == {"GET /slow", "hang"}
 
 
+def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_none(
+    service: subprocess.Popen[str],
+) -> None:
+    (folder,) = run_folder.found()
+    for words in ([], ["shop"], [str(service.pid)], ["--run", folder.name], [folder.name]):
+        shown = command("report", *words)
+        assert shown.startswith(f"Run {folder.name} is still going: 1 process\n")
+        assert "GET /fast" in shown
+    serve_one(service)
+    told = json.loads(command("report", "--json", "--view", "requests", "shop"))
+    assert (told["run"], told["is_going"]) == (folder.name, True)
+    assert {one["name"]: one["requests"] for one in told["views"]["requests"]["endpoints"]} == {"GET /fast": 101}
+    command("report", "--html", "page.html")
+    missing = done_by("report", "shap")
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("instrument: report: found no file that is called shap; asked for a run, ")
+    assert folder.name in missing.stderr
+
+
 def test_a_run_is_switched_off_and_on_and_every_process_answers(service: subprocess.Popen[str]) -> None:
     assert command("off") == f"{service.pid}: does not record\n"
     serve_one(service)

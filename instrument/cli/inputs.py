@@ -97,9 +97,12 @@ def saved_in(path: str) -> Saved:
     return file.load(path) if file.is_recording(path) else chrome.load_columns(path)
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the files, and the options on how they are merged and how much memory they may use."""
-    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
+    """Add the files, and the options on how they are merged and how much memory they may use.
+
+    `runs` says how a verb takes what is not a file; it need not be given any then.
+    """
+    parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="of a folder, the files of this run (default: of the newest)")
     several.add_argument("--all", action="store_true", help="of a folder, the files of all runs as one")

@@ -1,4 +1,4 @@
-"""`instrument report`: print the summary of a saved trace."""
+"""`instrument report`: print the summary of saved traces, or of a run that is still going."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instrument.cli.dump_verb import RunRead, read_run
 from instrument.cli.inputs import WALL, add_files, files_of, load_libraries, saved_in
 from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
 from instrument.errors import InstrumentError
@@ -32,7 +34,7 @@ def add(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
-    add_files(parser)
+    add_files(parser, "; or a run, service or process that is still going (default: the only run)")
     parser.add_argument(
         "--by", **one_of(("process",)), help="of several files, a report of each process instead of one of all"
     )
@@ -83,7 +85,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
     parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
-    parser.set_defaults(verb=report_files)
+    parser.set_defaults(verb=report)
 
 
 @contextmanager
@@ -98,30 +100,41 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def report_files(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the views of saved traces, one or several. Returns the exit code."""
-    options.traces = files_of("report", options)
-    options.trace = options.traces[0]
-    if len(options.traces) > 1 or options.by:
-        if options.beside:
-            raise InstrumentError("report: --with is for one file, found several; give that of the same process")
-        options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # as they are, and as one
-    return report(options, host)
-
-
 @_without_collector()
 def report(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the views of a saved trace. Returns the exit code."""
-    files = [options.trace, *filter(None, [options.beside])]
+    """Print the views of saved traces, or of a run that is still going. Returns the exit code."""
+    run = _run_of(options)
+    if run is None:
+        options.traces = files_of("report", options)
+        if len(options.traces) > 1 or options.by:
+            options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # apart, and as one
+    if options.beside and (run is not None or len(options.traces) > 1 or options.by):
+        found = "several" if run is None else "a run"
+        raise InstrumentError(f"report: --with is for one file, found {found}; give that of the same process")
     load_libraries()
     from instrument.report.summary import prepare
 
     prepare(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
-    with within_memory("report", files, options.memory):
+    if run is not None:
+        return _reported(options, run)
+    with within_memory("report", [options.traces[0], *filter(None, [options.beside])], options.memory):
         return _reported(options)
 
 
-def _reported(options: argparse.Namespace) -> int:
+def _run_of(options: argparse.Namespace) -> RunRead | None:
+    """Read the run that is asked for in place of files: by `--run` alone, or by a name that no file has."""
+    names = options.traces or [options.run]
+    if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
+        return None
+    try:
+        return read_run("report", names[0])
+    except InstrumentError as problem:
+        if not names[0]:
+            raise InstrumentError(f"{problem}; or name the files of one that has ended") from None
+        raise InstrumentError(f"report: found no file that is called {names[0]}; {problem}") from None
+
+
+def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
@@ -130,9 +143,9 @@ def _reported(options: argparse.Namespace) -> int:
     given["rows"] = None if options.rows == ALL else options.rows
     views, asked = options.view or views_for(given), Options.of(given)
     if options.html is not None:
-        return _written(options, asked)
+        return _written(options, asked, run)
     documents = []
-    for place, (header, facts, recording) in enumerate(_recordings(options)):
+    for place, (header, facts, recording) in enumerate(_recordings(options, run)):
         if options.request is not None:
             from instrument.report.request_life import request_life
 
@@ -153,21 +166,21 @@ def _reported(options: argparse.Namespace) -> int:
     return 0
 
 
-def _written(options: argparse.Namespace, asked: Options) -> int:
+def _written(options: argparse.Namespace, asked: Options, run: RunRead | None) -> int:
     from instrument.report.page.html_page import write_page
 
     for name in ("json", "by", "view"):
         if getattr(options, name):
             raise InstrumentError(f"report: --html is one page of all views; found --{name} beside it; leave one out")
-    for header, _, recording in _recordings(options):
+    for header, _, recording in _recordings(options, run):
         page = write_page(options.html, recording, asked, request=options.request, header=header)
         sys.stdout.write(f"HTML page: {page}\n")
     return 0
 
 
-def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Recording]]:
+def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
     """Yield what is reported on, all files as one or those per process, with its heading in text and facts in JSON."""
-    if len(options.traces) == 1 and not options.by:
+    if run is None and len(options.traces) == 1 and not options.by:
         yield "", {}, _recording(options.traces[0], options.beside)
         return
     from instrument.report.view import Recording
@@ -175,7 +188,7 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
     from instrument.trace.merged_facts import called
     from instrument.trace.unmerged import processes_of
 
-    files = list(map(saved_in, options.traces))
+    files = list(map(saved_in, options.traces)) if run is None else run.read
     if options.by:
         for of_process in processes_of(files):
             origin = of_process[0].facts.origin
@@ -190,6 +203,9 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
         "clock": merged.clock,
         "apart_ns": merged.apart_ns,
     }
+    if run is not None:
+        yield run.header, {"run": run.name, "is_going": run.is_going, "merged": facts}, Recording.of_saved(merged.saved)
+        return
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 
 
