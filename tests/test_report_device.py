@@ -80,7 +80,7 @@ def test_each_device_has_a_section_of_its_own() -> None:
     text = device(trace_of(made(1, DECODE, 0, 9, ran(0, 50, on=1), ran(0, 25, on=0))))
     assert text.index("Device 0") < text.index("Device 1")
     busy = [line.split()[3:] for line in text.splitlines() if line.startswith("Busy with compute")]
-    assert busy == [["25", "25.0%"], ["50", "50.0%"]]
+    assert busy == [["25", "25.0%", "window"], ["50", "50.0%", "window"]]
 
 
 def test_rows_bound_the_tables_and_the_rest_is_one_row() -> None:
@@ -108,7 +108,7 @@ def test_rows_bound_the_tables_and_the_rest_is_one_row() -> None:
 def test_least_leaves_short_names_to_the_rest_and_the_unit_is_that_of_every_time() -> None:
     lines = [line.split() for line in device(service(), least_ns=10 * MS, unit="us").splitlines()]
     assert ["Time", "unit:", "us"] in lines
-    assert ["Window", "100000", "100.0%"] in lines
+    assert ["Window", "100000", "100.0%", "window"] in lines
     assert ["decode", "1", "16000", "16000", "16000", "16000", "16000", "42.1%"] in lines
     assert ["(remaining", "1)", "1", "6000", "6000", "-", "-", "-", "-"] in lines
 
@@ -174,7 +174,7 @@ def test_a_window_that_the_rings_no_longer_hold_is_cut_and_said() -> None:
     trace = trace_of(made(1, DECODE, 60, 61, ran(50, 70)), held_from_ns=60 * MS)
     text = device(trace)
     assert "Spans: the newest 1 are held, none is missing from 0.06 s to 0.1 s; of all that" in text
-    assert ["Busy", "with", "compute", "10", "25.0%"] in [line.split() for line in text.splitlines()]
+    assert ["Busy", "with", "compute", "10", "25.0%", "window"] in [line.split() for line in text.splitlines()]
 
 
 names = st.text(max_size=200) | st.sampled_from(["", "a\nb", "\x1b[2J", "漢字" * 60, "\u202eabc", "x" * 500, "%s{}"])

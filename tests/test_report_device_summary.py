@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from golden_views import text_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ SECOND = 10**9
 
 
 def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu] = (), **options: str) -> str:
-    return text_of(summary_of(samples, gpus, Options(**options)))
+    return "\n".join(summary_of(samples, gpus, Options(**options)).section().lines("ms")) + "\n"
 
 
 def sample(name: str, device: int, at_s: float, value: float | None) -> Sample:
@@ -57,7 +56,6 @@ GPU 0         utilization           %      2        45          0           90  
 GPU 0         energy                J      2        -           -           -           300.5
 GPU 0         sm_active             %      0        n/a         n/a         n/a         -
 GPU 1         utilization           %      0        n/a         n/a         n/a         -
-
 cores: cores that the process may use, by its affinity and the limits of its control groups
 process_cpu: % of one core, by all threads of the process since the reading before
 process_memory: MiB resident memory of the process

@@ -16,12 +16,14 @@ from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.coverage import Coverage
 from instrument.report.requests_view import joined_requests, request_device_ledger
-from instrument.report.section import Section, section_lines
-from instrument.report.table import bounded, share, title
+from instrument.report.section import Section, View
+from instrument.report.table import bounded, share
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
 from instrument.trace.joined import THOUSANDTHS, Served
+
+NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a call serves."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,14 @@ class NamedBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTimes:
+class BatchTimes(View):
     """The view: all batches that are held, by name."""
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]
     _options: Options
+
+    TITLE = "Batches"
 
     def sections(self) -> list[Section]:
         return [
@@ -106,13 +110,11 @@ class BatchTimes:
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        unit = self._options.unit
-        lines = [*title("Batches Report"), *self.coverage.lines(), f"Time unit: {unit}", ""]
-        if not self.rows:
-            otherwise = "No batch was recorded: a rule with `batch:` says which requests a call serves."
-            return [*lines, *self.coverage.none_held("batch", otherwise), ""]
-        return [*lines, *section_lines(self.sections(), unit)]
+    def head(self) -> list[str]:
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.rows else self.coverage.none_held("batch", NO_BATCH)
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:

@@ -16,8 +16,8 @@ from instrument.report.device_view import DeviceView, device
 from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
-from instrument.report.section import Section
-from instrument.report.self_times_view import FunctionTimes, ops, path_text
+from instrument.report.section import View
+from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops, path_text
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -58,7 +58,7 @@ MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
+class Brief(View):
     """What was served or done: `requests`, or `steps` and their `phases` where there was none, else neither.
 
     `places` are the heaviest by self time, of all calls; None where no call was counted.
@@ -76,9 +76,6 @@ class Brief:
     losses: Mapping[str, int]
     notes: tuple[str, ...]
     _options: Options = field(repr=False)
-
-    def sections(self) -> list[Section]:
-        return []
 
     def lines(self) -> list[str]:
         unit = self._options.unit
@@ -233,7 +230,7 @@ def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[st
 
 def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     if places is None:
-        return ["No call was counted: name functions or layers in the profile, or open a scope."]
+        return [NO_CALL]
     header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Call p50", "p99", "Max", "On"]
     cells = []
     for row in places.rows:

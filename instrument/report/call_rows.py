@@ -7,18 +7,7 @@ from dataclasses import dataclass, replace
 
 from instrument.report.calls import CallTimes, PlaceCalls, device_times, host_times
 from instrument.report.section import Section
-from instrument.report.table import (
-    LINE,
-    MISSING,
-    bounded,
-    in_unit,
-    named_table,
-    safe,
-    section_title,
-    share,
-    shorten,
-    tenths,
-)
+from instrument.report.table import LINE, bounded, in_unit, safe, share, shorten
 from instrument.report.view import Options, SortKey
 
 
@@ -165,47 +154,50 @@ def sorting(options: Options) -> str:
     return f"sorted by {what}, {'least' if key.ascending else 'greatest'} first"
 
 
-def block_section(block: CallBlock) -> Section:
-    """The block with host and device times of a row in one line."""
-    columns = (
-        "name=Name|calls=Calls|cpu.total_ns=Host|cpu.ave_ns=Mean|cpu.max_ns=Max|cpu.min_ns=Min|cpu_ratio=Of host|"
-        "gpu.total_ns=Device|gpu.ave_ns=Mean|gpu.max_ns=Max|gpu_ratio=Of device"
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The times of a row on the host (`CPU`) or on devices (`GPU`); the `first` line of a row has its name."""
+
+    row: CallRow
+    on: str
+    times: CallTimes | None
+    ratio: float | None
+    name: str
+    first: bool
+
+    @property
+    def depth(self) -> int:
+        return self.row.depth
+
+
+def block_section(block: CallBlock, options: Options, what: str) -> Section:
+    """Return the table of a block: a line for host times, and one for device times where there are any."""
+    bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
+    if options.state != "CPU" and any(row.gpu for row in block.rows):
+        bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
+    thread = [] if block.thread is None else [f"{shorten(safe(block.name), LINE // 2)} (id {block.thread})"]
+    kinds: dict[tuple[str, int], set[str]] = {}
+    for row in block.rows:
+        kinds.setdefault((row.name, row.depth), set()).add(row.kind)
+    return Section(
+        "All threads" if block.thread is None else "Thread",
+        [line for row in block.rows for line in _lines(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)],
+        f"name={what}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
+        "ratio=Ratio",
+        texts={
+            "name": lambda line, unit: "  " * line.depth + line.name if line.first else " ",
+            "row.calls": lambda line, unit: str(line.row.calls) if line.first else "",
+        },
+        widths=7,
+        lead=[*thread, *([f"Ratio of: {', '.join(bases)}"] if bases else [])],
     )
-    return Section(block.name or "All threads", block.rows, columns)
 
 
-def block_lines(blocks: Sequence[CallBlock], options: Options, what: str) -> list[str]:
-    """Each block as a table: a line for host times, and one for device times where there are any."""
-    lines: list[str] = []
-    header = [what, "Calls", "On", "Total", "Ave", "Max", "Min", "Ratio"]
-    for block in blocks:
-        bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
-        if options.state != "CPU" and any(row.gpu for row in block.rows):
-            bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
-        lines += section_title("All threads" if block.thread is None else "Thread")
-        if block.thread is not None:
-            lines.append(f"{shorten(safe(block.name), LINE // 2)} (id {block.thread})")
-        lines += [f"Ratio of: {', '.join(bases)}"] if bases else []
-        kinds: dict[tuple[str, int], set[str]] = {}
-        for row in block.rows:
-            kinds.setdefault((row.name, row.depth), set()).add(row.kind)
-        cells = []
-        for row in block.rows:
-            cells += _cells(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)
-        lines += [*named_table(header, cells, 7), ""]
-    return lines
-
-
-def _cells(row: CallRow, options: Options, *, with_kind: bool) -> list[list[str]]:
+def _lines(row: CallRow, options: Options, *, with_kind: bool) -> list[_Line]:
     name = f"{row.name} ({row.kind})" if with_kind and row.kind else row.name
-    found = []
-    for on, times, ratio in (("CPU", row.cpu, row.cpu_ratio), ("GPU", row.gpu, row.gpu_ratio)):
-        if times is not None and options.state in (on, "All"):
-            parts = (times.total_ns, times.ave_ns, times.max_ns, times.min_ns)
-            found.append([on, *(in_unit(part, options.unit) for part in parts), tenths(ratio, 1)])
-    found = found or [[MISSING] * 6]
-    indent = "  " * row.depth
-    return [
-        [f"{indent}{name}" if index == 0 else " ", str(row.calls) if index == 0 else "", *cells]
-        for index, cells in enumerate(found)
-    ]
+    parts: list[tuple[str, CallTimes | None, float | None]] = [
+        (on, times, ratio)
+        for on, times, ratio in (("CPU", row.cpu, row.cpu_ratio), ("GPU", row.gpu, row.gpu_ratio))
+        if times is not None and options.state in (on, "All")
+    ] or [("", None, None)]
+    return [_Line(row, *part, name, place == 0) for place, part in enumerate(parts)]

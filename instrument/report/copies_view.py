@@ -15,8 +15,8 @@ from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.coverage import Coverage
-from instrument.report.section import Section, Text, section_lines
-from instrument.report.table import MISSING, bounded, in_unit, summed, title
+from instrument.report.section import Section, Text, View
+from instrument.report.table import MISSING, bounded, in_unit, summed
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.groups import Groups
@@ -125,7 +125,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiesView:
+class CopiesView(View):
     """The copies of each direction together, and by call."""
 
     coverage: Coverage
@@ -133,6 +133,8 @@ class CopiesView:
     calls: tuple[CopyUse, ...]
     is_ours: bool
     _options: Options
+
+    TITLE = "Copies"
 
     def sections(self) -> list[Section]:
         sums = "calls=Calls|moved_mb=MB|device_ns=Device|host_ns=Host|rate_gb_s=GB/s|base=Over|"
@@ -151,15 +153,29 @@ class CopiesView:
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        unit = self._options.unit
-        lines = [*title("Copies Report"), *self.coverage.lines()]
-        if not self.calls:
-            return [*lines, "", *self.coverage.none_held("copy", NO_COPY), ""]
-        lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
-        lines.append("")
-        lines += section_lines(self.sections(), unit)
-        return [*lines, *_notes(self), ""]
+    def head(self) -> list[str]:
+        rate = "GB/s: 10^9 bytes a second, over which time is said beside it"
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}; MB: 10^6 bytes; {rate}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.calls else self.coverage.none_held("copy", NO_COPY)
+
+    def foot(self) -> list[str]:
+        lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
+        if any(use.device_ns and use.timed < use.calls for use in self.directions):
+            lines.append("Over part: the rate is of those calls alone that have device time, over that.")
+        if any(not use.base for use in self.calls):
+            lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
+        staged = sum(use.staged for use in self.directions)
+        if staged:
+            lines += [
+                f"* {staged} call{'s' * (staged > 1)} asked for an asynchronous copy with pageable memory, which is "
+                "none: it goes",
+                "  through a buffer while the host waits. Pin the host's memory, or do without non_blocking.",
+            ]
+        if not self.is_ours:
+            lines.append("A trace of another profiler: Host is the length of its slices, wherever they ran.")
+        return lines
 
 
 def copies(recording: Recording, options: Options) -> CopiesView:
@@ -235,21 +251,3 @@ def _together(uses: Sequence[CopyUse], direction: str = "", remaining: int = 0) 
 
 def _direction(use: CopyUse) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
-
-
-def _notes(view: CopiesView) -> list[str]:
-    lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
-    if any(use.device_ns and use.timed < use.calls for use in view.directions):
-        lines.append("Over part: the rate is of those calls alone that have device time, over that.")
-    if any(not use.base for use in view.calls):
-        lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
-    staged = sum(use.staged for use in view.directions)
-    if staged:
-        lines += [
-            f"* {staged} call{'s' * (staged > 1)} asked for an asynchronous copy with pageable memory, which is none: "
-            "it goes",
-            "  through a buffer while the host waits. Pin the host's memory, or do without non_blocking.",
-        ]
-    if not view.is_ours:
-        lines.append("A trace of another profiler: Host is the length of its slices, wherever they ran.")
-    return lines

@@ -18,16 +18,14 @@ from instrument.recording.spans import Cost, Site
 from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.line_sums import LineSums
-from instrument.report.section import Section, section_lines
+from instrument.report.section import Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,
     number,
     safe,
-    section_title,
     share,
     tenths,
-    title,
     where_of,
     wrapped,
 )
@@ -103,7 +101,7 @@ class RingUse:
 
 
 @dataclass(frozen=True, slots=True)
-class InstrumentationCost:
+class InstrumentationCost(View):
     """The parts add up to `cost.total_ns`. `muted` and `rings` are those of a process that runs, else unknown (None).
 
     `notes` say what was not observed, but what `muted` does; of a saved trace they say that, too.
@@ -127,6 +125,8 @@ class InstrumentationCost:
     device_missing: Mapping[str, int]
     _options: Options
 
+    TITLE = "Instrumentation"
+
     @property
     def ratio(self) -> float | None:
         """The whole cost as a share of the window."""
@@ -137,46 +137,42 @@ class InstrumentationCost:
         """The same where none of the probes' memory was in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
+    def head(self) -> list[str]:
+        by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
+        return [*wrapped(by), f"Time unit: {self._options.unit}"]
+
     def sections(self) -> list[Section]:
         each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
+        missed = [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
         return [
             Section(
-                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window",
-                texts={"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number(100 * part.ratio)}%"},
+                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call(),
+                {"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number(100 * part.ratio)}%"},
+                empty=["What it cost is not known: the trace does not say it."],
             ),
             Section(
                 "Probes", self.sites,
                 "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
-                tuple(wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}.")),
-                texts={"each_ns": lambda one, unit: number(one.each_ns)},
+                wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}."),
+                {"each_ns": lambda one, unit: number(one.each_ns)},
             ),
-            Section("Not kept", list(self.losses.items()), "0=Reason|1=Count"),
+            Section("Held", (), "", empty=[*self.coverage.lines(), *_held_lines(self)]),
+            Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
             Section(
                 "Not observed", self.muted or (),
                 "label=Muted, to stay within the budget|kind=Kind|calls=Calls passed|now=Now",
+                ["", *missed] if missed else [],
+                empty=missed or ["Nothing that was asked for was missed."],
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        unit = self._options.unit
-        by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
-        lines = [*title("Instrumentation Report"), *wrapped(by), f"Time unit: {unit}", ""]
-        parts, probes, losses, muted = self.sections()
-        lines += [*section_title("Cost"), *self._cost_lines(parts), ""]
-        lines += section_lines([probes], unit)
-        lines += [*section_title("Held"), *self.coverage.lines(), *_held_lines(self), ""]
-        lines += [*section_title("Not kept"), *(losses.table(unit) if self.losses else ["Nothing was lost."]), ""]
-        lines += section_lines([muted], unit) if self.muted else section_title("Not observed")
-        lines += [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
-        return [*lines, *([] if self.notes or self.muted else ["Nothing that was asked for was missed."]), ""]
-
-    def _cost_lines(self, parts: Section) -> list[str]:
+    def _per_call(self) -> list[str]:
         if self.cost is None:
-            return ["What it cost is not known: the trace does not say it."]
+            return []
         calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
         told = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
-        return [*parts.table(self._options.unit), *wrapped(told + uncached(self.cost, self.window_ns))]
+        return wrapped(told + uncached(self.cost, self.window_ns))
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:

@@ -40,7 +40,7 @@ class Coverage:
         ]
 
     def none_held(self, what: str, otherwise: str) -> list[str]:
-        """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
+        """Return how to have some recorded, for a view that found none; or that older ones may be gone."""
         return none_held(what, otherwise, complete=self.complete)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from instrument.recording.spans import GAUGES, HOST, Gauge, Gpu, Sample
 from instrument.report.section import Section
-from instrument.report.table import GAP, LINE, in_unit, number, safe, section_title, shorten, wrapped
+from instrument.report.table import GAP, LINE, in_unit, number, safe, shorten, wrapped
 from instrument.report.view import Options
 
 NOT_TOLD = "n/a"
@@ -92,10 +92,15 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
+        """Return the table, with the base of every share below it."""
+        unit = self._options.unit
+        every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
+        known = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
         return Section(
-            "Gauges", [row.shown() for row in self.rows],
+            "Device Summary", [row.shown() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
-            texts={
+            [line for name in known for line in wrapped(f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")],
+            {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
                 "mean": lambda row, unit: _read(row.mean, row),
@@ -104,23 +109,14 @@ class DeviceSummary:
                 "total": lambda row, unit: number(row.total),
             },
             widths=WIDTHS,
+            lead=[
+                f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}",
+                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it",
+                *(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE) for gpu in self.gpus),
+                "",
+            ],
+            empty=["No gauges were read."],
         )  # fmt: skip
-
-    def lines(self) -> list[str]:
-        lines, unit = section_title("Device Summary"), self._options.unit
-        if not self.rows:
-            return [*lines, "No gauges were read.", ""]
-        every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
-        lines.append(f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}")
-        lines.append(f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it")
-        for gpu in self.gpus:
-            lines.append(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE))
-        lines += ["", *self.section().table(unit), ""]
-        for name in dict.fromkeys(row.gauge for row in self.rows):
-            if name in GAUGES:
-                shown = f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}"
-                lines += wrapped(shown)
-        return [*lines, ""]
 
 
 def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:

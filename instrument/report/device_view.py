@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from instrument.recording.spans import UNTIMED
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_summary import DeviceSummary, device_summary
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.table import (
     bounded,
-    in_unit,
     number,
     safe,
-    section_title,
-    table,
-    tenths,
-    title,
 )
 from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
 from instrument.report.view import Options, Recording
@@ -30,12 +26,11 @@ from instrument.report.view import Options, Recording
 SHORT_NS = 10_000
 """Mean device time of a call below which a pair of events reads too long: published figures say six times."""
 
-LABEL_WIDTH = 44
 COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceView:
+class DeviceView(View):
     """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
 
     `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
@@ -53,37 +48,37 @@ class DeviceView:
     is_ours: bool
     _options: Options
 
+    TITLE = "Device"
+
+    def head(self) -> list[str]:
+        why = self._none_timed() if not self.devices and self.sections() else []
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *why]
+
+    def nothing(self) -> list[str]:
+        return [] if self.sections() else self._none_timed()
+
     def sections(self) -> list[Section]:
-        devices = Section(
-            "Devices", self.devices,
-            "device=Device|busy_ns=Busy|busy_ratio=Of window|compute_ns=Compute|copy_ns=Copies|starved_ns=Starved|"
-            "starved_ratio=Starved|unasked_ns=Unasked|launch_bound_ns=Launch-bound|overlap_ns=Two streams|"
-            "most_streams=Streams",
-            (
-                "Starved: idle while a request was in flight. Unasked: idle while none was. Launch-bound: of busy,",
-                "what launch-bound stretches alone tell of.",
-            ),
-        )  # fmt: skip
-        of_each = [section for one in self.devices for section in _of_device(one)]
-        return [devices, *of_each, self.without(), *([] if self.gauges is None else [self.gauges.section()])]
+        gauges = [] if self.gauges is None else [self.gauges.section()]
+        of_each = [section for one in self.devices for section in _of_device(one, self)]
+        return [*gauges, *of_each, *self._asked()]
 
-    def without(self) -> Section:
-        """Spans without device time, by name."""
+    def foot(self) -> list[str]:
+        return _notes(self) if self.devices else []
+
+    def _none_timed(self) -> list[str]:
+        complete = self.coverage.complete or self.asked > 0 or not self.is_ours
+        return none_held("span with device time", self.why_none(), complete=complete)
+
+    def _asked(self) -> list[Section]:
+        """Return the spans without device time by name, where there is more to say of them than their number."""
+        if not self.devices and not any(one.reason in UNTIMED for one in self.unanswered):
+            return []
+        missing = sum(one.spans for one in self.unanswered)
+        lead = [f"Spans that asked for device time: {self.asked}; that got none: {missing}", ""]
         columns = "name=Without device time|kind=Kind|spans=Spans|why=Why"
-        return Section("Without device time", self.unanswered, columns, widths=COLUMN_WIDTH)
-
-    def lines(self) -> list[str]:
-        lines = [*title("Device Report"), *self.coverage.lines(), f"Time unit: {self._options.unit}", ""]
-        if self.gauges is not None:
-            lines += self.gauges.lines()
-        if not self.devices:
-            complete = self.coverage.complete or self.asked > 0 or not self.is_ours
-            lines += [*none_held("span with device time", self.why_none(), complete=complete), ""]
-        for one in self.devices:
-            lines += _device_lines(one, self)
-        lines += _unanswered_lines(self)
-        notes = _notes(self)
-        return [*lines, *notes, *([""] if notes else [])]
+        return [
+            Section("Device time asked for", self.unanswered, columns, widths=COLUMN_WIDTH, lead=lead, empty=lead[:1])
+        ]
 
     def why_none(self) -> str:
         """Why there is no device time at all, a sentence."""
@@ -143,39 +138,34 @@ def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
     return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
 
 
-def _device_lines(one: DeviceUse, view: DeviceView) -> list[str]:
-    unit = view._options.unit
-    lines = section_title(f"Device {one.device}")
-    parts = [
-        ("Busy with compute", one.compute_ns, one.compute_ratio),
-        ("Busy with copies alone", one.copy_ns, one.copy_ratio),
-        ("Idle while a request was in flight (starved)", one.starved_ns, one.starved_ratio),
-        ("Idle while none was", one.unasked_ns, one.unasked_ratio),
-        ("Window", one.window_ns, 1.0 if one.window_ns else None),
-    ]
-    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1)] for label, part_ns, ratio in parts]
-    lines += table(["Time of the device", "Time", "Of window"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
-    more = [
-        ("Busy", one.busy_ns, one.busy_ratio, "window"),
-        ("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
-        ("Busy by launch-bound stretches alone", one.launch_bound_ns, one.launch_bound_ratio, "busy"),
-        ("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
-        ("Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"),
-    ]
-    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1), base] for label, part_ns, ratio, base in more]
-    widths = [LABEL_WIDTH, COLUMN_WIDTH, COLUMN_WIDTH, 0]
-    lines += ["", *table(["Unions of time", "Time", "Ratio", "Of"], cells, widths), ""]
-    for section in _of_device(one)[:3]:
-        lines += [*section.table(unit), *section.notes, ""]
-    lines += [*_request_lines(one, view), ""]
-    if one.outside:
-        are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
-        lines += [f"{one.outside} {are} not counted.", ""]
-    return lines
+class DevicePart(NamedTuple):
+    """A part of the time of a device, and its ratio to the base that `of` names."""
+
+    name: str
+    time_ns: int
+    ratio: float | None
+    of: str
 
 
-def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
-    """What a device did by stream, label, name, and request."""
+def _parts(one: DeviceUse) -> list[DevicePart]:
+    return [
+        DevicePart("Busy with compute", one.compute_ns, one.compute_ratio, "window"),
+        DevicePart("Busy with copies alone", one.copy_ns, one.copy_ratio, "window"),
+        DevicePart("Idle while a request was in flight (starved)", one.starved_ns, one.starved_ratio, "window"),
+        DevicePart("Idle while none was", one.unasked_ns, one.unasked_ratio, "window"),
+        DevicePart("Window", one.window_ns, 1.0 if one.window_ns else None, "window"),
+        DevicePart("Busy", one.busy_ns, one.busy_ratio, "window"),
+        DevicePart("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
+        DevicePart("Busy by launch-bound stretches alone", one.launch_bound_ns, one.launch_bound_ratio, "busy"),
+        DevicePart("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
+        DevicePart(
+            "Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"
+        ),
+    ]
+
+
+def _of_device(one: DeviceUse, view: DeviceView) -> list[Section]:
+    """Return the tables of a device: its time, and its work by stream, label, name, and request."""
     kinds = Counter(use.name for use in one.names)
     mean = number(one.mean_streams)
     clock: tuple[str, ...] = ()
@@ -183,7 +173,18 @@ def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
         least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
         spread = least if least == greatest else f"{least} to {greatest}"
         clock = (f"Place on the host's clock: known within {spread} us",)
-    return (
+    outside = tuple[str, ...]()
+    if one.outside:
+        are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
+        outside = (f"{one.outside} {are} not counted.",)
+    left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
+    counted = ", ".join(f"{count} {why}" for count, why in left_out if count)
+    requests = by_endpoint(f"By request on GPU {one.device}", one.endpoints)
+    return [
+        Section(
+            f"Device {one.device}", _parts(one), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
+            outside, widths=COLUMN_WIDTH,
+        ),
         Section(
             f"Streams of GPU {one.device}", one.streams,
             "stream=Stream|intervals=Stretches|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
@@ -203,8 +204,11 @@ def _of_device(one: DeviceUse) -> tuple[Section, Section, Section, Section]:
             },
             widths=COLUMN_WIDTH,
         ),
-        by_endpoint(f"By request on GPU {one.device}", one.endpoints),
-    )  # fmt: skip
+        replace(
+            requests, notes=[*requests.notes, *([f"Requests left out: {counted}"] if counted else [])],
+            empty=["No request was in flight."],
+        ),
+    ]  # fmt: skip
 
 
 def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
@@ -220,30 +224,8 @@ def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
     )  # fmt: skip
 
 
-def _request_lines(one: DeviceUse, view: DeviceView) -> list[str]:
-    lines = _of_device(one)[3].table(view._options.unit) if one.endpoints else []
-    left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
-    told = ", ".join(f"{count} {why}" for count, why in left_out if count)
-    lines += [f"Requests left out: {told}"] if told else []
-    return lines or ["No request was in flight."]
-
-
-def _unanswered_lines(view: DeviceView) -> list[str]:
-    """The spans without device time, by name, where there is more to say of them than how many they are."""
-    if not view.devices and not any(one.reason in UNTIMED for one in view.unanswered):
-        return []
-    missing = sum(one.spans for one in view.unanswered)
-    lines = section_title("Device time asked for")
-    lines.append(f"Spans that asked for device time: {view.asked}; that got none: {missing}")
-    if missing:
-        lines += ["", *view.without().table(view._options.unit)]
-    return [*lines, ""]
-
-
 def _notes(view: DeviceView) -> list[str]:
-    """What a reader has to know to read the figures right, where it applies."""
-    if not view.devices:
-        return []
+    """Return what a reader has to know to read the figures right, where it applies."""
     names = [name for one in view.devices for name in one.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",

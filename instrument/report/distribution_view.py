@@ -22,8 +22,8 @@ import numpy as np
 from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage
-from instrument.report.section import Section, section_lines
-from instrument.report.table import Ratio, bounded, in_unit, title
+from instrument.report.section import Section, View
+from instrument.report.table import Ratio, bounded, in_unit
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
 from instrument.trace.forest import NONE
@@ -48,7 +48,7 @@ NO_COMMUNICATION = (
 
 
 @dataclass(frozen=True, slots=True)
-class DistributionView:
+class DistributionView(View):
     """The view. `of` is `step` or `window`, of whose time, `base_ns`, ratios are."""
 
     coverage: Coverage
@@ -58,36 +58,31 @@ class DistributionView:
     operations: tuple[OperationUse, ...]
     _options: Options = field(repr=False)
 
+    TITLE = "Distribution"
+
     def sections(self) -> list[Section]:
         return [
             Section(
-                "Communication beside computation", self.places,
+                "Communication", self.places,
                 "name=Place|communication_ns=Communication|communication_ratio=|computation_ns=Computation|"
                 "computation_ratio=|overlap_ns=Overlap|overlap_ratio=|exposed_ns=Exposed|exposed_ratio=",
+                ("Exposed: communication beside which nothing computes.",),
             ),
             Section(
                 "Operations", self.operations,
                 "name=Operation|calls=Calls|moved_mb=MB|host_ns=Calls took|waited_ns=Waits took|device_ns=Device",
+                ("MB: 10^6 bytes, the larger of what a rank hands over and gets. Times are sums over calls.",),
                 widths=10,
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        lines = [*title("Distribution Report"), *self.coverage.lines()]
-        if not self.places:
-            return [*lines, "", *self.coverage.none_held("communication", NO_COMMUNICATION)]
-        unit = self._options.unit
-        steps = "the time in steps" if self.of == "step" else "the window"
-        lines += [
-            f"Time unit: {unit}; unions; ratios are of {steps}, {in_unit(self.base_ns, unit)}",
-            "Exposed: communication beside which nothing computes.",
-            "",
-        ]
-        places, operations = self.sections()
-        lines += [*places.table(unit), "", *section_lines([operations], unit)]
-        if self.operations:
-            lines += ["MB: 10^6 bytes, the larger of what a rank hands over and gets. Times are sums over calls."]
-        return lines
+    def head(self) -> list[str]:
+        unit, base = self._options.unit, "the time in steps" if self.of == "step" else "the window"
+        ratios = f"ratios are of {base}, {in_unit(self.base_ns, unit)}"
+        return [*self.coverage.lines(), f"Time unit: {unit}; unions; {ratios}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.places else self.coverage.none_held("communication", NO_COMMUNICATION)
 
 
 @dataclass(frozen=True, slots=True)

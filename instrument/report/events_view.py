@@ -31,7 +31,7 @@ from instrument.report.event_rows import CopySum, EventRow, EventsBlock, blocks_
 from instrument.report.line_sums import LineSums
 from instrument.report.overhead import Overhead
 from instrument.report.overhead import overhead as split_of
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.table import (
     GAP,
     LINE,
@@ -93,7 +93,7 @@ DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
+class Events(View):
     """The report: a block for all threads merged, where it is asked for, and then one for each thread, newest first.
 
     `overhead` and `copies` are of all threads together; there are none where only threads apart are reported, unless
@@ -124,7 +124,7 @@ class Events:
         return [*blocks, Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio")]
 
     def lines(self) -> list[str]:
-        lines: list[str] = []
+        lines, nothing = list[str](), self.nothing()
         merged = [block for block in self.blocks if block.thread is None]
         apart = [block for block in self.blocks if block.thread is not None]
         for report in (merged, apart):
@@ -132,9 +132,12 @@ class Events:
                 lines += _heading(self, report)
                 lines += _sections(self) if report[0] is self.blocks[0] else []
                 lines += _event_summary(self, report)
-        if not self.blocks:
-            lines += [*title("Profiling Report"), "No calls were recorded.", ""]
+        if nothing:
+            lines += [*title("Profiling Report"), *nothing, ""]
         return [*lines, *_reading_notes(self)]
+
+    def nothing(self) -> list[str]:
+        return [] if self.blocks else ["No calls were recorded."]
 
 
 def events(recording: Recording, options: Options) -> Events:

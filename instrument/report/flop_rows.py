@@ -60,6 +60,9 @@ class FlopTable:
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
+        """Return the table, and below it what is in no row."""
+        part = f"{tenths(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
+        elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
             "Operations", self.rows,
             "name=Operator|calls=Calls|flops=FLOPs|per_call=Per call|ratio=Of all|on=On|time_ns=Time|"
@@ -67,6 +70,7 @@ class FlopTable:
             (
                 "FLOPs: what calls and all below them were told to have done; a multiplication and an addition: two.",
                 "Time: of these calls; where each of them asked a device for work, of that.",
+                *elsewhere,
             ),
             texts={
                 "flops": lambda row, unit: compact(row.flops, 10),
@@ -74,13 +78,6 @@ class FlopTable:
             },
             widths=7,
         )  # fmt: skip
-
-    def lines(self, unit: str) -> list[str]:
-        lines = self.section().lines(unit)
-        if self.elsewhere:
-            part = tenths(self.elsewhere, self.flops)
-            lines.append(f"{part} ran where no span was open, or those of several tasks: they are in no row.")
-        return [*lines, ""]
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import Interval
 from instrument.report.coverage import Coverage
 from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,
@@ -31,7 +31,6 @@ from instrument.report.table import (
     share,
     shorten,
     summed,
-    title,
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Int64s
@@ -46,6 +45,16 @@ LABEL_ROOM = 50
 """Characters in which a kernel is told."""
 
 HEAVIEST_ROOM = 40
+
+NO_KERNEL = [
+    "torch.profiler saw no kernel: torch finds no GPU here, nothing ran on one, or torch.profiler was not",
+    "asked for ProfilerActivity.CUDA.",
+]
+NO_STRETCH = [
+    "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device:",
+    "true` in a rule), or save a trace of torch.profiler and give both files:",
+    "instrument report ours.json --with theirs.json",
+]
 
 SEVERAL = {"copy": "copies", "fill": "fills"}
 
@@ -116,7 +125,7 @@ class OtherWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class Kernels(View):
     """The view. `source` is `KERNELS` or `STRETCHES`; `window` is the time that was looked at, its length the base of
     shares of time. `total_ns` is the sum over all kernels. `places` are empty where no kernel is known to have been
     asked for from a thread that the trace knows. `outside` counts what lies outside of the window.
@@ -134,9 +143,22 @@ class Kernels:
     coverage: tuple[str, ...]
     _options: Options = field(repr=False)
 
+    TITLE = "Kernels"
+
     @property
     def window_ns(self) -> int:
         return self.window[1] - self.window[0]
+
+    def head(self) -> list[str]:
+        source = (
+            "From: a profiler that saw every kernel"
+            if self.source == KERNELS
+            else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel"
+        )
+        return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_sorting(self._options)}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.calls else NO_KERNEL if self.source == KERNELS else NO_STRETCH
 
     def sections(self) -> list[Section]:
         is_seen = self.source == KERNELS
@@ -146,7 +168,7 @@ class Kernels:
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
-                widths=(12, 10, 12, 12, 0),
+                _beside(self), widths=(12, 10, 12, 12, 0),
             ),
             Section(
                 f"{'Kernels' if is_seen else 'Stretches'} by name", self.kernels,
@@ -162,26 +184,21 @@ class Kernels:
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        lines = [*title("Kernels Report"), *self.coverage]
-        if not self.calls:
-            return [*lines, "", *_nothing(self)]
-        options, (devices, by_name, by_place) = self._options, self.sections()
-        lines += [
-            "From: a profiler that saw every kernel"
-            if self.source == KERNELS
-            else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel",
-            f"Time unit: {options.unit}; sorted by {_sorting(options)}",
-            "",
-            *devices.table(options.unit),
-            *_beside(self),
-            "",
-            *by_name.lines(options.unit),
-            "",
+    def foot(self) -> list[str]:
+        lines = [
+            "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
         ]
+        if self.source == STRETCHES:
+            lines.append("Only the innermost stretches of a stream count. Gaps between kernels are part of a stretch.")
         if self.places:
-            lines += [*by_place.lines(options.unit), ""]
-        return [*lines, *_notes(self)]
+            lines.append("Asked for in: the innermost span open on the launching thread when the host asked for it.")
+        if any(use.name == SHARED for use in self.places):
+            lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+        if any(use.name == UNKNOWN for use in self.places):
+            lines.append(f"{UNKNOWN}: the launch is not in the file (a graph's kernels), or before its spans begin.")
+        if self.outside:
+            lines.append(f"Outside of the window, and not counted: {self.outside}")
+        return lines
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
@@ -373,19 +390,6 @@ def _seen(recording: Recording, found: _Found) -> list[str]:
     ]
 
 
-def _nothing(view: Kernels) -> list[str]:
-    if view.source == KERNELS:
-        return [
-            "torch.profiler saw no kernel: torch finds no GPU here, nothing ran on one, or torch.profiler was not",
-            "asked for ProfilerActivity.CUDA.",
-        ]
-    return [
-        "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device:",
-        "true` in a rule), or save a trace of torch.profiler and give both files:",
-        "instrument report ours.json --with theirs.json",
-    ]
-
-
 def _beside(view: Kernels) -> list[str]:
     """The window, and what else the devices did in it."""
     unit = view._options.unit
@@ -432,20 +436,3 @@ def _without_parameters(name: str) -> str:
                     name = name[:at]
                 break
     return name.removeprefix("void ")
-
-
-def _notes(view: Kernels) -> list[str]:
-    lines = [
-        "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
-    ]
-    if view.source == STRETCHES:
-        lines.append("Only the innermost stretches of a stream count. Gaps between kernels are part of a stretch.")
-    if view.places:
-        lines.append("Asked for in: the innermost span open on the launching thread when the host asked for it.")
-    if any(use.name == SHARED for use in view.places):
-        lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
-    if any(use.name == UNKNOWN for use in view.places):
-        lines.append(f"{UNKNOWN}: the launch is not in the file (a graph's kernels), or before its spans begin.")
-    if view.outside:
-        lines.append(f"Outside of the window, and not counted: {view.outside}")
-    return lines

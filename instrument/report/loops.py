@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
-from instrument.report.table import MISSING, number, safe, section_title, shorten, table, tenths, title
+from instrument.report.table import MISSING, number, safe, section_title, shorten, table, tenths
 from instrument.report.view import UNITS, Options
 
 NO_STEP = (
@@ -19,12 +19,22 @@ NAME_WIDTH = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Loops:
+class Loops(View):
     """The loops by the name of their steps. `coverage` is None where the steps were counted as they went by."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
     _options: Options
+
+    TITLE = "Benchmark"
+
+    def head(self) -> list[str]:
+        held = [] if self.coverage is None else self.coverage.lines()
+        return [*held, f"Time unit: {self._options.unit}; ips: in a second"]
+
+    def nothing(self) -> list[str]:
+        complete = self.coverage is None or self.coverage.complete
+        return [] if self.loops else none_held("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
         columns = (
@@ -33,19 +43,15 @@ class Loops:
         )
         return [Section("Steps", self.loops, columns)]
 
-    def lines(self) -> list[str]:
-        unit = self._options.unit
-        lines = [*title("Benchmark Report"), *(self.coverage.lines() if self.coverage is not None else [])]
-        lines += [f"Time unit: {unit}; ips: in a second", ""]
-        if not self.loops:
-            return [
-                *lines,
-                *none_held("step", NO_STEP, complete=self.coverage is None or self.coverage.complete),
-                "",
-            ]
+    def table_lines(self) -> list[str]:
+        """Return a table for each loop: the spread of both costs and of the rate is more than a row has room for."""
+        lines, unit = list[str](), self._options.unit
         for loop in self.loops:
             lines += [*section_title(shorten(safe(loop.name) or "(no name)", NAME_WIDTH)), *_loop_lines(loop, unit), ""]
-        return [*lines, "p50, p99: within 0.8 %. Averages are over the steps that were timed.", ""]
+        return lines
+
+    def foot(self) -> list[str]:
+        return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
 
 
 def counted(steps: Benchmark, options: Options) -> Loops:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from instrument.recording.spans import HOST, Sample, Trace, is_operator
 from instrument.report.allocation_sums import Allocator, Level, PlaceMemory, counted
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
-from instrument.report.section import Section, device_name, mebibytes, section_lines
-from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, title, wrapped
+from instrument.report.section import Section, View, device_name, mebibytes
+from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, wrapped
 from instrument.report.view import Options, Recording
 
 BEFORE = "(before it began)"
@@ -112,7 +112,7 @@ class GaugedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryView:
+class MemoryView(View):
     """The view. `since_ns` and `until_ns` are what was watched, from the trace's start; None where torch.profiler was
     not beside. `spans` are those that places were told by, complete since `places_since_ns`. `outside` counts
     allocations outside of the time that was watched.
@@ -130,6 +130,12 @@ class MemoryView:
     outside: int
     is_ours: bool
     _options: Options = field(repr=False)
+
+    TITLE = "Memory"
+
+    def head(self) -> list[str]:
+        sizes = f"Sizes in MiB (2^20 bytes); time unit: {self._options.unit}"
+        return [*_seen(self), sizes] if self.devices else []
 
     def sections(self) -> list[Section]:
         of_all = [
@@ -161,18 +167,38 @@ class MemoryView:
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        lines, unit = title("Memory Report"), self._options.unit
-        peaks, by_place, gauged = self.sections()
+    def foot(self) -> list[str]:
+        lines = [] if self.devices else [NO_ALLOCATIONS if self.since_ns is None else NOT_ASKED]
+        lines += [] if self.gauged else [NO_GAUGES]
         if self.devices:
-            lines += [*_seen(self), f"Sizes in MiB (2^20 bytes); time unit: {unit}", ""]
-            lines += [*peaks.lines(unit), "", *by_place.lines(unit), ""]
-        lines += section_lines([gauged], unit)
-        if not self.devices:
-            lines += wrapped(NO_ALLOCATIONS if self.since_ns is None else NOT_ASKED)
-        if not self.gauged:
-            lines += wrapped(NO_GAUGES)
-        return [*lines, *_notes(self)]
+            lines += [
+                "Place: the innermost span open on the same thread at the time; a free counts where it was made.",
+                "Increase: allocated less freed. Held: of what was allocated there, what nobody had freed by the end.",
+            ]
+            names = {use.name for use in self.places}
+            if UNKNOWN in names:
+                since = number(self.places_since_ns / 1e9)
+                lines.append(f"{UNKNOWN}: before {since} s, of which not every span is held any more.")
+            if SHARED in names:
+                lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+            if NOWHERE in names and not self.spans:
+                lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
+            if any(one.device == HOST for one in self.devices):
+                whose = "torch" if self.is_ours else "the framework"
+                lines.append(
+                    f"CPU: what {whose}'s own allocator gave since it first was watched, not all of a process."
+                )
+            for one in self.devices:
+                if one.earlier_bytes:
+                    about = f"{mebibytes(one.earlier_bytes)} MiB of {device_name(one.device)}"
+                    lines.append(f"Freed of what had been allocated before: {about}")
+        if self.gauged:
+            lines.append(
+                "Most: of the readings. Ever: the greatest since the process or torch began, also between them."
+            )
+        if self.outside:
+            lines.append(f"Outside of the time that was watched, and not counted: {self.outside}")
+        return [part for line in lines for part in wrapped(line)]
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
@@ -266,32 +292,3 @@ def _seen(view: MemoryView) -> list[str]:
         f"Allocations: all that {whose} saw from {since} s to {until} s{beside}",
         *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]
-
-
-def _notes(view: MemoryView) -> list[str]:
-    lines = []
-    if view.devices:
-        lines = [
-            "Place: the innermost span open on the same thread at the time; a free counts where it was made.",
-            "Increase: allocated less freed. Held: of what was allocated there, what nobody had freed by the end.",
-        ]
-        names = {use.name for use in view.places}
-        if UNKNOWN in names:
-            since = number(view.places_since_ns / 1e9)
-            lines.append(f"{UNKNOWN}: before {since} s, of which not every span is held any more.")
-        if SHARED in names:
-            lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
-        if NOWHERE in names and not view.spans:
-            lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
-        if any(one.device == HOST for one in view.devices):
-            whose = "torch" if view.is_ours else "the framework"
-            lines.append(f"CPU: what {whose}'s own allocator gave since it first was watched, not all of the process.")
-        for one in view.devices:
-            if one.earlier_bytes:
-                about = f"{mebibytes(one.earlier_bytes)} MiB of {device_name(one.device)}"
-                lines.append(f"Freed of what had been allocated before: {about}")
-    if view.gauged:
-        lines.append("Most: of the readings. Ever: the greatest since the process or torch began, also between them.")
-    if view.outside:
-        lines.append(f"Outside of the time that was watched, and not counted: {view.outside}")
-    return [part for line in lines for part in wrapped(line)]

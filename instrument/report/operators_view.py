@@ -21,7 +21,6 @@ import numpy as np
 from instrument.report.call_rows import (
     CallBlock,
     CallRow,
-    block_lines,
     block_section,
     blocks_of,
     by_name,
@@ -30,10 +29,10 @@ from instrument.report.call_rows import (
     sorting,
 )
 from instrument.report.calls import CallTimes, PlaceCalls, every_place, place_tree
-from instrument.report.coverage import Coverage, none_held
+from instrument.report.coverage import Coverage
 from instrument.report.flop_rows import FlopTable, flop_table
-from instrument.report.section import Section
-from instrument.report.table import LINE, columns, safe, section_title, share, shorten, six_digits, title
+from instrument.report.section import Section, View
+from instrument.report.table import LINE, columns, safe, section_title, share, shorten, six_digits
 from instrument.report.view import Options, Recording
 from instrument.trace.groups import distinct
 
@@ -45,6 +44,10 @@ IN_ORDER = (*OPERATORS, "copy")
 
 ITERATIONS = ("step", "request")
 """Kinds of span that are an iteration: the first of them that the trace holds."""
+
+
+NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
+NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step'), or name the requests."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,42 +88,40 @@ class InOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Operators:
+class Operators(View):
     """The view: blocks of rows, the order of execution where `AllOpDetail` asks for it, and the floating-point
     operations where any were told."""
 
-    coverage: tuple[str, ...]
+    coverage: Coverage
     blocks: tuple[CallBlock, ...]
     in_order: InOrder | None
     operations: FlopTable | None
-    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
-    def sections(self) -> list[Section]:
-        operations = [] if self.operations is None else [self.operations.section()]
-        return [*map(block_section, self.blocks), *operations]
+    TITLE = "Operator"
 
-    def lines(self) -> list[str]:
-        lines = [*title("Operator Report"), *self.coverage]
-        if not self.blocks:
-            otherwise = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
-            lines += ["", *none_held("operator", otherwise, complete=self._complete)]
-            if self.operations is not None:
-                lines += ["", f"Time unit: {self._options.unit}", "", *self.operations.lines(self._options.unit)]
-            return lines
-        lines += [
+    def head(self) -> list[str]:
+        return [
+            *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
             "operator. Work side by side counts for each.",
             *note_of_rest(self.blocks),
-            "",
-            *block_lines(self.blocks, self._options, "Operator"),
         ]
-        if self.operations is not None:
-            lines += self.operations.lines(self._options.unit)
-        if self.in_order is not None:
-            lines += _order_lines(self.in_order, complete=self._complete)
-        return lines
+
+    def nothing(self) -> list[str]:
+        return [] if self.blocks or self.operations is not None else self._none_held()
+
+    def _none_held(self) -> list[str]:
+        return self.coverage.none_held("operator", NO_OPERATOR)
+
+    def sections(self) -> list[Section]:
+        operations = [] if self.operations is None else [self.operations.section()]
+        return [*(block_section(block, self._options, "Operator") for block in self.blocks), *operations]
+
+    def foot(self) -> list[str]:
+        order = [] if self.in_order is None else _order_lines(self.in_order, self.coverage)
+        return order if self.blocks else self._none_held()
 
 
 def operators(recording: Recording, options: Options) -> Operators:
@@ -133,9 +134,8 @@ def operators(recording: Recording, options: Options) -> Operators:
     places = [place for place in every_place(root) if place.site.kind in OPERATORS]
     blocks = blocks_of(places, facts.threads, options, _block)
     in_order = _in_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
-    held = Coverage.of_recording(recording)
     operations = flop_table(recording, OPERATORS, options)
-    return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
+    return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
 
 
 def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
@@ -236,11 +236,10 @@ def _levels(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
 # The text.
 
 
-def _order_lines(order: InOrder, *, complete: bool) -> list[str]:
+def _order_lines(order: InOrder, coverage: Coverage) -> list[str]:
     lines = section_title("Order of execution")
     if not order.iteration:
-        otherwise = "No iteration was recorded: open one with scope(..., kind='step'), or name the requests."
-        return [*lines, *none_held("iteration", otherwise, complete=complete), ""]
+        return [*lines, *coverage.none_held("iteration", NO_ITERATION), ""]
     skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of what is held"
     lines.append(f"Iterations ({order.iteration}): {order.timed} timed, {skipped}")
     if not order.timed:

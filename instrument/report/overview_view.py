@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import Interval, is_interruption
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.section import Section, section_lines
-from instrument.report.table import share, title
+from instrument.report.coverage import Coverage
+from instrument.report.section import Section, View
+from instrument.report.table import share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
@@ -27,6 +27,8 @@ from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, togeth
 
 ALL_DEVICES = -1
 """The device of rows that are of all devices."""
+
+NO_SPAN = "No span was recorded in it: name functions or layers in the profile, or open a scope."
 
 WORK = {
     "busy": ("compute", "copies"),
@@ -66,17 +68,18 @@ class DeviceWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Overview:
+class Overview(View):
     """The view. `window_ns` is the length of the part of the window of which every span is held, `steps_ns` of the
     time in which a step was under way, None where none was recorded."""
 
-    coverage: tuple[str, ...]
+    coverage: Coverage
     window_ns: int
     steps_ns: int | None
     kinds: tuple[KindUse, ...]
     devices: tuple[DeviceWork, ...]
-    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
+
+    TITLE = "Overview"
 
     def sections(self) -> list[Section]:
         if not self.kinds and not self.devices and self._options.state != "GPU":
@@ -93,7 +96,7 @@ class Overview:
         return [
             Section(
                 "By kind", [window, *self.kinds], f"kind=Kind|calls=Calls|time_ns=Time|ratio=Of window{steps}",
-                ("Unions of time: what ran side by side counts once.",),
+                ("Unions of time: what ran side by side counts once, and rows may lie in one another.",),
                 {
                     "kind": lambda use, unit: use.kind if use is window else f"  {use.kind}",
                     "calls": lambda use, unit: "" if use is window else str(use.calls),
@@ -110,19 +113,16 @@ class Overview:
             ),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        lines = [*title("Overview Report"), *self.coverage]
-        if not self.sections():
-            otherwise = "No span was recorded in it: name functions or layers in the profile, or open a scope."
-            return [*lines, "", *none_held("span of that time", otherwise, complete=self._complete)]
-        unit, (by_kind, *of_devices) = self._options.unit, self.sections()
-        lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
-        if self.steps_ns is not None:
-            lines.append("Of steps: the part of the row that lies in steps, of the time in steps")
-        lines += ["", *by_kind.table(unit), "", *section_lines(of_devices, unit)]
-        if not self.devices and self._options.state != "CPU":
-            lines += ["No device time was recorded in it."]
-        return lines
+    def head(self) -> list[str]:
+        steps = ["Of steps: the part of the row that lies in steps, of the time in steps"] * (self.steps_ns is not None)
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *steps]
+
+    def nothing(self) -> list[str]:
+        return [] if self.sections() else self.coverage.none_held("span of that time", NO_SPAN)
+
+    def foot(self) -> list[str]:
+        has_none = not self.devices and self._options.state != "CPU"
+        return ["No device time was recorded in it."] if has_none else []
 
 
 def overview(recording: Recording, options: Options) -> Overview:
@@ -149,14 +149,12 @@ def overview(recording: Recording, options: Options) -> Overview:
         DeviceWork(device, work, stretches.count, *facts(stretches))
         for device, work, stretches in _by_work(_work(recording.columns, window))
     ]
-    held = Coverage.of_recording(recording)
     return Overview(
-        tuple(held.lines()),
+        Coverage.of_recording(recording),
         window_ns,
         steps_ns,
         tuple(kinds) if options.state != "GPU" else (),
         tuple(devices) if options.state != "CPU" else (),
-        held.complete,
         options,
     )
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from instrument.profile.kinds import PHASES
 from instrument.report.coverage import Coverage
 from instrument.report.phase_calls import StreamUses, calls_of, streams_of
-from instrument.report.section import Section, section_lines
-from instrument.report.table import in_unit, share, six_digits, title
+from instrument.report.section import Section, View
+from instrument.report.table import in_unit, share, six_digits
 from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
 
@@ -35,6 +35,10 @@ ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
 
 OTHERS = "others"
 
+BASE_NOTE = (
+    "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
+    "ratios are.",
+)
 DEVICE_NOTE = ("", "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.")
 
 NO_PHASE = (
@@ -68,7 +72,7 @@ class PhaseRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasesView:
+class PhasesView(View):
     """The view. `of` is what the phases are of: `step`, `request` or `window`.
 
     `timed` of these are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
@@ -89,31 +93,25 @@ class PhasesView:
     beside_ns: int
     _options: Options = field(repr=False)
 
-    def lines(self) -> list[str]:
-        lines = [*title("Phases Report"), *self.coverage.lines()]
-        if not self.rows and self.skipped and not self.timed + self.cut:
-            return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
-        if not self.rows:
-            return [*lines, "", *self.coverage.none_held("phase", NO_PHASE)]
-        lines += [self._counted(), f"Time unit: {self._options.unit}"]
-        if self._options.state != "GPU":
-            lines += [
-                "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
-                "ratios are.",
-                "",
-            ]
-        sections = self.sections()
-        lines += section_lines(sections, self._options.unit)
-        if not sections:
-            lines += ["", "No device time was recorded in it.", ""]
-        if self._options.state != "GPU":
-            lines += self._propagation()
+    TITLE = "Phases"
+
+    def head(self) -> list[str]:
+        counted = [self._counted(), f"Time unit: {self._options.unit}"] if self.rows else []
+        return [*self.coverage.lines(), *counted, *(BASE_NOTE if self.rows and self._options.state != "GPU" else ())]
+
+    def nothing(self) -> list[str]:
+        if self.rows:
+            return [] if self.sections() else ["No device time was recorded in it."]
+        if self.skipped and not self.timed + self.cut:
+            return [f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
+        return self.coverage.none_held("phase", NO_PHASE)
+
+    def foot(self) -> list[str]:
+        lines = self._propagation() if self._options.state != "GPU" else []
         if self.beside:
             where = "in no step" if self.of == "step" else "in no request"
-            lines.append(
-                f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, "
-                f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
-            )
+            time = f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
+            lines.append(f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, {time}")
         return lines
 
     def _counted(self) -> str:

@@ -14,10 +14,11 @@ device are `copy in` and `copy out` and other copies `copy`, layers are `compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +30,11 @@ from instrument.report.device_shares import EndpointShare, device_share_section,
 from instrument.report.device_view import by_endpoint, other_endpoints
 from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, outcome_told, phase_times
 from instrument.report.line_sums import LineSums
-from instrument.report.section import Section, section_lines
+from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
-    MISSING,
     bounded,
     in_unit,
-    named_table,
     number,
     row_name,
     safe,
@@ -43,7 +42,6 @@ from instrument.report.table import (
     share,
     shorten,
     tenths,
-    title,
     wrapped,
 )
 from instrument.report.utilisation import EndpointUse, request_of_spans, requests_within, utilisation
@@ -57,6 +55,11 @@ from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import UNKNOWN, Ledger, ledger
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
+
+A_REQUEST = (
+    "A request is what a server takes, with `requests: auto` in the profile, what a rule with `kind: request` names "
+    'there, or a scope around the handling of one: with scope(name, kind="request").'
+)
 
 ENOUGH = 3
 """So many requests of an endpoint say what is typical of it."""
@@ -108,7 +111,7 @@ class SlowRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimes:
+class RequestTimes(View):
     """The requests within the window that still have every span, by endpoint.
 
     `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
@@ -151,11 +154,7 @@ class RequestTimes:
                 "name=Value|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
             ),
-            Section(
-                "Where the time went", [(row_name(one), part) for one in self.endpoints for part in parts_of(one)],
-                "0=Endpoint|1.name=Part|1.requests=Requests|1.mean_ns=Mean|1.p50_ns=p50|1.p99_ns=p99|1.summed_ns=Sum|"
-                "1.ratio=Of wall", tuple(PARTS_NOTE),
-            ),
+            self._answers(),
             Section(
                 "Streamed answers", [one for one in self.endpoints if one.streams],
                 "name=Request|streams.count=Streams|streams.items=Items|streams.first_p50_ns=First p50|"
@@ -166,6 +165,12 @@ class RequestTimes:
                     "each",
                     "after the first. Longest: between two items that came one by one.",
                 ),
+            ),
+            Section(
+                "Where the time went", [row for one in self.endpoints for row in _part_rows(one)],
+                "name=Request, and its phases|+endpoint=Endpoint|time.requests=Requests|time.mean_ns=Mean|"
+                "time.p50_ns=p50|time.p99_ns=p99|+time.summed_ns=Sum|time.ratio=Of wall", PARTS_NOTE,
+                {"name": lambda row, unit: "  " * row.depth + row.name}, widths=10,
             ),
             Section(
                 "Loop blocked", blocked,
@@ -182,6 +187,22 @@ class RequestTimes:
             device_share_section(self.device_shares),
         ]  # fmt: skip
 
+    def _answers(self) -> Section:
+        """Return the table of answers by the class of their status."""
+        shown = [name for name in CLASSES if any(name in one.statuses for one in self.endpoints)]
+        rates = [share(one.requests * 1e9, self._served_ns) for one in self.endpoints]
+        return Section(
+            "Answers",
+            [
+                (row_name(one), rate, *(one.statuses.get(name, 0) for name in shown))
+                for one, rate in zip(self.endpoints, rates, strict=True)
+            ]
+            if shown
+            else (),
+            "|".join(f"{place}={heading}" for place, heading in enumerate(["Request", "A second", *shown])),
+            ("A second: from the begin of the first request to the end of the last one. 4xx is no error.",),
+        )
+
     @property
     def late(self) -> str:
         """A clause on the requests whose app failed after their answer, "" without any."""
@@ -194,31 +215,26 @@ class RequestTimes:
         """Whether more requests have ended than those that all but the sums of them are told of."""
         return self.counted > self.requests
 
-    def lines(self) -> list[str]:
-        """A table of endpoints, one of what their time went to, devices within them, and the slowest requests."""
-        unit = self._options.unit
-        lines = [*title("Requests Report"), *self.coverage.lines(), f"Time unit: {unit}"]
+    TITLE = "Requests"
+
+    def head(self) -> list[str]:
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
         part = f", of which {self.requests} are held and told of below" if self.is_part else ""
-        lines += [f"Requests: {self.counted}{part}{self.late}{cut}", ""]
-        if not self.requests:
-            why = "No request ended within the window." if self.requests_cut else "No request was recorded."
-            complete = self.coverage.complete or self.requests_cut > 0
-            how = "A request is what a server takes, with `requests: auto` in the profile, what a rule with"
-            by = "`kind: request` names there, or a scope around the handling of one"
-            otherwise = f'{why} {how} {by}: with scope(name, kind="request").'
-            return [*lines, *none_held("request", otherwise, complete=complete), ""]
-        endpoints, groups, _, streams, *others = self.sections()
-        lines += section_lines([endpoints, groups], unit)
-        if any(one.statuses for one in self.endpoints):
-            lines += [*section_title("Answers"), *_answer_lines(self.endpoints, self._served_ns), ""]
-        lines += section_lines([streams], unit)
-        lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
-        lines += section_lines(others, unit)
-        lines += section_title("Slowest requests")
+        counted = f"Requests: {self.counted}{part}{self.late}{cut}"
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", counted]
+
+    def nothing(self) -> list[str]:
+        if self.requests:
+            return []
+        why = "No request ended within the window." if self.requests_cut else "No request was recorded."
+        complete = self.coverage.complete or self.requests_cut > 0
+        return none_held("request", f"{why} {A_REQUEST}", complete=complete)
+
+    def foot(self) -> list[str]:
+        lines = section_title("Slowest requests")
         for place, request in enumerate(self.slowest, start=1):
-            lines += _slow_lines(place, request, unit)
-        return [*lines, ""]
+            lines += _slow_lines(place, request, self._options.unit)
+        return lines
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
@@ -369,18 +385,6 @@ def _slow(its: WholeRequests, which: int, recording: Recording, options: Options
 # The text.
 
 
-def _answer_lines(endpoints: Sequence[EndpointTimes], lasted_ns: int) -> list[str]:
-    shown = [name for name in CLASSES if any(name in one.statuses for one in endpoints)]
-    cells = []
-    for one in endpoints:
-        rate = number(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
-        cells.append([row_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
-    return [
-        *named_table(["Request", "A second", *shown], cells, 0),
-        "A second: from the begin of the first request to the end of the last one. 4xx is no error.",
-    ]
-
-
 PARTS_NOTE = (
     "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
     "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
@@ -397,16 +401,25 @@ def parts_of(one: EndpointTimes) -> list[PhaseTime]:
     return [*one.phases, unknown]
 
 
-def _phase_lines(endpoints: Sequence[EndpointTimes], unit: str) -> list[str]:
-    rows = []
-    for one in endpoints:
-        *phases, unknown = parts_of(one)
-        whole = 1.0 if one.wall_ns else None
-        rows.append(PhaseTime(row_name(one), one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, whole))
-        rows += [replace(phase, name=f"  {row_name(phase)}", remaining=0) for phase in phases]
-        rows.append(replace(unknown, name="  unknown (no phase ran)"))
-    columns = "name=Request, and its phases|requests=Requests|mean_ns=Mean|p50_ns=p50|p99_ns=p99|ratio=Of wall"
-    return [*Section("", rows, columns, widths=10).table(unit), *PARTS_NOTE]
+class RequestPart(NamedTuple):
+    """A row of where the time of an endpoint went: all of it, or below that a part by its `name`."""
+
+    endpoint: str
+    name: str
+    depth: int
+    time: PhaseTime
+
+
+def _part_rows(one: EndpointTimes) -> list[RequestPart]:
+    whole = PhaseTime(
+        "", one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, share(one.wall_ns, one.wall_ns)
+    )
+    name, *parts = row_name(one), *parts_of(one)
+    names = [*map(row_name, parts[:-1]), "unknown (no phase ran)"]
+    return [
+        RequestPart(name, name, 0, whole),
+        *(RequestPart(name, part, 1, time) for part, time in zip(names, parts, strict=True)),
+    ]
 
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A section of a view: a table of rows by a description of its columns, which its text and the HTML page share.
+"""A view and its sections: each table of rows is declared once, for the text and the HTML page.
 
 Columns are `field=Heading`, with `|` between them; one with a `+` before it is on the page alone, which has the room. A
 field may be that of a part of the row, `part.field`, its place in a row that is a tuple, or a method of the row. Its
@@ -10,10 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from instrument.recording.spans import HOST
-from instrument.report.table import MISSING, compact, in_unit, named_table, number, safe, section_title, table, tenths
+from instrument.report.table import (
+    DASHES,
+    LINE,
+    MISSING,
+    compact,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    shorten,
+    table,
+    tenths,
+    title,
+)
+from instrument.report.view import Options
 
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
@@ -34,7 +49,7 @@ Text = Callable[[Any, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view. `notes` are lines below it.
+    """A table of a view. `lead` are lines above it, `notes` lines below it, and `empty` those in place of no rows.
 
     `texts` make the cells of a field of rows where they are not as elsewhere in text.
     `widths` are the least of the columns, or of all but the first, which then holds names.
@@ -43,16 +58,19 @@ class Section:
     title: str
     rows: Sequence[Any]
     columns: str
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     texts: Mapping[str, Text] = field(default_factory=dict)
     widths: int | Sequence[int] = 0
+    lead: Sequence[str] = ()
+    empty: Sequence[str] = ()
 
     def lines(self, unit: str) -> list[str]:
-        """The text."""
-        return [*section_title(self.title), *self.table(unit), *self.notes]
+        """Return the text."""
+        shown = [*self.lead, *self.table(unit), *self.notes] if self.rows else self.empty
+        return [*section_title(shorten(safe(self.title), LINE - 2 * DASHES)), *shown]
 
     def table(self, unit: str) -> list[str]:
-        """The table alone."""
+        """Return the table alone."""
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
@@ -63,36 +81,66 @@ class Section:
         return table(header, cells, self.widths)
 
     def described(self) -> Iterator[tuple[str, str, bool]]:
-        """The field and the heading of each column, and whether it is on the page alone."""
+        """Yield the field and the heading of each column, and whether it is on the page alone."""
         for column in self.columns.split("|"):
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
 
     def _text_of(self, name: str) -> Text:
-        """What makes the cell of a row in a column."""
+        """Return the function that makes the cell of a row in a column."""
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[kind_of(name)]
         return lambda row, unit: text(value_of(row, name), unit)
 
 
-class View(Protocol):
-    """The numbers of one view, and the text and the tables that show them."""
+class View:
+    """The numbers of a view as fields, and the tables and sentences that show them."""
 
-    def lines(self) -> list[str]:
-        """The text, times in the unit of the options. Names are escaped; no line holds a newline."""
+    __slots__ = ()
+
+    TITLE: ClassVar[str]
+
+    _options: Options
+
+    def heading(self) -> str:
+        """Return the name of the view, as its title has it."""
+        return self.TITLE
+
+    def head(self) -> list[str]:
+        """Return the lines below the title: which spans the view is made from, units, and bases of ratios."""
+        return []
+
+    def nothing(self) -> list[str]:
+        """Return why there is nothing to show, empty where there is something."""
+        return []
 
     def sections(self) -> Sequence[Section]:
-        """The tables, as the HTML page has them."""
+        """Return the tables in their order."""
+        return ()
+
+    def table_lines(self) -> list[str]:
+        """Return the text of the tables, a blank line behind each."""
+        return section_lines(self.sections(), self._options.unit)
+
+    def foot(self) -> list[str]:
+        """Return the lines below the last table."""
+        return []
+
+    def lines(self) -> list[str]:
+        """Return the text, times in the unit of the options. Names are escaped; no line holds a newline."""
+        head = self.head()
+        lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
+        return lines + (self.nothing() or [*self.table_lines(), *self.foot()])
 
 
 def section_lines(sections: Iterable[Section], unit: str) -> list[str]:
-    """The text of those that have any row, a blank line behind each."""
-    return [line for one in sections if one.rows for line in (*one.lines(unit), "")]
+    """Return the text of sections that have something to show, a blank line behind each."""
+    return [line for one in sections if one.rows or one.empty for line in (*one.lines(unit), "")]
 
 
 def name_of(row: Any, name: str) -> str:
-    """What the first column says of a row in place of a field: how many it stands for, or that it has no name."""
+    """Return the name of a row that replaces others, or that has no name; empty for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -100,7 +148,7 @@ def name_of(row: Any, name: str) -> str:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """What a row says under a field, None where there is no such part of it."""
+    """Return the value of a row's field, None where there is no such part of the row."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -111,7 +159,7 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def kind_of(name: str) -> str:
-    """What a field holds, as far as its name says it."""
+    """Return the kind of a field, as far as its name says it."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns") or name in TIMES:
         return TIME
@@ -123,7 +171,7 @@ def kind_of(name: str) -> str:
 
 
 def device_name(device: int | None) -> str:
-    """What a device is called."""
+    """Return the name of a device."""
     return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
 
 

@@ -32,7 +32,7 @@ from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
 from instrument.report.line_sums import Int64s, LineSums, Rows, together
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -40,14 +40,14 @@ from instrument.report.table import (
     in_unit,
     percent,
     safe,
-    section_title,
     share,
     shorten,
-    title,
     where_of,
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.forest import NONE, and_above
+
+NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 
 WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
@@ -133,7 +133,7 @@ class FunctionTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfTimes:
+class SelfTimes(View):
     """The view: the sum over functions, if there are several, and each function that calls something, longest first.
 
     The `remaining` functions that have no report of their own have `remaining_ns` of self time.
@@ -146,21 +146,21 @@ class SelfTimes:
     corrected: bool
     _options: Options = field(repr=False)
 
-    def sections(self) -> list[Section]:
-        return [self._rows(function) for function in self.functions]
+    def heading(self) -> str:
+        return self.of.capitalize()
 
-    def lines(self) -> list[str]:
-        lines = title(f"{self.of.capitalize()} Report")
-        if not self.functions:
-            return [*lines, "No call was counted: name functions or layers in the profile, or open a scope."]
+    def head(self) -> list[str]:
         less = ", less what the probes of the spans below cost" if self.corrected else ""
-        lines += [
+        return [
             f"Time unit: {self._options.unit}; times are self times{less}",
             "Time%: of the self times of all rows of the function, which add up to 100%",
-            "",
         ]
-        for function in self.functions:
-            lines += self._function_lines(function)
+
+    def nothing(self) -> list[str]:
+        return [] if self.functions else [NO_CALL]
+
+    def foot(self) -> list[str]:
+        lines = list[str]()
         if self.remaining:
             time = in_unit(self.remaining_ns, self._options.unit)
             lines += [
@@ -178,26 +178,31 @@ class SelfTimes:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
         return lines
 
-    def _rows(self, function: FunctionTimes) -> Section:
+    def sections(self) -> list[Section]:
         last = "number=Id" if self.of == "instances" else "instances=Instances"
-        return Section(
-            function.name or ("(no name)" if function.kind else "All functions"), function.rows,
+        columns = (
             f"path={_SINGULAR[self.of].capitalize()}|ratio=Time%|running=Sum%|time_ns=Time|per_call_ns=Per call|"
-            f"where=On|calls=Calls|{last}",
-            ("Self times: rows add up to 100 %.",), widths=7,
-        )  # fmt: skip
+            f"where=On|calls=Calls|{last}"
+        )
+        return [
+            Section(
+                function.name or ("(no name)" if function.kind else "All functions"), function.rows, columns,
+                self._remaining(function.remaining), widths=7, lead=[*self._calls(function), ""],
+            )
+            for function in self.functions
+        ]  # fmt: skip
 
-    def _function_lines(self, function: FunctionTimes) -> list[str]:
+    def _calls(self, function: FunctionTimes) -> list[str]:
+        """Return what the calls of a function took, and what of that was in spans inside."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
-        lines = section_title(shorten(name, 25) or "All functions")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
         outer, work = in_unit(function.outer_ns, unit), in_unit(function.work_ns, unit)
         inner = f"{MISSING} (it calls itself side by side)"
         if function.inner_ns is not None:
             share_of_calls = percent(function.inner_ns, function.outer_ns)
             inner = f"{in_unit(function.inner_ns, unit)} ({share_of_calls} of the calls)"
-        lines.append(f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}")
+        lines = [f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}"]
         if function.inner_ns != 0 or function.work_ns:
             lines += [
                 f"Time in spans inside: {inner}",
@@ -210,15 +215,14 @@ class SelfTimes:
             lines.append("(spans on other threads and tasks, in calls not ended, and across other spans are in it)")
         if function.work_ns > function.outer_ns:
             lines.append("(work on several threads is summed, so it may exceed the calls)")
-        lines += ["", *self._rows(function).table(unit)]
-        rest = function.remaining
-        if rest is not None:
-            ratio = MISSING if rest.ratio is None else f"{100 * rest.ratio:.2f}%"
-            lines.append(
-                f"... (remaining {rest.rows} {self.of} account for {ratio} ({in_unit(rest.time_ns, unit)}) of the time,"
-                f" {rest.calls} calls)"
-            )
-        return [*lines, ""]
+        return lines
+
+    def _remaining(self, rest: Remaining | None) -> list[str]:
+        if rest is None:
+            return []
+        ratio = MISSING if rest.ratio is None else f"{100 * rest.ratio:.2f}%"
+        time = f"({in_unit(rest.time_ns, self._options.unit)}) of the time, {rest.calls} calls)"
+        return [f"... (remaining {rest.rows} {self.of} account for {ratio} {time}"]
 
 
 def path_text(names: Sequence[str]) -> str:

@@ -9,30 +9,24 @@ are held tell how much that is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from instrument.profile.kinds import PREPARING
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
-from instrument.report.section import Section
+from instrument.report.section import Section, View
 from instrument.report.table import (
-    GAP,
     LINE,
-    MISSING,
     Ratio,
     bounded,
     in_unit,
     name_of_site,
     safe,
-    section_title,
     share,
     shorten,
     summed,
-    table,
-    tenths,
-    title,
     wrapped,
 )
 from instrument.report.view import Options, Recording
@@ -50,9 +44,9 @@ NOT_WATCHED = [
     "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
     "compiles.",
 ]
-NO_PREPARATION = "Nothing was seen to load or compile a model."
-NO_WARM_UP = "No first call took longer than those after it."
-LABEL_WIDTH = 46
+NO_IMPORT = ["Nothing was imported since the session began."]
+NO_PREPARATION = ["Nothing was seen to load or compile a model."]
+NO_WARM_UP = ["No first call took longer than those after it."]
 COLUMN_WIDTH = 12
 
 
@@ -147,7 +141,7 @@ class FirstRequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class StartupView:
+class StartupView(View):
     """The view.
 
     `before_ns` is the time of the process until the session began, of which nothing else is known; None where the
@@ -176,45 +170,86 @@ class StartupView:
     warm_ups: tuple[WarmUp, ...]
     _options: Options = field(repr=False)
 
+    TITLE = "Startup"
+
+    def head(self) -> list[str]:
+        return [f"Time unit: {self._options.unit}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.is_known else wrapped(UNKNOWN)
+
     def sections(self) -> list[Section]:
+        if not self.is_known:
+            return []
         of_it, unit = "", self._options.unit
         if self.imports_in_spans_ns:
             of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
         return [
             Section(
+                "The way to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of the way",
+                self._way_notes(),
+            ),
+            Section(
+                "Later, outside of requests", self.late, "name=Part|total_ns=Time",
+            ),
+            Section(
                 "Imports", self.imports or (),
                 "package=Package|entries=Entered|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
                 (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=COLUMN_WIDTH,
+                empty=NOT_WATCHED if self.imports is None else NO_IMPORT,
             ),
             Section(
                 "Load and compile", self.preparations,
                 "name=Name|phase=Phase|calls=Calls|total_ns=Total|self_ns=Self|max_ns=Longest|"
-                "in_requests_ns=In requests",
+                "in_requests_ns=In requests", empty=NO_PREPARATION,
             ),
             Section(
                 "First calls", self.warm_ups,
                 "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Times|extra_ns=Extra",
+                empty=NO_WARM_UP,
             ),
-            Section("The way to the first request", self.way, "name=Part|total_ns=Time|ratio=Of the way"),
-            Section("Later, outside of requests", self.late, "name=Part|total_ns=Time"),
         ]  # fmt: skip
 
-    def lines(self) -> list[str]:
-        lines = title("Startup Report")
-        if not self.is_known:
-            return [*lines, *wrapped(UNKNOWN)]
-        unit, (imports, preparations, warm_ups, *_) = self._options.unit, self.sections()
-        lines += [f"Time unit: {unit}", "", *_way_lines(self), "", *self._import_lines(imports), ""]
-        lines += [*(preparations.lines(unit) if self.preparations else [NO_PREPARATION]), ""]
-        lines += [*(warm_ups.lines(unit) if self.warm_ups else [NO_WARM_UP]), ""]
-        return [*lines, *_notes(self)]
+    def _way(self) -> list[Phase]:
+        """Return the rows of the way: the process, the session and its parts, and the first request."""
+        rows = [
+            Phase("Process began, until the session did", self.before_ns, None),
+            Phase("Session began, until the first request", self.way_ns, share(self.way_ns or 0, self.way_ns or 0)),
+            *(replace(part, name=f"  {part.name}") for part in self.way),
+        ]
+        if self.request is not None:
+            rows += [
+                Phase(f"First request: {self.request.name}", self.request.first_ns, None),
+                Phase("  Median of those after it", self.request.median_ns, None),
+                Phase("All until the first request had ended", self.request.ended_ns, None),
+            ]
+        return rows
 
-    def _import_lines(self, imports: Section) -> list[str]:
-        if self.imports is None:
-            return NOT_WATCHED
-        if not self.imports:
-            return ["Nothing was imported since the session began."]
-        return [*section_title(imports.title), *imports.notes, "", *imports.table(self._options.unit)]
+    def _way_notes(self) -> list[str]:
+        if self.request is None:
+            return ["No request has ended."]
+        unit, ran = self._options.unit, shorten(safe(self.ran_last), LINE // 4)
+        why = wrapped(f"First request: {FIRSTS[self.request.why]}") if self.request.why else []
+        older = "Older calls than the rings still hold may have begun after it too, and are on the way here."
+        return [
+            *why,
+            *([older] if self.is_late_partial else []),
+            f"Each place that was called had run once after {in_unit(self.ran_ns, unit)} {unit}; the last: {ran}",
+        ]
+
+    def foot(self) -> list[str]:
+        lines = []
+        if self.way:
+            lines.append("Parts of the way are sums over threads, without what went by within requests.")
+        if self.imports:
+            lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside.")
+            if any(one.package.startswith("instrument (") for one in self.imports):
+                lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
+        if self.preparations:
+            lines.append("Total of what loads and compiles includes its callees; In requests: somebody waited for it.")
+        if self.warm_ups:
+            lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
+        return lines
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
@@ -429,51 +464,3 @@ def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
         WORDS[name]: sum(trace.total_ns[late & trace.of_sites([phase == name for phase in phases])].tolist())
         for name in PREPARING
     }
-
-
-def _way_lines(view: StartupView) -> list[str]:
-    unit = view._options.unit
-    cells = [["Process began, until the session did", in_unit(view.before_ns, unit), ""]]
-    if view.request is None:
-        cells.append(["Session began, until the first request", MISSING, ""])
-        return [*table(["Way to serving", "Time", ""], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0]), "No request has ended."]
-    cells.append(
-        ["Session began, until the first request", in_unit(view.way_ns, unit), tenths(view.way_ns, view.way_ns or 0)]
-    )
-    cells += [
-        [f"  {part.name}", in_unit(part.total_ns, unit), tenths(part.total_ns, view.way_ns or 0)] for part in view.way
-    ]
-    name = shorten(safe(view.request.name), LABEL_WIDTH - len("First request: ") - GAP)
-    cells += [
-        [f"First request: {name}", in_unit(view.request.first_ns, unit), ""],
-        ["  Median of those after it", in_unit(view.request.median_ns, unit), ""],
-        ["All until the first request had ended", in_unit(view.request.ended_ns, unit), ""],
-    ]
-    lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
-    if view.request.why:
-        lines += wrapped(f"First request: {FIRSTS[view.request.why]}")
-    ran = shorten(safe(view.ran_last), LINE // 4)
-    if view.late:
-        parts = ", ".join(f"{part.name} {in_unit(part.total_ns, unit)} {unit}" for part in view.late)
-        lines += wrapped(f"Not on the way, for it began after the first request: {parts}")
-    if view.is_late_partial:
-        lines.append("Older calls than the rings still hold may have begun after it too, and are on the way here.")
-    return [
-        *lines,
-        f"Each place that was called had run once after {in_unit(view.ran_ns, unit)} {unit}; the last: {ran}",
-    ]
-
-
-def _notes(view: StartupView) -> list[str]:
-    lines = []
-    if view.way:
-        lines.append("Parts of the way are sums over threads, without what went by within requests.")
-    if view.imports:
-        lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside of it.")
-        if any(one.package.startswith("instrument (") for one in view.imports):
-            lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
-    if view.preparations:
-        lines.append("Total of what loads and compiles holds what it calls; In requests: somebody has waited for it.")
-    if view.warm_ups:
-        lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
-    return lines

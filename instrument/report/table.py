@@ -30,6 +30,9 @@ GAP = 2
 LINE = 100
 """Columns of a line, at most."""
 
+DASHES = 25
+"""Dashes at each end of a section's title."""
+
 NAME_LEAST = 12
 """Columns that are left to a name, however wide the numbers beside it are."""
 
@@ -256,9 +259,9 @@ def title(text: str) -> list[str]:
 
 
 def section_title(text: str) -> list[str]:
-    """The lines above a section."""
-    blanks = max(27 - columns(text), 0)
-    return [f"{'-' * 25}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{'-' * 25}", ""]
+    """Return the lines above a section."""
+    blanks, dashes = max(27 - columns(text), 0), "-" * DASHES
+    return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:

@@ -10,51 +10,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.call_rows import (
-    CallBlock,
-    block_lines,
-    block_section,
-    blocks_of,
-    by_name,
-    call_rows,
-    note_of_rest,
-    sorting,
-)
+from instrument.report.call_rows import CallBlock, block_section, blocks_of, by_name, call_rows, note_of_rest, sorting
 from instrument.report.calls import PlaceCalls, every_place, place_tree
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.section import Section
-from instrument.report.table import title
+from instrument.report.coverage import Coverage
+from instrument.report.section import Section, View
 from instrument.report.view import Options, Recording
+
+NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give a rule that kind."
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class User(View):
     """The view: a block of rows for all threads, or for each. The bases of all ratios are `window_ns`.
 
     That is the part of the window of which every span is held, and what of a call lies outside of it is not counted.
     """
 
-    coverage: tuple[str, ...]
+    coverage: Coverage
     window_ns: int
     blocks: tuple[CallBlock, ...]
-    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
-    def sections(self) -> list[Section]:
-        return [*map(block_section, self.blocks)]
+    TITLE = "User"
 
-    def lines(self) -> list[str]:
-        lines = [*title("User Report"), *self.coverage]
-        if not self.blocks:
-            otherwise = "No span of kind user was recorded: open one with scope(name), or give a rule that kind."
-            return [*lines, "", *none_held("span of kind user", otherwise, complete=self._complete)]
-        lines += [
+    def head(self) -> list[str]:
+        return [
+            *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the window, as far as every span of it is held; work side by side counts for each.",
             *note_of_rest(self.blocks),
-            "",
         ]
-        return lines + block_lines(self.blocks, self._options, "Name")
+
+    def nothing(self) -> list[str]:
+        return [] if self.blocks else self.coverage.none_held("span of kind user", NO_SPAN)
+
+    def sections(self) -> list[Section]:
+        return [block_section(block, self._options, "Name") for block in self.blocks]
 
 
 def user(recording: Recording, options: Options) -> User:
@@ -68,6 +59,5 @@ def user(recording: Recording, options: Options) -> User:
 
     root = place_tree(recording.columns, ("user",), window)
     places = [place for place in every_place(root) if place.site.kind == "user"]
-    held = Coverage.of_recording(recording)
     blocks = blocks_of(places, recording.facts.threads, options, block)
-    return User(tuple(held.lines()), window_ns, blocks, held.complete, options)
+    return User(Coverage.of_recording(recording), window_ns, blocks, options)

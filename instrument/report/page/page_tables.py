@@ -9,10 +9,9 @@ from typing import Any
 from instrument.profile.model import VIEWS
 from instrument.report.section import (
     DEVICE,
-    MIB,
-    RATIO,
     SIZE,
     TEXT,
+    TEXTS,
     TIME,
     Section,
     View,
@@ -21,7 +20,7 @@ from instrument.report.section import (
     name_of,
     value_of,
 )
-from instrument.report.table import MISSING, WHOLE_DIGITS, compact, in_unit, safe, shorten, tenths
+from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, shorten
 
 NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
@@ -48,24 +47,17 @@ def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
 
 
 def _shown(name: str, view: View, unit: str) -> dict[str, Any]:
-    full = [section for section in view.sections() if section.rows]
+    sections = view.sections()
+    full = [section for section in sections if section.rows]
     tables = [_table(section, unit) for section in full[:MOST_TABLES]]
     shown: dict[str, Any] = {"name": name, "about": VIEWS[name][0].upper() + VIEWS[name][1:], "tables": tables}
     if len(full) > MOST_TABLES:
         more = len(full) - MOST_TABLES
         shown["more"] = f"{more} more tables: `instrument report FILE --view {name}` has them."
     if not tables:
-        shown["why"] = why_empty(view)
+        why = view.nothing() or [*(line for section in sections for line in section.empty), *view.foot()]
+        shown["why"] = " ".join(map(str.strip, why))
     return shown
-
-
-def why_empty(view: View) -> str:
-    """What the view as text says below its title."""
-    lines = [line.strip() for line in view.lines()]
-    said = [
-        line for line in lines if line and not line.startswith(("-----", "Time unit:", "Spans: all", "Requests: 0"))
-    ]
-    return " ".join(said) or "It has nothing to say of this trace."
 
 
 def _table(section: Section, unit: str) -> dict[str, Any]:
@@ -82,7 +74,7 @@ def _table(section: Section, unit: str) -> dict[str, Any]:
     rows = zip(*([_cell(value, kind, unit) for value in values] for _, kind, values in columns), strict=True)
     return {
         "title": safe(section.title),
-        "note": " ".join(section.notes).strip(),
+        "note": " ".join([*section.lead, *section.notes]).strip(),
         "columns": [_heading(label, kind, unit) for label, kind, _ in columns],
         "rows": [list(row) for row in rows],
         "depths": [row.depth for row in section.rows] if hasattr(section.rows[0], "depth") else [],
@@ -111,15 +103,6 @@ def _cell(value: Any, kind: str, unit: str) -> Any:
         return shorten(safe(str(value)), MOST_COLUMNS) or MISSING
     if value is None or not math.isfinite(value):
         return [None, MISSING]
-    return [value, number_text(value, kind, unit)]
-
-
-def number_text(value: float, kind: str, unit: str) -> str:
-    """A number as a cell shows it: four digits of times and sizes, counts in full."""
-    if kind == TIME:
-        return in_unit(value, unit)
-    if kind == RATIO:
-        return tenths(value, 1)
-    if kind == SIZE:
-        return compact(value / MIB)
-    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**WHOLE_DIGITS else compact(value)
+    if kind != NUMBER:
+        return [value, TEXTS[kind](value, unit)]
+    return [value, f"{value:,}" if isinstance(value, int) and abs(value) < 10**WHOLE_DIGITS else compact(value)]
