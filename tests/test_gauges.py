@@ -29,7 +29,7 @@ from instrument.device import host as host_room
 from instrument.device import nvml
 from instrument.device.gauges import Gauges
 from instrument.device.host import Gone, Host
-from instrument.device.nvml import Found, shown
+from instrument.device.nvml import NvmlDevice, shown
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
@@ -335,9 +335,9 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
 
 # -------------------------------------------------------------------- which devices
 
-A, B, C = Found("a", "GPU-aaaa-1"), Found("b", "GPU-aabb-2"), Found("c", "GPU-cccc-3")
-ONE, OTHER = Found("i", "MIG-iiii"), Found("j", "MIG-jjjj")
-SPLIT = Found("s", "GPU-ssss", instances=[ONE, OTHER])
+A, B, C = NvmlDevice("a", "GPU-aaaa-1"), NvmlDevice("b", "GPU-aabb-2"), NvmlDevice("c", "GPU-cccc-3")
+ONE, OTHER = NvmlDevice("i", "MIG-iiii"), NvmlDevice("j", "MIG-jjjj")
+SPLIT = NvmlDevice("s", "GPU-ssss", instances=[ONE, OTHER])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ SPLIT = Found("s", "GPU-ssss", instances=[ONE, OTHER])
         ("MIG-iiii", []),
     ],
 )
-def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expected: list[Found]) -> None:
+def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expected: list[NvmlDevice]) -> None:
     assert shown(variable, [A, B, C]) == expected
 
 
@@ -381,7 +381,7 @@ def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expect
         ("MIG-", []),
     ],
 )
-def test_of_mig_instances_cuda_shows_the_first(variable: str | None, expected: list[Found]) -> None:
+def test_of_mig_instances_cuda_shows_the_first(variable: str | None, expected: list[NvmlDevice]) -> None:
     assert shown(variable, [A, SPLIT]) == expected
 
 

@@ -1,22 +1,22 @@
-"""Devices: when they worked for which span, and what they and the host say of themselves.
+"""Devices: the intervals in which they worked for spans, and gauges of GPUs and host.
 
 `timer` and what it is made of time spans by pairs of events. `gauges` has the thread that reads gauges now and then,
 `nvml` asks the GPUs for them, `host` the operating system, `torch_memory` torch's allocator. Nothing here initialises a
 device, and a vendor's bindings are imported only where there is a driver.
 
 A span that asks for device time records one CUDA event on the current stream of torch, cupy or numba when it begins and
-one when it ends, and goes on. A layer is timed on the devices of its parameters; a call on those of the torch model
-that its object holds, that it is given or that its code names, else of its tensors, with one interval for each (see
-`instrument.instrumentors.work`). A scope, and whatever else cannot be told so, is timed on the device that is current
-when it begins. A thread of ours asks for events that have happened and puts them on the host's clock. No call waits for
-the device, CUDA is never initialised, no context is made and CUPTI is not used, so that Nsight and torch.profiler may
-run at the same time. A stream that is being captured is left alone; each replay of a torch CUDA graph is one span.
-Hosts without cuda-bindings, and ROCm, are timed by torch's own events.
+one when it ends, and goes on. A layer is timed on the devices of its parameters. A call is timed on those of the torch
+model of its object, of its arguments or of its code, else on those of its tensors, with one interval for each (see
+`instrument.instrumentors.work`). A scope, and all else, is timed on the device that is current when it begins. A thread
+of ours asks for events that have happened and puts them on the host's clock. No call waits for the device, CUDA is
+never initialised, no context is made and CUPTI is not used, so that Nsight and torch.profiler may run at the same time.
+A stream that is being captured is left alone; each replay of a torch CUDA graph is one span. Hosts without
+cuda-bindings, and ROCm, are timed by torch's own events.
 
 A pair of events spans a stretch of a stream, not a kernel, so each interval has the uncertainty of its place and a
 label: `exclusive`; `overlapped` (another stream's timed work ran meanwhile); `launch-bound` (the stream had run dry
 when the span ended, or the stretch is too short for events: launching is what took the time); `stale` (its length is
-right, its place is not known well); `captured` and `dropped` have no time and are counted. A device that fails is given
+right, its place is uncertain); `captured` and `dropped` have no time and are counted. A device that fails is given
 up and named; the service is not affected. All intervals together take an eighth of `limits.ring` once more.
 
 Seen on an H200 (driver 580, CUDA 13, in a virtual machine): a pair takes 3.4 us of the stream. On a stream that is idle

@@ -3,7 +3,8 @@
 An anchor is an event on a stream of its own that does nothing else: it happened between the host time before it was
 recorded and the host time after it was seen to have happened (Cristian's algorithm; the tightest of a burst is kept).
 Between two anchors the device's clock is taken to run evenly, which takes out what oscillators differ by. Elapsed times
-come as 32-bit floats in ms, whose grain passes half a microsecond beyond 4.1 s, so no place is told from farther away.
+come as 32-bit floats in ms, whose grain passes half a microsecond beyond 4.1 s, so no place is computed from farther
+away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
 slewed, so both are read with each anchor and each place, and how far the one has bent against the other is part of what
@@ -21,25 +22,24 @@ from instrument.device.cuda import Reading
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""How often, or for how long, an anchor of a burst is asked for before it is given up: the device is too busy to be
-read right now."""
+"""The most questions for an anchor of a burst, and the longest time, after which the device counts as too busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
 RESOLUTION_NS = 500
-"""What the driver promises of an event's time (cuEventElapsedTime)."""
+"""The resolution that the driver states for an event's time (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
-"""How far two oscillators may differ."""
+"""The largest difference of two oscillators."""
 
 SLEW = 500e-6
-"""How much faster or slower than its oscillator NTP may let the host's clock run (adjtime(3))."""
+"""The largest rate at which NTP slews the host's clock (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""How far a device's clock may run off the host's where no second anchor has told yet."""
+"""The largest drift of a device's clock from the host's before a second anchor measures it."""
 
 WANDER = 10e-6
-"""How far the rate of two oscillators may change within seconds, by temperature."""
+"""The largest change of two oscillators' rate within seconds, by temperature."""
 
 JUMP = 2e-3
 """A rate so far from one is no drift: one of the clocks was set, or stood still."""
@@ -53,7 +53,7 @@ _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """When an event happened on the host's clock, give or take; `near` tells whether an anchor lies near enough."""
+    """The time of an event on the host's clock, with its uncertainty; `near` is True with an anchor near enough."""
 
     at_ns: int
     uncertainty_ns: int
@@ -61,9 +61,9 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """How events after the newest anchor are placed: by `rate` host ns a device ns from `host_ns` on.
+    """The line on which events after the newest anchor are placed: `rate` host ns per device ns from `host_ns` on.
 
-    `uncertainty_ns` is what the place of all of them is uncertain by, `wander` what each device ns adds.
+    `uncertainty_ns` is that of all places, to which each device ns adds `wander`.
     """
 
     host_ns: int
@@ -72,7 +72,7 @@ class Ahead(NamedTuple):
     wander: float
 
     def place(self, offset_ns: int) -> AnchoredMoment:
-        """When an event happened that came so long after the newest anchor."""
+        """Place an event at an offset from the newest anchor."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + grain_ns(offset_ns)
         return AnchoredMoment(
             self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
@@ -80,7 +80,7 @@ class Ahead(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """How far the host's clock is ahead of the raw one, give or take, at a moment of the host's clock."""
+    """The lead of the host's clock over the raw one, with its uncertainty, at a time of the host's clock."""
 
     at_ns: int
     lead_ns: int
@@ -89,10 +89,10 @@ class Lead(NamedTuple):
 
 @dataclass(slots=True)
 class Anchor:
-    """`rate` is how many host ns pass in a device ns from here to the next anchor, 0 while there is none.
+    """An event of a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` tells how far the host's clock was ahead of the raw one, `lead_rate` how much it gained a ns until the next
-    anchor, and `bend_ns` how much of that it had not gained at the same rate before.
+    `lead` is the lead of the host's clock over the raw one, `lead_rate` its gain per ns up to the next anchor, and
+    `bend_ns` the part of the gain that the rate before does not explain.
     """
 
     event: Any
@@ -130,12 +130,12 @@ class Anchors:
 
     @property
     def newest_ns(self) -> int | None:
-        """When the newest was taken; None without any."""
+        """The host time of the newest anchor; None without any."""
         return self._anchors[-1].host_ns if self._anchors else None
 
     @property
     def is_loose(self) -> bool:
-        """Whether the newest is known so badly that another one soon would be worth it."""
+        """True where the newest anchor is so uncertain that another is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def renew(self) -> int:
@@ -169,7 +169,7 @@ class Anchors:
         return self._keep(best) if best is not None else 0
 
     def _read(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and await it: the driver's error, the time before and the time after."""
+        """Record an event and await it. Returns the driver's error, the time before and the time after."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
@@ -178,7 +178,7 @@ class Anchors:
         return error, before_ns, self._now()
 
     def _await(self, event: Any) -> int:
-        """Ask for an event until it has happened, or often enough: the driver's error, its `NOT_READY` then."""
+        """Ask for an event until it has happened, `POLLS` times at most. Returns the driver's error."""
         driver = self._driver
         for _ in range(POLLS):
             error = int(driver.query(event))
@@ -187,20 +187,20 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Take an event of the service's own for an anchor, which happened between two host times; it is ours then."""
+        """Take an event of the service, which happened between two host times, as an anchor of ours."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._lead()))
 
     def exchange(self) -> tuple[int, Any]:
-        """The driver's error, and an event in place of one that was adopted."""
+        """Return the driver's error, and an event in place of one that was adopted."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _mark(self, event: Any) -> int:
-        """Record an event on the stream of ours: the driver's error, 0 for none."""
+        """Record an event on our stream. Returns the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
     def _lead(self) -> Lead:
-        """The tightest of some readings: another thread may come between two clocks."""
+        """Read the lead, and return the tightest of some readings."""
         best: Lead | None = None
         for _ in range(READINGS if self._raw is not None else 0):
             before_ns = self._now()
@@ -230,7 +230,7 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """How the host's clock ran between two anchors, against the raw one and against the time before."""
+        """Compare the host's clock with the raw one between two anchors, and with the time before."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return
@@ -247,11 +247,11 @@ class Anchors:
 
     @property
     def newest_event(self) -> Any:
-        """The event of the newest, None without any."""
+        """The event of the newest anchor, None without any."""
         return self._anchors[-1].event if self._anchors else None
 
     def ahead(self) -> Ahead:
-        """How events after the newest anchor are placed that have happened by now; raises IndexError without any."""
+        """Return the line for events after the newest anchor. Raises IndexError without any."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
@@ -260,14 +260,14 @@ class Anchors:
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
-        """The driver's error, and when an event happened; `offset_ns` is how long after the newest anchor it did."""
+        """Place an event at an offset from the newest anchor. Returns the driver's error, and its place."""
         if offset_ns > 0:
             return 0, self.ahead().place(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest
         at_ns = newest.host_ns + offset_ns
-        if index and at_ns - anchors[index - 1].host_ns < -offset_ns:  # an older one lies nearer
+        if index and at_ns - anchors[index - 1].host_ns < -offset_ns:  # an older one is nearer
             index = min(range(index), key=lambda i: abs(anchors[i].host_ns - at_ns))
             anchor = anchors[index]
             error, offset_ns = self._driver.elapsed_ns(anchor.event, event)
@@ -291,9 +291,9 @@ class Anchors:
         return 0, place
 
     def _bent_ns(self) -> float:
-        """How far the host's clock has strayed since the newest anchor from the way that it went before."""
+        """Return the deviation of the host's clock since the newest anchor from its rate before."""
         if self._raw is None:
-            return 0.0  # told by the distance
+            return 0.0  # the distance accounts for it
         then, now = self._anchors[-1].lead, self._lead()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - then.at_ns
@@ -301,7 +301,7 @@ class Anchors:
         return bent_ns + then.uncertainty_ns + now.uncertainty_ns
 
     def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Host ns a device ns beside an anchor, how wrong that may be, and whether another anchor lies beyond."""
+        """Return the host ns per device ns at an anchor, its error, and True where another anchor follows."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -312,7 +312,7 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def least_ns(self) -> tuple[int, int]:
-        """The driver's error, and the shortest time between two events with nothing in between."""
+        """Return the driver's error, and the shortest time between two events with nothing in between."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:
@@ -333,7 +333,7 @@ class Anchors:
         return 0, least_ns
 
     def close(self) -> None:
-        """Give everything back to the driver, as far as it still takes it."""
+        """Give everything back to the driver."""
         for event in [*self._spare, *(anchor.event for anchor in self._anchors)]:
             self._driver.destroy_event(event)
         self._spare.clear()
@@ -344,6 +344,6 @@ class Anchors:
 
 
 def grain_ns(elapsed_ns: int) -> float:
-    """The distance to the next 32-bit float of an elapsed time in ms, in ns."""
+    """Return the distance to the next 32-bit float of an elapsed time in ms, in ns."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

@@ -1,6 +1,6 @@
-"""What there is to read of a process and its devices, and reading it as often as its profile asks for.
+"""The gauges of a process and its devices, read as often as its profile says.
 
-The process does so on a thread of its own (`instrument.device.gauges`), or the agent of its run from outside.
+The process reads them on a thread of its own (`instrument.device.gauges`), or the agent of its run from outside.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import Lock
 
 EVERY_NS = 10**9
-"""How often is read what the profile leaves to us."""
+"""The interval of gauges without one in the profile."""
 
 RARELY_NS = 10 * 10**9
-"""How often at most is asked what is dear or changes slowly: the list of a GPU's processes took 4.5 ms where it was
-measured, and a loop that read it every 25 ms held up the threads that launched work (MangoHud 2104)."""
+"""The least interval of gauges that are dear or change slowly. The list of a GPU's processes took 4.5 ms where it was
+measured, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""How old the newest reading of a share or a rate must be for one more at the end."""
+"""The least age of the newest reading of a share or a rate for one more at the end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -39,10 +39,10 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """Reads the gauges of a process as its profile's `device` asks for it: this one, or that of a number.
+    """Reads the gauges of a process as its profile's `device` says: of this process, or that of a pid.
 
-    `keep` is given each reading. All but `prepare`, `gpus` and `notes` is for one thread; `inside` is held in NVML and
-    in torch's allocator. `environ` are the variables of the process that say which GPUs it is shown.
+    `keep` gets each reading. All but `prepare`, `gpus` and `notes` is for one thread, which has the lock `inside` while
+    it is in NVML and in torch's allocator. `environ` has the process's variables that choose its GPUs.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GaugeSources:
         self.inside = Lock()
 
     def prepare(self, *, is_spoilt: bool = False) -> None:
-        """Find what there is to read. Raises `Gone` for a process that has ended."""
+        """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
             problem = SPOILT if is_spoilt else nvml.missing()
@@ -79,16 +79,16 @@ class GaugeSources:
 
     @property
     def are_there(self) -> bool:
-        """Whether anything was found to read."""
+        """True where any gauge can be read."""
         return self._nvml is not None or self._host is not None
 
     def wanted(self) -> Device:
-        """The settings, less what was not found."""
+        """Return the settings without the gauges that cannot be read."""
         nvml_ns = None if self._nvml is None else self._settings.nvml_ns
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
 
     def open(self) -> bool:
-        """Begin to read. Returns whether GPUs are among what is read."""
+        """Begin to read. Returns True where GPUs are read."""
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
             self._guarded(partial(self._close, gpus))  # of a run that died
@@ -108,11 +108,11 @@ class GaugeSources:
         return is_open
 
     def wait_ns(self) -> int | None:
-        """How long there is nothing to read; None where there is nothing any more."""
+        """Return the time to the next reading; None where nothing is left to read."""
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
     def read(self, *, is_last: bool = False) -> None:
-        """Read what it is time to, or for the last time."""
+        """Read the gauges that are due, or all for the last time."""
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
             if name not in self._due_ns:
@@ -123,7 +123,7 @@ class GaugeSources:
             rarely = is_last or self._rarely_ns[name] <= now_ns
             if rarely:
                 self._rarely_ns[name] = now_ns + RARELY_NS
-            # Right after one that came late, another would have no time to tell shares and rates of.
+            # Right after a late reading, another would have no time for shares and rates.
             self._newest_ns[name] = now_ns
             self._due_ns[name] = max(self._due_ns[name] + interval_ns, now_ns + interval_ns // 2)
             if not self._guarded(partial(read, now_ns, rarely)):
@@ -132,16 +132,16 @@ class GaugeSources:
             self._due_ns.clear()  # the host was read with the GPUs
         samples, self._just_read = self._just_read, []
         if samples:
-            self._keep(samples)  # all of one time at once, for those who go on behind the newest time
+            self._keep(samples)  # all of one time at once, for readers that go on after the newest time
 
     def close(self) -> None:
-        """Give back what `open` took."""
+        """Close what `open` opened."""
         self._due_ns.clear()
         if self._nvml is not None:
             self._guarded(partial(self._close, self._nvml))
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
-        """Whether to go on, as an action says; a fault of ours is counted, and it goes on."""
+        """Return the answer of an action. A fault of ours is counted, and is True."""
         try:
             return action()
         except Gone:
@@ -172,17 +172,17 @@ class GaugeSources:
     def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> bool:
         try:
             with self.inside:
-                told = gpus.read(now_ns, rarely)
+                gauges = gpus.read(now_ns, rarely)
         except Closed:
             return self._reopen(gpus)
         except NvmlError as error:
             self._reasons.append(f"{error}; the GPUs are not read any more")
             return False
-        self._note(now_ns, told)
+        self._note(now_ns, gauges)
         return True
 
     def _reopen(self, gpus: Nvml) -> bool:
-        """Other code of the process has shut NVML down more often than it opened it."""
+        """Open NVML again, which other code of the process has shut down."""
         self._reopened += 1
         if self._reopened > REOPENED_AT_MOST:
             self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
@@ -198,26 +198,26 @@ class GaugeSources:
         return not self._torch.problem
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """What torch's allocator tells of each device, which it tells nobody outside."""
+        """Read torch's allocator, which no other process can."""
         with self.inside:
             return self._torch.read(rarely)
 
-    def _note(self, now_ns: int, told: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
-        for device, values in told:
+    def _note(self, now_ns: int, gauges: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        for device, values in gauges:
             self._just_read += [Sample(name, device, now_ns, values[name]) for name in sorted(values)]
 
     # ------------------------------------------------------------ what is known
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that are read."""
+        """Return the GPUs that are read."""
         return tuple(self._nvml.gpus) if self._nvml is not None else ()
 
     def add_reason(self, reason: str) -> None:
-        """Note why something cannot be read."""
+        """Note the reason for which a gauge cannot be read."""
         self._reasons.append(reason)
 
     def notes(self) -> list[str]:
-        """What could not be read, and why."""
+        """Return sentences on the gauges that could not be read."""
         more = self._nvml.notes if self._nvml is not None else []
         notes = [f"device.nvml: {reason}" for reason in (*self._reasons, *more)]
         if self._nvml is not None and self._nvml.failures:

@@ -1,4 +1,4 @@
-"""The gauges of this process: the thread that reads them where no agent does, what was read, and what could not be."""
+"""The gauges of this process, and the thread that reads them where no agent does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, Lock, local
 
 STOP_S = 2.0
-"""The longest that the end waits for the thread, which may hang in the driver."""
+"""The longest wait for the thread at the end, for it may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The longest that a fork waits until the thread is outside of NVML and of torch's allocator, whose locks the child
-would inherit."""
+"""The longest wait of a fork for the thread to leave NVML and torch's allocator, with locks that a child inherits."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -31,10 +30,10 @@ _hooked = False
 
 
 class Gauges:
-    """Has the gauges of GPUs and host read as the profile's `device` asks for it.
+    """Has the gauges of GPUs and host read as the profile's `device` says.
 
-    `keep` is given each reading on the thread that makes it, and `find_room` finds where readings are kept: in the
-    recording, if this process has one. `start`, `stop` and what reads may be called from any thread.
+    `keep` gets each reading on the thread that makes it. `find_room` returns the place of readings in the recording, if
+    this process has one. `start`, `stop` and the readers may be called from any thread.
     """
 
     def __init__(self, settings: Device, keep: Keep | None = None, find_room: FindRoom | None = None) -> None:
@@ -48,7 +47,7 @@ class Gauges:
         self._halt = Event()
         self._thread: Thread | None = None
         self.is_reading = False
-        """Whether this process reads them itself."""
+        """True while this process reads them itself."""
         self._readings = Readings(self._find_room)
         self._sources = GaugeSources(self._settings, self._take)
         self._outside: tuple[Sequence[Gpu], Sequence[str]] = (), ()
@@ -59,25 +58,25 @@ class Gauges:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Find what there is to read, and start the thread if there is anything."""
+        """Find the gauges that can be read, and start the thread if there are any."""
         self.prepare()
         self.begin()
 
     def prepare(self) -> None:
-        """Find what there is to read."""
+        """Find the gauges that can be read."""
         self._sources.prepare(is_spoilt=self._is_spoilt)
 
     @property
     def are_wanted(self) -> bool:
-        """Whether anything was found to read."""
+        """True where any gauge can be read."""
         return self._sources.are_there
 
     def wanted(self) -> Device:
-        """What was found to read, and how often."""
+        """Return the settings without the gauges that cannot be read."""
         return self._sources.wanted()
 
     def begin(self) -> None:
-        """Start the thread, if anything was found to read."""
+        """Start the thread, if any gauge can be read."""
         if not self.are_wanted:
             return
         self._watch_forks()
@@ -87,7 +86,7 @@ class Gauges:
         self._thread.start()
 
     def stop(self, limit_s: float = STOP_S) -> None:
-        """Make a last reading and end the thread; returns in time, and after `STOP_S`, also where the driver hangs."""
+        """Make a last reading and end the thread. Returns after `limit_s` and `STOP_S`, even if the driver hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -105,9 +104,9 @@ class Gauges:
             )
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Forget what the parent read and begin anew, or `prepare` alone.
+        """Forget the parent's readings and begin anew, or `prepare` alone.
 
-        What the parent opened is never used here, and never closed: the driver would close it for the parent, too.
+        What the parent opened is neither used nor closed here: the driver would close it for the parent, too.
         """
         held = getattr(_forking, "held", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not held)
@@ -118,7 +117,7 @@ class Gauges:
 
     @property
     def inside(self) -> Lock:
-        """Held by the thread in NVML and in torch's allocator."""
+        """The lock that the thread has while it is in NVML or torch's allocator."""
         return self._sources.inside
 
     def _watch_forks(self) -> None:
@@ -140,7 +139,7 @@ class Gauges:
     # ------------------------------------------------------------ reading
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """What torch's allocator tells now, for where others read all else. For one thread."""
+        """Read torch's allocator, where the agent reads all else. For one thread."""
         self._watch_forks()
         return self._sources.torch_memory(rarely=rarely)
 
@@ -150,23 +149,23 @@ class Gauges:
             self._keep(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Which GPUs are read by who reads the gauges from outside, and what could not be."""
+        """Note the GPUs that the agent reads, and its sentences on those that it cannot."""
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """The newest samples that were read from the first time on and before the last, by time, device and name."""
+        """Return the newest samples from the first time on and before the last, by time, device and name."""
         return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that are read."""
+        """Return the GPUs that are read."""
         return self._sources.gpus() or tuple(self._outside[0])
 
     def notes(self) -> list[str]:
-        """What could not be read, and why."""
+        """Return sentences on the gauges that could not be read."""
         return list(dict.fromkeys([*self._sources.notes(), *self._outside[1]]))
 
     def losses(self) -> dict[str, int]:
-        """What is not kept, by reason."""
+        """Count the samples that were not kept, by reason."""
         overwritten = self._readings.overwritten
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
@@ -179,7 +178,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until the thread is outside of NVML and torch: a lock that it holds there is never released in the child."""
+    """Wait for the thread to leave NVML and torch, whose locks would never be released in the child."""
     running = _running
     _forking.held = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 

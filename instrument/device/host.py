@@ -1,7 +1,6 @@
-"""The host: how much processor time and memory the process and the machine use, as the operating system counts them.
+"""The host: processor time and memory of the process and of the machine, as the operating system counts them.
 
-Linux tells by `/proc`. Processor time of the process comes from its clock, to the nanosecond, and not from ticks of
-10 ms.
+The source is `/proc`. Processor time of the process comes from its clock, to the nanosecond, not from ticks of 10 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ PROC = Path("/proc")
 Values = dict[str, float | None]
 
 _PROCESS_CLOCK = 2
-"""In the number of a clock that is of a process: Linux's `CPUCLOCK_SCHED`, what `process_time` reads of the own one."""
+"""Linux's `CPUCLOCK_SCHED` in the number of a process's clock, which `process_time` reads for this process."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
@@ -25,9 +24,9 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 
 
 class Host:
-    """Reads the host's gauges for one process: this one, or that of a number, as long as it lives.
+    """Reads the host's gauges for one process, this one or that of a pid.
 
-    Shares are of the time since the reading before. Raises `Gone` as it is made and as it reads.
+    Shares are of the time since the reading before. The constructor and `read` raise `Gone` for a process that ended.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -37,14 +36,14 @@ class Host:
         self._busy, self._idle = self._system_times()
 
     def read(self, now_ns: int, rarely: bool) -> Values:
-        """What the host tells now; `rarely` asks also for what changes seldom."""
+        """Read the gauges. `rarely` adds those that seldom change."""
         values: Values = {"cores": cores(self._pid)} if rarely else {}
         process_ns = self._processor_ns()
         elapsed_ns = now_ns - self._at_ns
         values["process_cpu"] = 100 * (process_ns - self._process_ns) / elapsed_ns if elapsed_ns > 0 else None
         values["process_memory"] = resident_bytes = self._resident_bytes()
         if self._pid is not None and not resident_bytes:
-            raise Gone  # what is left of it has no memory any more
+            raise Gone  # a zombie has no memory
         values["process_memory_peak"] = self._peak_bytes()
         busy, idle = self._system_times()
         passed = busy - self._busy + idle - self._idle
@@ -55,7 +54,7 @@ class Host:
         return values
 
     def _processor_ns(self) -> int:
-        """By the clock of the process, which others may read, too (man clock_getcpuclockid)."""
+        """Read the clock of the process, which others may read, too (man clock_getcpuclockid)."""
         if self._pid is None:
             return time.process_time_ns()
         try:
@@ -70,16 +69,16 @@ class Host:
             return None
 
     def _peak_bytes(self) -> float | None:
-        """The system's own high water mark, which no two readings miss; None where it keeps none of a process."""
+        """Read the system's own high water mark of memory; None where it keeps none."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:
             return None
-        _, found, rest = status.partition(b"\nVmHWM:")
-        return int(rest.split(None, 1)[0]) * 1024 if found else None
+        _, label, rest = status.partition(b"\nVmHWM:")
+        return int(rest.split(None, 1)[0]) * 1024 if label else None
 
     def _system_times(self) -> tuple[float, float]:
-        """Busy and idle time of all cores since the machine started, in any unit; zeros where nobody tells."""
+        """Read busy and idle time of all cores since the machine started, in ticks; zeros where they are not there."""
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]

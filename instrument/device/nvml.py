@@ -1,7 +1,7 @@
-"""NVML, NVIDIA's management library: what GPUs tell about themselves without CUDA and beside any other tool.
+"""NVML, NVIDIA's management library: gauges of GPUs without CUDA, next to any other tool.
 
-Everything here but `missing` and `reason_against` is for one thread. A call may take milliseconds, or hang with the
-driver; `pynvml` gives up the GIL in each of them.
+All but `missing` and `reason_against` is for one thread. A call may take milliseconds, or hang with the driver;
+`pynvml` releases the GIL in each of them.
 
 Which GPUs: those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
 without initialising CUDA. The rules are those that CUDA was seen to follow: numbers and UUIDs (their start is enough)
@@ -26,10 +26,10 @@ NO_DRIVER = f"no NVIDIA driver is to be seen here ({LIBRARY} is not found)"
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
-"""How far apart two samples of GPM must be at least (NVML reference, `nvmlGpmSampleGet`)."""
+"""The least time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""From what time between two readings on the energy counter gives the power: it moves every 20 to 100 ms."""
+"""The least time between two readings that gives power from the energy counter, which moves every 20 to 100 ms."""
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""Gauges that GPM has, from Hopper on: NVML's name, and what its unit is of ours."""
+"""The gauges of GPM, from Hopper on: NVML's name, and its unit in ours."""
 
 Values = dict[str, float | None]
 
@@ -57,9 +57,9 @@ class Closed(Exception):  # noqa: N818 - no error: it is to be opened again
 
 
 def missing() -> str:
-    """Why NVML cannot be tried at all, "" where it can. A host without an NVIDIA driver pays one failed `dlopen`.
+    """Return why NVML cannot be opened, "" where it can. A host without an NVIDIA driver pays one failed `dlopen`.
 
-    Imports `pynvml` where the driver is there, 20 to 40 ms: to be called on a thread that nobody forks beside.
+    Imports `pynvml` where the driver is there, 20 to 40 ms: call it on a thread with no fork at the same time.
     """
     try:
         CDLL(LIBRARY)
@@ -75,7 +75,7 @@ def missing() -> str:
 
 
 def reason_against() -> str:
-    """Why no GPU can be read, "" where one can: opens and closes NVML, which may take seconds."""
+    """Return why no GPU can be read, "" where one can. Opens and closes NVML, which may take seconds."""
     problem = missing()
     if problem:
         return problem
@@ -90,15 +90,15 @@ def reason_against() -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Found:
-    """A GPU or a MIG instance as NVML has it. `gpm` says where its samples of GPM come from."""
+class NvmlDevice:
+    """A GPU or a MIG instance as NVML has it. `gpm` has the older and the newer sample of GPM."""
 
     handle: Any
     uuid: str
     model: str = ""
     parent: Any = None
     gpu_instance: int = 0
-    instances: list[Found] = field(default_factory=list)
+    instances: list[NvmlDevice] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
     lost: bool = False
     energy_mj: int | None = None
@@ -109,10 +109,10 @@ class Found:
 
 
 class Nvml:
-    """NVML between `open` and `close`. `gpus` are those that are read, `notes` what is to be known of them.
+    """NVML between `open` and `close`. `gpus` are those that are read, `notes` are sentences on them.
 
-    `failures` counts calls that failed for no reason that lies in the device. `pid` is the process whose GPUs and
-    memory are meant, and `environ` its variables that say which GPUs it is shown.
+    `failures` counts calls that failed for a reason outside of the device. `pid` is the process whose GPUs and memory
+    are read, and `environ` has its variables that choose its GPUs.
     """
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -122,8 +122,8 @@ class Nvml:
         self._pid = os.getpid() if pid is None else pid
         self._environ = environ
         self._open = False
-        self._found: list[Found] = []
-        self._shown: list[Found] = []
+        self._devices: list[NvmlDevice] = []
+        self._shown: list[NvmlDevice] = []
         self._variable: str | None = None
         self._metrics: Any = None
 
@@ -139,23 +139,23 @@ class Nvml:
             raise NvmlError(_explained(pynvml, error)) from error
 
     def close(self) -> None:
-        """Give back what `open` took. Never raises."""
+        """Close what `open` opened. Never raises."""
         if not self._open:
             return
         import pynvml
 
         self._open = False
         try:
-            for found in (*self._found, *(one for gpu in self._found for one in gpu.instances)):
-                for sample in found.gpm:
+            for device in (*self._devices, *(instance for gpu in self._devices for instance in gpu.instances)):
+                for sample in device.gpm:
                     pynvml.nvmlGpmSampleFree(sample)
             pynvml.nvmlShutdown()
         except pynvml.NVMLError:
             pass  # the driver has gone before us, or other code has shut NVML down
-        self._shown, self._found = [], []
+        self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """What each GPU tells now. `rarely` asks also for what changes slowly or is dear to ask for.
+        """Read the gauges of each GPU. `rarely` adds those that change slowly or are dear.
 
         Raises `NvmlError` when the driver has gone, and `Closed` when NVML has to be opened again.
         """
@@ -165,43 +165,43 @@ class Nvml:
             self._show()
         asked = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
-            (gpu.device, self._read_one(pynvml, gpu, found, asked, now_ns))
-            for gpu, found in zip(self.gpus, self._shown, strict=True)
+            (gpu.device, self._read_one(pynvml, gpu, device, asked, now_ns))
+            for gpu, device in zip(self.gpus, self._shown, strict=True)
         ]
 
     @property
     def count(self) -> int:
-        """How many GPUs there are, read or not."""
-        return len(self._found)
+        """The number of GPUs, read or not."""
+        return len(self._devices)
 
     # ------------------------------------------------------------ which
 
     def _find(self, nvml: Any) -> None:
-        places: list[tuple[tuple[int, int, int], Found]] = []
+        places: list[tuple[tuple[int, int, int], NvmlDevice]] = []
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 pci = nvml.nvmlDeviceGetPciInfo(handle)
-                found = Found(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
-                found.instances = list(_instances(nvml, handle))
+                device = NvmlDevice(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
+                device.instances = list(_instances(nvml, handle))
             except nvml.NVMLError as error:
                 self._note(f"GPU {index} of NVML is left out: {_explained(nvml, error)}")
                 continue
-            places.append(((pci.domain, pci.bus, pci.device), found))
-        self._found = [found for _, found in sorted(places, key=lambda place: place[0])]
+            places.append(((pci.domain, pci.bus, pci.device), device))
+        self._devices = [device for _, device in sorted(places, key=lambda place: place[0])]
         self._show()
 
     def _show(self) -> None:
-        """Take those GPUs that the variable shows, by what it is now: the service may set it late."""
+        """Take the GPUs that the variable shows now: the service may set it late."""
         self._variable = self._environ.get(VARIABLE)
-        for found in self._shown:
-            found.energy_mj = found.first_energy_mj = None
-        self._shown = shown(self._variable, self._found)
-        self.gpus = [Gpu(number, found.model, found.uuid) for number, found in enumerate(self._shown)]
-        if self._found and not self._shown:
-            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._found)} GPUs; none is read")
+        for device in self._shown:
+            device.energy_mj = device.first_energy_mj = None
+        self._shown = shown(self._variable, self._devices)
+        self.gpus = [Gpu(number, device.model, device.uuid) for number, device in enumerate(self._shown)]
+        if self._devices and not self._shown:
+            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; none is read")
         ordered = self._environ.get(ORDER) == "PCI_BUS_ID"
-        if not ordered and len({found.model for found in self._found}) > 1 and self._shown:
+        if not ordered and len({device.model for device in self._devices}) > 1 and self._shown:
             self._note(
                 "GPUs of several models: they are numbered by PCI bus here, and fastest first by CUDA; "
                 "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same"
@@ -213,36 +213,33 @@ class Nvml:
 
     # ------------------------------------------------------------ what
 
-    def _read_one(self, nvml: Any, gpu: Gpu, found: Found, asked: Sequence[_Reading], now_ns: int) -> Values:
+    def _read_one(self, nvml: Any, gpu: Gpu, device: NvmlDevice, asked: Sequence[_Reading], now_ns: int) -> Values:
         values: Values = {}
         for reading in asked:
-            names = [name for name in reading.names if name not in found.absent]
-            if not names or found.lost:
+            names = [name for name in reading.names if name not in device.absent]
+            if not names or device.lost:
                 continue
             try:
-                told = reading.ask(self, nvml, found, now_ns)
+                values.update(reading.ask(self, nvml, device, now_ns))
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
-                told = dict.fromkeys(names)
-                self._judge(nvml, gpu, found, names, error)
-            values.update(told)
-        if found.lost:
-            # Said once, and not asked again.
-            told = dict.fromkeys(name for reading in (*_OFTEN, *_RARELY) for name in reading.names)
-            told = {name: None for name in told if name not in found.absent}
-            found.absent.update(told)
-            values = {**told, **values}
+                values.update(dict.fromkeys(names))
+                self._judge(nvml, gpu, device, names, error)
+        if device.lost:  # reported once, and not asked again
+            names = [name for reading in (*_OFTEN, *_RARELY) for name in reading.names if name not in device.absent]
+            device.absent.update(names)
+            values = {**dict.fromkeys(names), **values}
         return values
 
-    def _judge(self, nvml: Any, gpu: Gpu, found: Found, names: Sequence[str], error: Exception) -> None:
-        """What a failed call means for the next ones."""
+    def _judge(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
+        """Decide on the next calls after a failed one."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
         if code in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH):
             raise NvmlError(_explained(nvml, error)) from error
         if code in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
-            found.lost = True
-            self._note(f"GPU {gpu.device} ({found.model}, {found.uuid}) is not read any more: {error}")
+            device.lost = True
+            self._note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is not read any more: {error}")
         elif code in (
             nvml.NVML_ERROR_NOT_SUPPORTED,
             nvml.NVML_ERROR_NO_PERMISSION,
@@ -251,71 +248,71 @@ class Nvml:
             nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
             nvml.NVML_ERROR_DEPRECATED,
         ):
-            found.absent.update(names)
+            device.absent.update(names)
         elif code not in (nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_ERROR_NO_DATA, nvml.NVML_ERROR_NOT_READY):
             self.failures += 1
 
-    def _utilization(self, nvml: Any, found: Found, _: int) -> Values:
-        rates = nvml.nvmlDeviceGetUtilizationRates(found.handle)
+    def _utilization(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+        rates = nvml.nvmlDeviceGetUtilizationRates(device.handle)
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
-    def _memory(self, nvml: Any, found: Found, _: int) -> Values:
-        memory = _memory_info(nvml, found)
+    def _memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+        memory = _memory_info(nvml, device)
         return {"memory_used": memory.used, "memory_total": memory.total}
 
-    def _power(self, nvml: Any, found: Found, now_ns: int) -> Values:
-        """Power from the energy counter where time enough has passed, so that no peak falls between two readings."""
-        if found.energy_mj is not None and now_ns - found.energy_ns >= ENERGY_NS:
-            return {}  # `_energy` says it
-        return {"power": nvml.nvmlDeviceGetPowerUsage(found.handle) / 1e3}
+    def _power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+        """Read the power, unless the energy counter gives it, which has no gaps between two readings."""
+        if device.energy_mj is not None and now_ns - device.energy_ns >= ENERGY_NS:
+            return {}  # `_energy` has it
+        return {"power": nvml.nvmlDeviceGetPowerUsage(device.handle) / 1e3}
 
-    def _energy(self, nvml: Any, found: Found, now_ns: int) -> Values:
-        before_mj, before_ns = found.energy_mj, found.energy_ns
-        energy_mj = nvml.nvmlDeviceGetTotalEnergyConsumption(found.handle)
+    def _energy(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+        before_mj, before_ns = device.energy_mj, device.energy_ns
+        energy_mj = nvml.nvmlDeviceGetTotalEnergyConsumption(device.handle)
         if before_mj is None or energy_mj < before_mj:  # the first one, or the driver was loaded anew
-            found.first_energy_mj = energy_mj - ((before_mj or 0) - (found.first_energy_mj or 0))
-        found.energy_mj, found.energy_ns = energy_mj, now_ns
-        values: Values = {"energy": (energy_mj - (found.first_energy_mj or 0)) / 1e3}
+            device.first_energy_mj = energy_mj - ((before_mj or 0) - (device.first_energy_mj or 0))
+        device.energy_mj, device.energy_ns = energy_mj, now_ns
+        values: Values = {"energy": (energy_mj - (device.first_energy_mj or 0)) / 1e3}
         if before_mj is not None and now_ns - before_ns >= ENERGY_NS:
             values["power"] = (energy_mj - before_mj) * 1e6 / (now_ns - before_ns) if energy_mj >= before_mj else None
         return values
 
-    def _temperature(self, nvml: Any, found: Found, _: int) -> Values:
-        return {"temperature": nvml.nvmlDeviceGetTemperature(found.handle, nvml.NVML_TEMPERATURE_GPU)}
+    def _temperature(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+        return {"temperature": nvml.nvmlDeviceGetTemperature(device.handle, nvml.NVML_TEMPERATURE_GPU)}
 
-    def _clocks(self, nvml: Any, found: Found, _: int) -> Values:
+    def _clocks(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         return {
-            "sm_clock": nvml.nvmlDeviceGetClockInfo(found.handle, nvml.NVML_CLOCK_SM),
-            "memory_clock": nvml.nvmlDeviceGetClockInfo(found.handle, nvml.NVML_CLOCK_MEM),
+            "sm_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_SM),
+            "memory_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_MEM),
         }
 
-    def _memory_of_process(self, nvml: Any, found: Found, _: int) -> Values:
-        """By our process id, which NVML does not know where it counts in another namespace than a container does."""
-        own = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(found.handle) if p.pid == self._pid]
+    def _memory_of_process(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+        """Read the memory of our pid, which NVML does not know in another namespace of pids, such as a container's."""
+        own = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
         known = [used for used in own if used is not None]
         return {"memory_of_process": sum(known) if known else None}
 
-    def _gpm(self, nvml: Any, found: Found, now_ns: int) -> Values:
-        """What the device counted between the sample before and a new one; nothing where that one is too near."""
-        device = found.handle if found.parent is None else found.parent
-        if not found.gpm:
-            if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-                found.absent.update(GPM_METRICS)
+    def _gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+        """Read the device's counts from the sample before to a new one; nothing where that would be too near."""
+        handle = device.handle if device.parent is None else device.parent
+        if not device.gpm:
+            if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                device.absent.update(GPM_METRICS)
                 return dict.fromkeys(GPM_METRICS)
-            found.gpm = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
-        elif now_ns - found.gpm_ns < GPM_NS:
+            device.gpm = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+        elif now_ns - device.gpm_ns < GPM_NS:
             return {}
-        before, fresh = found.gpm
-        if found.parent is None:
-            nvml.nvmlGpmSampleGet(device, fresh)
+        before, fresh = device.gpm
+        if device.parent is None:
+            nvml.nvmlGpmSampleGet(handle, fresh)
         else:
-            nvml.nvmlGpmMigSampleGet(device, found.gpu_instance, fresh)
-        is_first, found.gpm_ns = not found.gpm_ns, now_ns
-        found.gpm = [fresh, before]
-        return {} if is_first else self._gpm_values(nvml, found, before, fresh)
+            nvml.nvmlGpmMigSampleGet(handle, device.gpu_instance, fresh)
+        is_first, device.gpm_ns = not device.gpm_ns, now_ns
+        device.gpm = [fresh, before]
+        return {} if is_first else self._gpm_values(nvml, device, before, fresh)
 
-    def _gpm_values(self, nvml: Any, found: Found, before: Any, fresh: Any) -> Values:
-        wanted = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in found.absent]
+    def _gpm_values(self, nvml: Any, device: NvmlDevice, before: Any, fresh: Any) -> Values:
+        wanted = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in device.absent]
         metrics = self._metrics = self._metrics or nvml.c_nvmlGpmMetricsGet_t()  # 19 KB, made once
         metrics.version = nvml.NVML_GPM_METRICS_GET_VERSION
         metrics.numMetrics, metrics.sample1, metrics.sample2 = len(wanted), before, fresh
@@ -324,20 +321,20 @@ class Nvml:
         nvml.nvmlGpmMetricsGet(metrics)
         values: Values = {}
         for place, (name, _, scale) in enumerate(wanted):
-            told = metrics.metrics[place]
-            number = told.value * scale
-            values[name] = number if told.nvmlReturn == nvml.NVML_SUCCESS and number == number else None
-            if told.nvmlReturn == nvml.NVML_ERROR_NOT_SUPPORTED:
-                found.absent.add(name)
+            answer = metrics.metrics[place]
+            number = answer.value * scale
+            values[name] = number if answer.nvmlReturn == nvml.NVML_SUCCESS and number == number else None
+            if answer.nvmlReturn == nvml.NVML_ERROR_NOT_SUPPORTED:
+                device.absent.add(name)
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One question to a device, and the gauges that it fills."""
+    """A question to a device, and the gauges that it fills."""
 
     names: tuple[str, ...]
-    ask: Callable[[Nvml, Any, Found, int], Values]
+    ask: Callable[[Nvml, Any, NvmlDevice, int], Values]
 
 
 _OFTEN = (
@@ -354,33 +351,33 @@ _RARELY = (
 )
 
 
-def shown(variable: str | None, found: Sequence[Found]) -> list[Found]:
-    """Those GPUs or MIG instances, of all in the order of PCI buses, that CUDA would show under the variable."""
+def shown(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+    """Return the GPUs or MIG instances that CUDA shows under the variable, of all in the order of PCI buses."""
     if variable is None:
-        chosen = list(found)
+        chosen = list(devices)
     elif variable.startswith("MIG-"):
-        instances = [instance for gpu in found for instance in gpu.instances]
+        instances = [instance for gpu in devices for instance in gpu.instances]
         return _by_start(variable, "MIG-", instances)[:1]
     elif variable.startswith("GPU-"):
-        chosen = _by_start(variable, "GPU-", found)
+        chosen = _by_start(variable, "GPU-", devices)
     else:
         chosen = []
         for part in variable.split(","):
             number = re.match(r"\s*([+-]?[0-9]+)", part)
-            if number is None or not 0 <= int(number[1]) < len(found):
+            if number is None or not 0 <= int(number[1]) < len(devices):
                 break
-            if found[int(number[1])] in chosen:
+            if devices[int(number[1])] in chosen:
                 return []
-            chosen.append(found[int(number[1])])
+            chosen.append(devices[int(number[1])])
     # CUDA shows one MIG instance, and no whole GPU beside it.
     instances = [instance for gpu in chosen for instance in gpu.instances]
     return instances[:1] or chosen
 
 
-def _by_start(variable: str, prefix: str, found: Sequence[Found]) -> list[Found]:
-    chosen: list[Found] = []
+def _by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+    chosen: list[NvmlDevice] = []
     for part in variable.split(","):
-        meant = [one for one in found if one.uuid.startswith(part)]
+        meant = [device for device in devices if device.uuid.startswith(part)]
         if not part.startswith(prefix) or len(meant) != 1:
             break
         if meant[0] in chosen:
@@ -389,38 +386,38 @@ def _by_start(variable: str, prefix: str, found: Sequence[Found]) -> list[Found]
     return chosen
 
 
-def _instances(nvml: Any, handle: Any) -> Sequence[Found]:
-    """The MIG instances of a GPU."""
+def _instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
+    """Return the MIG instances of a GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
     except nvml.NVMLError:
         return []  # no MIG on this device
-    found = []
+    instances = []
     for index in range(room):
         try:
             own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             uuid, model = nvml.nvmlDeviceGetUUID(own), nvml.nvmlDeviceGetName(own)
-            found.append(Found(own, uuid, model, handle, nvml.nvmlDeviceGetGpuInstanceId(own)))
+            instances.append(NvmlDevice(own, uuid, model, handle, nvml.nvmlDeviceGetGpuInstanceId(own)))
         except nvml.NVMLError:
             continue  # a place that no instance has
-    return found
+    return instances
 
 
-def _memory_info(nvml: Any, found: Found) -> Any:
-    """The second version counts what the driver keeps for itself apart, as nvidia-smi does; older drivers have none."""
-    if "v2" not in found.absent:
+def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
+    """Read memory by the second version, which counts the driver's own apart, as nvidia-smi does, else by the first."""
+    if "v2" not in device.absent:
         try:
-            return nvml.nvmlDeviceGetMemoryInfo(found.handle, version=nvml.nvmlMemory_v2)
+            return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
         except nvml.NVMLError as error:
             if error.value not in (nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NOT_SUPPORTED):
                 raise
-            found.absent.add("v2")
-    return nvml.nvmlDeviceGetMemoryInfo(found.handle)
+            device.absent.add("v2")
+    return nvml.nvmlDeviceGetMemoryInfo(device.handle)
 
 
 def _explained(nvml: Any, error: Exception) -> str:
-    """One line: what NVML said, and what to do about it where that is known."""
+    """Return NVML's error in one line, with advice where there is any."""
     advice = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: f"{LIBRARY} is not found",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded, or the container has no access",

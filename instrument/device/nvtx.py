@@ -22,16 +22,16 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""A tool keeps each name that it is told for ever: sites beyond so many share one for each kind."""
+"""The most sites with a name of their own, for a tool keeps names for ever. Others share one per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
-"""What begins to time a span: (site, attributes, span id) -> pair or None."""
+"""A call that begins to time a span: (site, attributes, span id) -> pair or None."""
 
 
 class Ranges:
     """Ranges for the spans of one recorder, around what times them on a device, if anything does.
 
-    `reason` says in one line why there are none though a tool listens, "" where nothing stands against them.
+    `reason` is the reason for which there are none though a tool listens, "" for none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -43,7 +43,7 @@ class Ranges:
         self.reason = ""
 
     def install(self) -> Callable[[], None]:
-        """Open a range for each span from now on, if a tool listens; returns the way back."""
+        """Open a range for each span from now on, if a tool listens. Returns the detach."""
         if not os.environ.get(VARIABLE):
             return _nothing
         try:
@@ -72,17 +72,17 @@ class Ranges:
             self._recorder.begin_device = self._timed
 
     def time_by(self, begin: Begin | None) -> None:
-        """From now on this times the spans that ask for device time; None: nothing does."""
+        """Set the call that times the spans that ask for device time; None for none."""
         self._timed = begin
         if self._domain is None:
             self._recorder.begin_device = begin
 
     def after_fork_in_child(self) -> None:
-        """Ranges that were open are the parent's to end."""
+        """Leave open ranges to the parent."""
         self.forks += 1
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Any:
-        """Begin a span's range, and to time it on a device where it asks for that. What the recorder calls."""
+        """Begin a span's range, and its device time where it asks for that. The recorder calls it."""
         pair = None
         if self._timed is not None and (site is None or site.device):
             pair = self._timed(site, attributes, span_id)
@@ -93,7 +93,7 @@ class Ranges:
         return Range(self, domain, event if event is not None else self._event(domain, site), pair)
 
     def _event(self, domain: Any, site: Site) -> Any:
-        """What the tool is told of a site, told once."""
+        """Return the tool's attributes of a site, made once."""
         if len(self._events) >= KNOWN_SITES:
             return domain.get_event_attributes(f"(more sites of kind {site.kind})", category=site.kind)
         name = site.instance if site.kind == "layer" and site.instance else site.name
@@ -121,26 +121,26 @@ class Range:
             self._domain.end_range(number)
 
     def pause(self) -> None:
-        """A generator's body stands still."""
+        """End the range as a generator's body yields."""
         self._end()
         if self._pair is not None:
             self._pair.pause()
 
     def resume(self) -> None:
-        """It goes on."""
+        """Begin a range as the body goes on."""
         if self._id is None and self._forks == self._ranges.forks:
             self._id = self._domain.start_range(self._event)
         if self._pair is not None:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """The span has ended and lies in this ring, counted under this node."""
+        """End the range of a span that has ended, whose row is in this ring, counted under this node."""
         self._end()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)
 
     def cancel(self) -> None:
-        """There is no span after all."""
+        """End the range of a span that is not recorded after all."""
         self._end()
         if self._pair is not None:
             self._pair.cancel()

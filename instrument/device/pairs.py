@@ -1,4 +1,4 @@
-"""Pairs: what times one span on a device, from its begin on a thread of the service to its last event."""
+"""Pairs of events that time spans on a device, and the contexts that have them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ T = TypeVar("T")
 
 STREAMS_KNOWN = 1024
 
+STREAMS_KEPT = 256
+"""The most streams of a context with a state. Streams whose state cannot matter any more go first."""
+
 
 class Driver(Protocol):
-    """What times a device: `instrument.device.cuda.CudaDriver`, or torch's own events where that is missing."""
+    """A driver of devices: `instrument.device.cuda.CudaDriver`, or torch's own events where that is missing."""
 
     CAPTURING: int
     NOT_READY: int
@@ -47,7 +50,7 @@ class Driver(Protocol):
 
 
 class Times(Protocol):
-    """What pairs ask of the timer that has made them."""
+    """The part of the timer that pairs call."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_again(self, whole: Pair, /) -> None: ...
@@ -58,7 +61,7 @@ class Times(Protocol):
 
 
 class HeldTimes(NamedTuple):
-    """What one of several pairs of a span has told."""
+    """The interval of one of several pairs of a span."""
 
     context: Context
     stream: int
@@ -72,15 +75,14 @@ class HeldTimes(NamedTuple):
 class Pair:
     """Two events of a context's pool, and what they time: one stretch of a stream.
 
-    The recorder holds the first pair of a span while the span is open. It is the `whole`: where a span runs in several
-    stretches (a generator), the others belong to it, and it is given back to the pool last. `begun` is written by the
-    span's threads, `taken` by the resolver: with the last stretch of a span that has ended, its device time is counted.
-    Times of the host are 0 until they are known. `handle` is what the stream is called by and may be another stream's
-    later, `stream` its number, which is its own; `thread_id` is told where the handle means another stream to another
-    thread.
+    The recorder has the first pair of a span while the span is open. It is the `whole`: the other stretches of a span
+    that runs in several (a generator) refer to it, and it goes back to the pool last. The span's threads count `begun`,
+    the resolver `taken`: with the last stretch of a span that has ended, its device time is counted. Times of the host
+    are 0 until they are known. `handle` may later be that of another stream, `stream` is a number for ever. `thread_id`
+    is set for a handle that means another stream on another thread.
 
-    Where nobody can tell on which of several streams a span works, each has a pair: those `beside` the first one begin
-    and end with it, and what all of them tell is `held` until the span is over.
+    A span that may work on any of several streams has a pair on each. Those `beside` the first begin and end with it,
+    and the intervals of all are `held` until the span has ended.
     """
 
     __slots__ = (
@@ -97,7 +99,7 @@ class Pair:
         self.clear()
 
     def clear(self) -> None:
-        """As it lies in the pool."""
+        """Reset the pair as it is in the pool."""
         self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
         self.place: AnchoredMoment | None = None
         self.whole: Pair | None = None
@@ -112,18 +114,18 @@ class Pair:
         self.held: list[HeldTimes] | None = None
 
     def pause(self) -> None:
-        """A generator's body stands still."""
+        """End the stretch as a generator's body yields."""
         pair, self.running = self.running, None
         if pair is not None:
             self.timer.end_pair(pair)
 
     def resume(self) -> None:
-        """It goes on, wherever its work goes now."""
+        """Begin a stretch as the body goes on, on the stream that is current now."""
         if self.running is None:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """The span has ended and lies in this ring, counted under this node: -1 where its time is that of another."""
+        """Take the row of a span that has ended, with its ring and node: -1 where another span has its time."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -134,7 +136,7 @@ class Pair:
             self.timer.finish(self)
 
     def cancel(self) -> None:
-        """There is no span after all."""
+        """Drop the pair of a span that is not recorded after all."""
         for other in self.beside:
             other.cancel()
         self.whole = self.running = None
@@ -142,7 +144,7 @@ class Pair:
         self.timer.wake()  # or the pool runs dry by calls that do nothing
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """One more stretch of the whole, in the order of time: time that two of them share counts once."""
+        """Add a stretch to the whole, in the order of time. Time that two of them share counts once."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
         if end_ns > start_ns:
@@ -153,7 +155,7 @@ class Pair:
 
 
 class Untimed:
-    """Stands for the pair of a span that gets no device time, and tells why."""
+    """The pair of a span without device time, with the reason as its label."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -184,20 +186,62 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """By stream: where the last begin lies that was placed; when the last end was recorded, and where it lies."""
+        """By stream: the place of the last begin, the record of the last end, and its place."""
         self.numbers: dict[int, int] = {}
-        """By handle: the number of the stream that has it, or had it last."""
+        """By handle: the number of its stream."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """By stream: up to when the oldest end that is waited for had not happened."""
+        """By stream: the last time at which its oldest end under way had not happened."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
-        """When the device is asked for an anchor again, and how long after the last time, while it gives none."""
+        """The time of the next try for an anchor, and the pause before it, while the device is too busy."""
         self.next_watch_ns = 0
         self.watched: int | None = None
-        """While it gives none: when an end is watched again, and the stream of which one was just seen to happen."""
+        """While the device is too busy: the stream whose end was just seen to happen."""
 
     def learn(self, stream: int, number: int) -> None:
-        """The number of the stream that a handle stands for now."""
+        """Note the number of the stream that has a handle now."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
+
+    def grow(self, timer: Times, driver: Driver, pairs: int) -> int:
+        """Add pairs of events to the pool of this context, which is current. Returns the driver's error."""
+        for _ in range(pairs):
+            error, begin = driver.new_event()
+            if not error:
+                error, end = driver.new_event()
+                if error:
+                    driver.destroy_event(begin)
+            if error:
+                return error
+            self.free.append(Pair(timer, self, begin, end, driver.handle(begin), driver.handle(end)))
+            self.made += 1
+        return 0
+
+    def forget_streams(self, now_ns: int) -> None:
+        """Drop the state of idle streams, of which there may be ever more.
+
+        An interval that ended before the oldest open pair began overlaps and moves nothing to come.
+        """
+        for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
+            del self.under_way[stream]
+            self.pending.pop(stream, None)
+        if len(self.recent) > 1:
+            horizon_ns = min((pair.begin_ns for pairs in self.under_way.values() for pair in pairs), default=None)
+            if horizon_ns is None:
+                horizon_ns = min((pair.begin_ns for pair in list(self.begun)), default=now_ns)
+            idle = [stream for stream, intervals in self.recent.items() if intervals[-1][1] <= horizon_ns]
+            beyond = len(self.recent) - len(idle) - STREAMS_KEPT
+            if beyond > 0:
+                idle += [stream for stream in self.recent if stream not in self.under_way][:beyond]
+            for stream in idle:
+                self.recent.pop(stream, None)
+                if stream not in self.under_way:
+                    self.floors.pop(stream, None)
+
+    def give_up(self) -> None:
+        """Drop all pairs, for nothing will come from this device any more."""
+        for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
+            pair.whole = None
+        for state in (self.recent, self.floors, self.begun, self.under_way, self.pending, self.free):
+            state.clear()

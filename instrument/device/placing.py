@@ -1,7 +1,7 @@
-"""Placing: where on the host's clock a pair lay on its stream, and what ran beside it.
+"""Placing: the interval of a pair on the host's clock, and its label by what ran at the same time.
 
-The time of an event on a device is known by what lies between it and an anchor, to a microsecond or so; the order of
-events on a stream is known for certain. Both are held together here, so that stretches nest in a trace as they did.
+The distance of an event to an anchor is known to a microsecond or so; the order of events on a stream is known for
+certain. Both are combined here, so that intervals nest in a trace as they did on the device.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from instrument.device.anchors import RESOLUTION_NS, Ahead, AnchoredMoment
 from instrument.device.pairs import Context, Driver, Pair
 
 STALE_NS = 10**6
-"""A place that is known no better, nor to a tenth of the interval's length, is said to be stale."""
+"""An interval with a larger uncertainty, and one over a tenth of its length, is stale."""
 
 LAUNCH_NS = 20_000
-"""A stream that reaches the end of a span so soon after the host had run dry: 3 to 10 us is what launching takes."""
+"""A stream that reaches a span's end this soon after the host had run dry, for a launch takes 3 to 10 us."""
 
 SHORT = 20
-"""A stretch must be as many times as long as one with nothing in it, or events alone make 5 % of it and more."""
+"""The least length of an interval, in lengths of an empty one: events alone are 5 % of it."""
 
 RECENT = 256
-"""Stretches of a stream, merged where they touch, that later ones of other streams are held against."""
+"""The most recent intervals of a stream, merged where they touch, which those of other streams are compared with."""
 
 Answer = tuple[int, int, "int | None"]
-"""The driver's error, the length of a pair, and how long after the newest anchor it began, None if not asked."""
+"""The driver's error, a pair's length, and its begin from the newest anchor on, None if not asked."""
 
 _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """Places the pairs of all contexts, on the resolver's thread. What it knows of a stream lies in its context."""
+    """Places the pairs of all contexts, on the resolver's thread. The state of a stream is in its context."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -41,19 +41,15 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Place what has begun on a stream, each on the host's clock as it lay on the stream.
-
-        Places are known to a microsecond or so, the order of events on a stream for certain: none begins before one
-        that was recorded earlier, whether that began or ended something. So stretches nest in the trace as they did.
-        """
-        found = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
-        if not found:
+        """Place the pairs that have begun on a stream, none before an event that was recorded earlier."""
+        times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
+        if not times:
             return
         last_ns = max(pair.begin_ns for pair, _ in answered)
         begun = [
             pair
             for pair in pairs
-            if id(pair) in found or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
+            if id(pair) in times or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
         ]
         begun.sort(key=_by_begin)
         anchors, now_ns = context.anchors, self._now()  # later than all that has happened
@@ -66,10 +62,10 @@ class Placing:
             while ended and ended[0].end_ns < pair.begin_ns:
                 before = ended.popleft()
                 if before.place is not None:
-                    floor_ns = max(floor_ns, before.place.at_ns + found[id(before)][0])
+                    floor_ns = max(floor_ns, before.place.at_ns + times[id(before)][0])
             if pair.place is not None:
                 continue
-            _, offset_ns = found.get(id(pair), (0, None))
+            _, offset_ns = times.get(id(pair), (0, None))
             place = self._place(context, pair, offset_ns, ahead, now_ns)
             if place is not None:
                 if place.at_ns < floor_ns:
@@ -78,16 +74,13 @@ class Placing:
                 pair.place = place
         last = next((pair for pair, (error, _, _) in reversed(answered) if not error), None)
         if last is not None and last.place is not None:
-            last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + found[id(last)][0]
+            last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + times[id(last)][0]
         context.floors[stream] = floor_ns, last_end_ns, last_at_ns
 
     def labelled(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """When a stretch that is over began and ended on the host's clock, and its label.
-
-        `is_alone`: nothing is known of another stream, so that nobody has to look.
-        """
+        """Return begin, end and label of an interval that is over. `is_alone` is True on the only stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)
@@ -105,7 +98,7 @@ class Placing:
         return start_ns, end_ns, label
 
     def remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
-        """A stretch of a stream is over: later ones of other streams are held against it."""
+        """Note an interval of a stream, for comparison with those of other streams."""
         stretches = context.recent.get(stream)
         if stretches is None:
             stretches = context.recent[stream] = deque(maxlen=RECENT)
@@ -115,9 +108,9 @@ class Placing:
         stretches.append((start_ns, end_ns))
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Whether a stretch of another stream shares time with this one, more than events can tell apart.
+        """Return True where an interval of another stream overlaps by more than the resolution of events.
 
-        Decided for good: what had not begun on the device by now begins after this has ended.
+        The answer is final: work that has not begun on the device by now begins after this has ended.
         """
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
@@ -144,7 +137,7 @@ class Placing:
         return False
 
     def _begun_at(self, context: Context, pair: Pair) -> int | None:
-        """When a pair that nobody has taken yet began on the device; None where it has not, or nobody can tell."""
+        """Return the begin on the device of a pair under way; None where it has not begun, or is not known."""
         place = pair.place
         if place is None:
             if self._driver.query(pair.begin):
@@ -153,7 +146,7 @@ class Placing:
         return None if place is None else place.at_ns
 
     def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
-        """Whether a pair that has begun on the device had not ended there before a time."""
+        """Return True where a pair that has begun on the device ends there after a time."""
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -163,10 +156,10 @@ class Placing:
     def _place(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
-        """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
+        """Place the begin of a pair, `offset_ns` after the newest anchor, and not before its record on the host.
 
-        `ahead` is what all of a stream have in common, if it is known; `now_ns` is later than what has happened. None
-        where the driver does not tell.
+        `ahead` is the line after that anchor, if it is known; `now_ns` is later than all that has happened. Returns
+        None for an error of the driver.
         """
         anchors = context.anchors
         anchor = anchors.newest_event
@@ -185,5 +178,5 @@ class Placing:
             return None
         if place.at_ns < pair.begin_ns:
             return AnchoredMoment(pair.begin_ns, place.uncertainty_ns, place.near)
-        # It has happened. Who says otherwise is a device whose clock went on while the host's stood still.
+        # It has happened. A later place is of a device whose clock went on while the host's was stopped.
         return place if place.at_ns <= now_ns else AnchoredMoment(now_ns, place.uncertainty_ns, near=False)

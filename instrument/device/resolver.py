@@ -1,4 +1,4 @@
-"""The resolver: the thread that takes in what has happened on the devices, and says what it means.
+"""The resolver: the thread that makes intervals of the events that have happened on devices.
 
 It asks for events instead of waiting for them, disturbs no capture of a graph, and sleeps while nothing is under way.
 """
@@ -26,14 +26,13 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""Pairs that a pool begins with, and that are to be free: with fewer of them the resolver makes as many as there are
-already, at least so many."""
+"""The pairs of a new pool, and the least number of free pairs, below which the resolver doubles the pool."""
 
 LOW = 64
-"""With so many that are left free the resolver is woken."""
+"""The number of free pairs at which the resolver is woken."""
 
 POOL_LIMIT = 8_192
-"""Pairs of a context: as many spans may wait for the device at a time. An event takes some hundred bytes of it."""
+"""The most pairs of a context, and of spans that wait for the device at a time. An event takes some hundred bytes."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
@@ -49,31 +48,27 @@ ANCHOR_PAUSE_NS = 10**7
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""How long a watch of the next end sleeps between two questions, and how often it asks: some 30 ms at most, in a second
-in which the device has given no anchor."""
+"""The pause between two questions of a watch, and their number: some 30 ms in a second without an anchor."""
 
 MEASURED_AT_ONCE = 1000
-"""Pairs of a stream in one question to the driver: a millisecond of its time at most."""
-
-STREAMS_KEPT = 256
-"""Streams of a context of which is known what they have done. Those that nothing can be held against go before."""
+"""The most pairs in one question to the driver, which takes a millisecond of its time."""
 
 HELD_LIMIT = 512
-"""Stretches of a span on several streams that are held until it ends. Of a generator that runs for days as many at a
-time are told of, each time by what these tell."""
+"""The most intervals of a span on several streams that wait for its end. A generator that runs for days gives as many
+at a time, chosen among these."""
 
 INTERRUPTED = -2
-"""In place of an error: a signal handler's exception came between, so that nothing is known of the event."""
+"""In place of an error: a signal handler raised, so that nothing is known of the event."""
 
 ROW_NS = 10**7
-"""How long a span's row may be there before its pair says that the span has ended."""
+"""The longest time from a span's row to the end of its pair."""
 
-TELL_NS = 2 * 10**7
-"""How often others are told up to when everything is resolved."""
+NOTE_NS = 2 * 10**7
+"""The interval between two notes of the settled time in the recording."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The longest that `stop` waits for the device, and how long between two looks."""
+"""The longest wait of `stop` for the device, and the pause between two looks."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -82,7 +77,7 @@ _by_end = attrgetter("end_ns")
 
 
 def _ended_at(pair: Pair) -> int:
-    """When the span of a pair has ended on the host, or else the pair; 0 or less where nobody waits for either."""
+    """Return the end on the host of a pair's span, or else of the pair; 0 or less without an end to wait for."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
@@ -90,7 +85,7 @@ def _ended_at(pair: Pair) -> int:
 class Resolver:
     """Resolves the pairs of all contexts. `start` and `stop` are called by one thread, `look` by its own or a test's.
 
-    `counts` tells how many intervals of each label there were and which errors; `faults` why a device is given up.
+    `counts` has the intervals by label, and errors; `faults` the reasons by device for which it is given up.
     """
 
     def __init__(
@@ -108,29 +103,29 @@ class Resolver:
         self.finished: deque[Pair] = deque()
         self.asleep = False
         self.pairs = 0
-        """How many pairs have been taken in, timed or not."""
+        """The pairs that have been taken in, timed or not."""
         self.pair_ns = 0.0
-        """What a pair costs the thread of the service, measured on this device."""
+        """The cost of a pair on a thread of the service, measured on this device."""
         self.thread_ns = 0
         """Processor time of the resolver's thread."""
         self._placing = Placing(driver, now)
-        self._told: list[tuple[int, int, int, int, int, str, int]] = []
-        """Intervals that others are about to be told of, all at once."""
-        self._told_ns = 0
+        self._ready: list[tuple[int, int, int, int, int, str, int]] = []
+        """The intervals of the next write into the recording."""
+        self._settled_noted_ns = 0
         self._bound: tuple[int, int] | None = None
         self._waking = Event()
         self._stopping = Event()
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Begin to look, on a thread of its own."""
+        """Start the thread."""
         if self._thread is None and not self._stopping.is_set():
             self._intervals.tell_settled(self._now() - ROW_NS)
             self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
-        """Wait a moment for what is under way, give everything back to the driver, end. Idempotent."""
+        """Wait a moment for pairs under way, give everything back to the driver, and end. Idempotent."""
         self._stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
@@ -140,22 +135,22 @@ class Resolver:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a thread that looks."""
+        """True while there is a thread."""
         return self._thread is not None
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing new is to be begun."""
+        """True where no new pair is to begin."""
         return self._stopping.is_set()
 
     def disown(self) -> None:
-        """In a forked child: what is open here is the parent's, and so is the thread that somebody would wake."""
+        """Leave all that is open to the parent, in a forked child."""
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
 
     def settled_ns(self) -> int:
-        """Up to when everything is resolved that had ended on the host by then."""
+        """Return the time up to which every span that had ended on the host is resolved."""
         now_ns = self._now()
         waiting = [
             end_ns
@@ -167,34 +162,19 @@ class Resolver:
         waiting += map(_ended_at, list(self.finished))
         return min([now_ns - ROW_NS, *(end_ns - 1 for end_ns in waiting)])
 
-    def _tell_settled(self) -> None:
+    def _note_settled(self) -> None:
         now_ns = self._now()
-        if now_ns - self._told_ns >= TELL_NS:
-            self._told_ns = now_ns
+        if now_ns - self._settled_noted_ns >= NOTE_NS:
+            self._settled_noted_ns = now_ns
             self._intervals.tell_settled(self.settled_ns())
 
     def wake(self) -> None:
-        """Look now, not when it is time to."""
+        """Have the thread look now."""
         self.asleep = False
         self._waking.set()
 
-    def grow(self, context: Context, pairs: int) -> int:
-        """More events for the pool of the context that is current here."""
-        driver = self._driver
-        for _ in range(pairs):
-            error, begin = driver.new_event()
-            if not error:
-                error, end = driver.new_event()
-                if error:
-                    driver.destroy_event(begin)
-            if error:
-                return error
-            context.free.append(Pair(self._timer, context, begin, end, driver.handle(begin), driver.handle(end)))
-            context.made += 1
-        return 0
-
     def fail(self, context: Context, error: int) -> None:
-        """Count an error of the driver; give the device up after one that says that nothing else will come."""
+        """Count an error of the driver. Give the device up after a fatal one."""
         driver = self._driver
         name = driver.name(error)
         self.counts[f"device {context.device}: {name}"] += 1
@@ -203,7 +183,7 @@ class Resolver:
             self.faults[context.device] = f"device {context.device} is given up: the driver says {name}"
 
     def refused(self, context: Context, error: int) -> str:
-        """The label of a span whose event was not taken."""
+        """Return the label of a span whose event failed."""
         if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
             return "captured"
         if error == INTERRUPTED:
@@ -226,16 +206,16 @@ class Resolver:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
             self.thread_ns = time.thread_time_ns()
-            self._tell_settled()
+            self._note_settled()
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
                 if not is_quiet or self._has_ended_pairs():
                     waking.wait(pause_s)
                     continue
-            # All that is under way is open spans, if any: who ends one wakes us.
+            # Only open spans are under way, if any: the end of one wakes us.
             self.asleep = True
-            # Whoever began or ended a span before it saw us asleep is found here.
+            # A span that began or ended before `asleep` was set is found here.
             if (
                 any(context.begun for context in self.contexts.values())
                 or self.untimed
@@ -259,15 +239,15 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def look(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Take in every event that has happened. Whether any had, and whether some are still waited for."""
-        moved = self._note_untimed()
+        """Take in every event that has happened. Returns True where any had, and True where some are under way."""
+        moved, driver = self._note_untimed(), self._driver
         while self.finished:
             self._count_if_done(self.finished.popleft())
-        self._tell_intervals()
+        self._write_intervals()
         waits = False
         for context in list(self.contexts.values()):
             if not context.alive:
-                self._give_up(context)
+                context.give_up()
                 continue
             error = self._bind(context)
             if error:
@@ -281,18 +261,18 @@ class Resolver:
             if any(context.under_way.values()):
                 self._anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
-                error = self.grow(context, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
+                error = context.grow(self._timer, driver, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
                 if error:
                     self.fail(context, error)
             if not self.pair_ns and context.anchors.newest_event is not None:
                 self.pair_ns = self._measured_cost(context)
             moved = self._resolve(context) or moved
             waits = waits or any(context.under_way.values())
-            self._forget_streams(context)
+            context.forget_streams(self._now())
         return moved, waits
 
     def _bind(self, context: Context) -> int:
-        """Make a context current on this thread, which it stays: each call of the driver is a hand-over of the lock."""
+        """Make a context current on this thread for good, for each call of the driver hands the lock over."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
         self._bound = None if error else bound
@@ -304,37 +284,15 @@ class Resolver:
             for context in list(self.contexts.values())
         )
 
-    def _forget_streams(self, context: Context) -> None:
-        """Streams come and go with requests: what has become of those that are idle is not kept for ever.
-
-        What ended before the oldest open pair began overlaps nothing to come, and moves nothing to come.
-        """
-        under_way, recent, floors = context.under_way, context.recent, context.floors
-        for stream in [stream for stream, pairs in under_way.items() if not pairs]:
-            del under_way[stream]
-            context.pending.pop(stream, None)
-        if len(recent) > 1:
-            horizon_ns = min((pair.begin_ns for pairs in under_way.values() for pair in pairs), default=None)
-            if horizon_ns is None:
-                horizon_ns = min((pair.begin_ns for pair in list(context.begun)), default=self._now())
-            idle = [stream for stream, stretches in recent.items() if stretches[-1][1] <= horizon_ns]
-            beyond = len(recent) - len(idle) - STREAMS_KEPT
-            if beyond > 0:
-                idle += [stream for stream in recent if stream not in under_way][:beyond]
-            for stream in idle:
-                recent.pop(stream, None)
-                if stream not in under_way:
-                    floors.pop(stream, None)
-
     def _note_untimed(self) -> bool:
         noted = list(self.untimed)
         for span_id, (device, stream), at_ns, label in noted:
             context = self.contexts.get(device)
             number = stream if context is None else context.numbers.get(stream, stream)
             self._keep(span_id, device, number, at_ns, at_ns, label, 0)
-        self._tell_intervals()
-        for one in noted:  # last, for `settled_ns` must find them here or told
-            if self.untimed[0] is one:  # not pushed out meanwhile
+        self._write_intervals()
+        for span in noted:  # last, for `settled_ns` must find them here or written
+            if self.untimed[0] is span:  # not pushed out meanwhile
                 self.untimed.popleft()
         return bool(noted)
 
@@ -344,7 +302,7 @@ class Resolver:
         if now_ns < context.next_anchor_ns or (newest_ns is not None and now_ns - newest_ns < ANCHOR_NS):
             return
         error = anchors.renew()
-        if anchors.newest_ns == newest_ns:  # too busy: whoever asks again and again makes it busier
+        if anchors.newest_ns == newest_ns:  # too busy: more questions make it busier
             context.anchor_pause_ns = min(max(2 * context.anchor_pause_ns, ANCHOR_PAUSE_NS), ANCHOR_NS)
             context.next_anchor_ns = self._now() + context.anchor_pause_ns
         else:
@@ -355,8 +313,10 @@ class Resolver:
             self.fail(context, error)
 
     def watch(self) -> bool:
-        """Stay close to the next ends on devices that are too busy to be read: an end that is seen to happen tells as
-        much as an anchor. Whether one was, which is to be looked at now."""
+        """Watch the next ends on devices that are too busy to be read. Returns True where one was seen to happen.
+
+        Such an end is as good as an anchor, if it is looked at now.
+        """
         watched = [self._watch(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
 
@@ -388,9 +348,9 @@ class Resolver:
         return False
 
     def _measured_cost(self, context: Context) -> float:
-        """What `begin` and `end` of a pair take on a stream of ours, the best of some rounds; 0 where none succeeds.
+        """Measure `begin` and `end` of a pair on our stream, the best of some rounds; 0 where none succeeds.
 
-        Processor time: to have waited for the interpreter's lock says nothing of the thread of the service.
+        It is processor time, without waits for the interpreter's lock.
         """
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
@@ -406,15 +366,15 @@ class Resolver:
             for pair in pairs:
                 context.begun.remove(pair)
                 self._give_back(pair)
-            if len(pairs) >= COST_PAIRS // 4:  # a pool that is nearly empty tells the next time
+            if len(pairs) >= COST_PAIRS // 4:  # else the pool is nearly empty, and the next look measures
                 best_ns = min(best_ns or spent_ns, spent_ns)
         return best_ns
 
     def _resolve(self, context: Context) -> bool:
-        """Take in what has happened on each stream, in the order of its ends."""
+        """Take in the pairs that have ended on each stream, in the order of their ends."""
         moved = False
         watched, context.watched = context.watched, None
-        # The one that was watched comes first: what is known of its end holds for this moment.
+        # The watched stream comes first, for its end was seen just now.
         for stream, pairs in sorted(context.under_way.items(), key=lambda item: item[0] != watched):
             ended = [pair for pair in pairs if pair.end_ns]
             if not ended:
@@ -439,8 +399,8 @@ class Resolver:
                 for pair, (error, device_ns, _) in answered:
                     done.append(pair)
                     self._take(context, stream, pair, error, device_ns, is_alone)
-            finally:  # after a fault, too: a pair that lies in the pool again must not be taken twice
-                self._tell_intervals()
+            finally:  # after a fault, too: a pair in the pool must not be taken twice
+                self._write_intervals()
                 if done:
                     moved = True
                     gone = set(map(id, done))
@@ -454,10 +414,10 @@ class Resolver:
         return newest_ns is None or self._now() - newest_ns > FARTHEST_NS
 
     def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """On a device that is too busy to be read: the last end that has just been seen stands for an anchor.
+        """Take the last end that was just seen as an anchor, on a device that is too busy to be read.
 
-        It happened after it was recorded, after the last look at which the stream had not come to it, and before now.
-        Returns the answers without the places that an anchor before told, if any.
+        It happened after its record, after the last look that did not see it, and before now. Returns the answers
+        without their offsets from an older anchor.
         """
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
@@ -474,7 +434,7 @@ class Resolver:
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
     def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
-        """One stretch is over: its label, its span."""
+        """Take in a stretch that is over."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._lose(context, stream, pair, error)
@@ -482,46 +442,46 @@ class Resolver:
         start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
         if whole.held is None:
-            self._tell(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
+            self._add(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
         else:
-            told = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
-            whole.held.append(told)
+            times = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
+            whole.held.append(times)
             if len(whole.held) >= HELD_LIMIT:
-                self._tell_held(whole)
+                self._add_held(whole)
                 whole.held.clear()
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
         self._count_if_done(whole)
 
-    def _tell(
+    def _add(
         self, whole: Pair, context: Context, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
         whole.add(start_ns, end_ns)
         self._placing.remember(context, stream, start_ns, end_ns)
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
-    def _tell_held(self, whole: Pair) -> None:
-        """Of a span that was timed on several streams: those on which it worked, as far as they can be told.
+    def _add_held(self, whole: Pair) -> None:
+        """Add the intervals of a span on several streams on which it worked.
 
-        A stream that had run dry when the span ended may have had nothing to do. Where all had, the first one is told.
+        A stream that had run dry at the span's end may have had no work. Where all had, the first stream is taken.
         """
         held = whole.held or []
-        worked = [told for told in held if told.label != "launch-bound"]
-        worked = worked or [told for told in held if not told.is_beside] or held
-        for told in sorted(worked, key=attrgetter("start_ns")):
+        worked = [times for times in held if times.label != "launch-bound"]
+        worked = worked or [times for times in held if not times.is_beside] or held
+        for times in sorted(worked, key=attrgetter("start_ns")):
             others = (
                 other
                 for other in worked
-                if other.context is told.context and other.stream != told.stream
-                if other.start_ns < told.end_ns - RESOLUTION_NS and told.start_ns < other.end_ns - RESOLUTION_NS
+                if other.context is times.context and other.stream != times.stream
+                if other.start_ns < times.end_ns - RESOLUTION_NS and times.start_ns < other.end_ns - RESOLUTION_NS
             )
-            context, stream, start_ns, end_ns, label, uncertainty_ns, _ = told
+            context, stream, start_ns, end_ns, label, uncertainty_ns, _ = times
             label = "overlapped" if label != "stale" and any(others) else label
-            self._tell(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
+            self._add(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
-        """A stretch that was not timed, or belongs to no span after all."""
+        """Take in a stretch that was not timed, or has no span after all."""
         whole = pair.whole
         if whole is None:
             self._give_back(pair)
@@ -545,7 +505,7 @@ class Resolver:
         ring, index, start_ns, end_ns = whole.row
         try:
             if whole.held is not None:
-                self._tell_held(whole)
+                self._add_held(whole)
             if whole.device_ns and index >= 0:
                 host_ns = end_ns - start_ns
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
@@ -556,24 +516,13 @@ class Resolver:
     def _keep(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
-        self._told.append((span_id, device, stream, start_ns, end_ns, label, uncertainty_ns))
+        self._ready.append((span_id, device, stream, start_ns, end_ns, label, uncertainty_ns))
         self.counts[label] += 1
 
-    def _tell_intervals(self) -> None:
-        told, self._told = self._told, []
-        if told:
-            self._intervals.add_all(told)
-
-    def _give_up(self, context: Context) -> None:
-        """Nothing will come from this device any more."""
-        for pair in [*context.begun, *(pair for pairs in context.under_way.values() for pair in pairs)]:
-            pair.whole = None
-        context.recent.clear()
-        context.floors.clear()
-        context.begun.clear()
-        context.under_way.clear()
-        context.pending.clear()
-        context.free.clear()
+    def _write_intervals(self) -> None:
+        intervals, self._ready = self._ready, []
+        if intervals:
+            self._intervals.add_all(intervals)
 
     def _has_ended_pairs(self) -> bool:
         return any(
@@ -581,13 +530,13 @@ class Resolver:
         )
 
     def _drop_ended_pairs(self) -> None:
-        """Nobody waits any longer for what the device has not come to."""
+        """Count the pairs that the device has not come to as lost."""
         for context in self.contexts.values():
             for stream, pairs in context.under_way.items() if context.alive else ():
                 for pair in [pair for pair in pairs if pair.end_ns]:
                     self._lose(context, stream, pair, INTERRUPTED)
                     pairs.remove(pair)
-        self._tell_intervals()
+        self._write_intervals()
 
     def _close(self) -> None:
         """Give everything back to the driver."""

@@ -1,4 +1,4 @@
-"""Streams: on which stream of which device the calling thread's work goes, as the framework that it uses tells."""
+"""Streams: the stream and device of the calling thread's work, as its framework reports them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Stream = tuple[int, int]
 """Index of a device as the process numbers them, and the handle of one of its streams."""
 
 Current = Callable[..., "Stream | None"]
-"""Tells the calling thread's current stream, on its current device or on the one that it is asked about.
+"""A call for the calling thread's current stream, on its current device or on a given one.
 
-None where the framework has not begun to use a device.
+Returns None where the framework has not begun to use a device.
 """
 
 UNKNOWN = -1
-"""In place of a handle: the framework works on a stream that it has not told yet."""
+"""In place of a handle: the framework has not reported its stream yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
-"""What copies in numba's driver module."""
+"""The functions of numba's driver module that copy."""
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""What a host uses CUDA by. Only the first three have a stream that is current."""
+"""The modules by which a host uses CUDA. Only the first three have a current stream."""
 
 
 def current_of_torch(torch: Any) -> Current | None:
-    """torch's current stream by the call that its own compilers use, a twentieth of `torch.cuda.current_stream`.
+    """Return a call for torch's current stream, the one that its compilers use: 20 times faster than the public one.
 
-    None for a torch that was built without CUDA.
+    Returns None for a torch that was built without CUDA.
     """
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
@@ -53,7 +53,7 @@ def current_of_torch(torch: Any) -> Current | None:
 
 
 def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """cupy's current stream. Its first question would initialise CUDA, so the driver is asked for a context before."""
+    """Return a call for cupy's current stream, which asks the driver for a context before: cupy would make one."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -65,10 +65,10 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
 
 
 def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
-    """The stream that the calling thread has last used numba on, for numba has none that is current.
+    """Return a call for the stream on which the calling thread last used numba, for numba has no current one.
 
-    It is told by `NumbaStreams`. Where that is not known nothing is timed: a record on the default stream would keep
-    the thread's work waiting for every stream that blocks.
+    `NumbaStreams` notes it. Before the first use nothing is timed: an event on the default stream would have the
+    thread's work wait for every stream that blocks.
     """
 
     def current(_: int | None = None) -> Stream | None:
@@ -79,18 +79,18 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
 
 
 class NumbaStreams:
-    """Notes on which stream each thread launches and copies by numba."""
+    """Notes the stream on which each thread launches and copies by numba."""
 
     def __init__(self, default_stream: int) -> None:
         self._default = default_stream
         self._thread = threading.local()
 
     def used(self) -> int | None:
-        """The handle of the calling thread's last one; None before it has used any."""
+        """Return the handle of the calling thread's last stream; None before it has used any."""
         return getattr(self._thread, "stream", None)
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
-        """Begin to note; returns the way back. A numba without these functions is left alone."""
+        """Begin to note. Returns the detach. A numba without these functions is left alone."""
         name = numba_cuda.__name__
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
@@ -104,7 +104,7 @@ class NumbaStreams:
         return undo
 
     def _note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Have a function, whose argument at a place is the stream, note it before it does anything."""
+        """Have a function note its stream, the argument at a place, before it runs."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
         @functools.wraps(function)
@@ -119,24 +119,24 @@ class NumbaStreams:
         setattr(owner, name, noting)
 
         def undo() -> None:
-            if getattr(owner, name, None) is noting:  # else somebody has wrapped it since, who calls it for ever
+            if getattr(owner, name, None) is noting:  # else a later wrapper calls it for ever
                 setattr(owner, name, function)
 
         return undo
 
 
 def likely(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Of the streams that several frameworks call current, each once, those on which work may go.
+    """Return the distinct streams on which work may run, of the current streams of several frameworks.
 
-    The default stream of a device is what a framework tells that does nothing there, and a record on it holds up the
-    streams that block: it is left out where another framework has a stream of its own on that device.
+    A framework that does nothing on a device reports its default stream, and an event there blocks other streams. So it
+    is left out where another framework has a stream of its own on that device.
     """
     own = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in own]
 
 
 def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
-    """What tells the current stream of a framework that has been imported."""
+    """Return a call for the current stream of a framework; None for a module without one."""
     if module.__name__ == "torch":
         return current_of_torch(module)
     if module.__name__ == "cupy":

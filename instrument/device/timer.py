@@ -3,11 +3,11 @@
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
 of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
 to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
-the labels (`instrument.recording.interval_ring.LABELS`) are about.
+the labels (`instrument.recording.interval_ring.LABELS`) mark.
 
 Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
 is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
-nothing else costs all of them from there on, and is told.
+nothing else costs all of them from there on, and is reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_native_id
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
@@ -28,10 +28,7 @@ from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site, Work
 from instrument.runtime.unpatched import Lock
 
-if TYPE_CHECKING:
-    pass
-
-NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
+NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are known by their use"
 NO_CONTEXT_YET = "spans that began before their device had a context"
 
 
@@ -59,7 +56,7 @@ class Timer:
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
-        """Of streams that were named in the code: the device of each."""
+        """The devices of streams that were named in the code."""
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
@@ -145,10 +142,10 @@ class Timer:
             raise
 
     def _places(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """On which streams of which devices the work of a span goes that begins now; none where none is in use.
+        """Return the streams for the work of a span that begins now; none where no device is in use.
 
-        The framework that works is asked for its current stream on each device that it will work on, where the span
-        tells the two, else every framework for its current one.
+        A span with a known framework and devices has that framework's current streams there. Any other has the current
+        stream of each framework.
         """
         work = None if attributes is None else attributes.get(STREAM)
         if work is not None and work.__class__ is not Work:
@@ -156,14 +153,14 @@ class Timer:
             return () if device < 0 else ((device, work),)
         if work is None and site is not None and site.work is not None:
             work = site.work()
-        if work is not None and (tell := self.frameworks.get(work.framework)) is not None:
-            found = [place for device in work.devices or (None,) if (place := tell(device)) is not None]
+        if work is not None and (current := self.frameworks.get(work.framework)) is not None:
+            places = [place for device in work.devices or (None,) if (place := current(device)) is not None]
         else:
-            found = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
-        return found if len(found) < 2 else streams.likely(found)
+            places = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
+        return places if len(places) < 2 else streams.likely(places)
 
     def _device_of(self, stream: int) -> int:
-        """The index of the device of a stream that the code names, whichever is current; -1 where none is."""
+        """Return the device of a stream that the code names; -1 where none is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -178,18 +175,18 @@ class Timer:
         return device
 
     def _refused(self, context: Context, stream: int, error: int) -> str:
-        """The label of a span whose first event was not taken, "" for a device that has been given up by it."""
+        """Return the label of a span whose first event failed, "" where the device is given up."""
         if error == cuda.BAD_HANDLE:  # the stream may be another one by now, of another device
             self._devices.pop(stream, None)
         return self.resolver.refused(context, error)
 
     def begin_again(self, whole: Pair) -> None:
-        """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
+        """Begin another stretch of a span, in a pair of its own. A stretch that cannot be timed is counted."""
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # No look of the resolver's comes to a pair in between that has not ended.
-            for one in (pair, *pair.beside):
-                one.whole, one.running = whole, None
+            for stretch in (pair, *pair.beside):
+                stretch.whole, stretch.running = whole, None
                 whole.begun += 1
             if whole.held is None and pair.beside:
                 whole.held = []
@@ -231,14 +228,14 @@ class Timer:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """A span has ended whose last stretch had ended before it."""
+        """Hand over a span that has ended after its last stretch."""
         self.resolver.finished.append(pair)
         self.wake()
 
     def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """On a thread on which another device is current, or none yet: its default stream would be that one's.
+        """Mark in the pair's context, on a thread with another current device or none. Returns the new answer.
 
-        `refused` is what `mark` has answered, and the answer now.
+        `refused` is the first answer, which is returned where another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
@@ -253,7 +250,7 @@ class Timer:
             driver.pop()
 
     def _meet(self, device: int) -> Context | None:
-        """A device's context at first sight: a few events at once, the resolver makes the rest."""
+        """Make the context of a device with a few events; the resolver makes the rest."""
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
@@ -269,7 +266,7 @@ class Timer:
             error = driver.push(handle)
             if not error:
                 try:
-                    error = self.resolver.grow(context, FIRST)
+                    error = context.grow(self, driver, FIRST)
                 finally:
                     driver.pop()
             if error:
@@ -279,6 +276,6 @@ class Timer:
             return context
 
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
-        """A span has ended that could not be timed."""
+        """Hand over a span that could not be timed."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

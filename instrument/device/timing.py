@@ -1,4 +1,4 @@
-"""Device time of one session: a timer from when the host has imported something that uses a device."""
+"""The device time of one session: a timer from the import of a library that uses a device on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Timing:
         return IntervalRing(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or from when there is something to time; returns the way back."""
+        """Time spans from now on, or from the import of such a library on. Returns the detach."""
         self._undo_imports = imports.install(streams.MODULES.__contains__, self.imported)
         for name in streams.MODULES:
             module = sys.modules.get(name)
@@ -102,7 +102,7 @@ class Timing:
         self._ranges.time_by(self.timer.begin)
 
     def _driver_for(self, module: ModuleType) -> Driver | None:
-        """cuda-python's where it can be had, else torch's own events; `reason` says why not the one or not both."""
+        """Return a driver by cuda-python, else by torch's own events, else None. `reason` says why."""
         from instrument.device import cuda
         from instrument.device.torch_events import TorchDriver
 
@@ -138,7 +138,7 @@ class Timing:
             self.timer.resolver.stop(limit_s)
 
     def after_fork_in_child(self) -> None:
-        """The child of a process that uses CUDA cannot use it, and what it inherits is not its own to give back."""
+        """Begin anew without CUDA, which a child cannot use, and give nothing of the parent's back."""
         self.intervals = self._new_intervals()
         if self.timer is not None:
             from instrument.device.timer import Timer
@@ -153,7 +153,7 @@ class Timing:
                 self._ranges.time_by(self.timer.begin)
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
-        """The intervals that are known by now of spans by their ids, as columns."""
+        """Return the known intervals of spans, by the ids of these, as columns."""
         from instrument.trace.interval_columns import cells_in, device_intervals
 
         return device_intervals(cells_in(self.intervals.packed()), span_id)
@@ -190,7 +190,7 @@ class Timing:
         return resolver.pairs * resolver.pair_ns, resolver.thread_ns
 
     def losses(self) -> Mapping[str, int]:
-        """Spans that asked for device time and have none, by reason."""
+        """Count the spans that asked for device time and have none, by reason."""
         counts = self.timer.resolver.counts if self.timer is not None else {}
         return {
             "device times not taken while a graph was captured": counts.get("captured", 0),

@@ -4,9 +4,9 @@ A context is known here by its device's number, plus one. Nothing initialises CU
 before anything of ours is asked about it. Where a thread works on another device for a moment, it goes back to its own
 by the calls of torch that make no context there, as its own guards do.
 
-torch creates an event when it is recorded for the first time, and destroys it when its object goes: a process that was
-forked must not do that with those of its parent, so they are kept until `destroy_event`. Recording one costs more than
-by `CudaDriver`, and always lets go of the interpreter's lock.
+torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
+not destroy its parent's, so events are kept until `destroy_event`. Recording one costs more than by `CudaDriver`, and
+always lets go of the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TEXTS = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     999: "unknown error",
 }
-"""What CUDA and ROCm call their errors; before 2.8 torch tells nothing else."""
+"""The errors of CUDA and ROCm by their words, which are all that torch gives before 2.8."""
 
 OWN_TEXTS = {
     "must be completed before calculating elapsed time": cuda.NOT_READY,
     "must be recorded before calculating elapsed time": 400,
     "does not match recording stream's device": 400,
 }
-"""What torch itself finds wrong with events, and what the driver would have said."""
+"""The driver's errors for texts of torch's own checks of events."""
 
 _THREAD_LOCAL, _RELAXED = 1, 2
 
@@ -96,13 +96,13 @@ class TorchDriver:
         self.mark: Callable[[Any, Any], int] = self._mark
 
     def name(self, error: int) -> str:
-        """The driver's words for an error."""
+        """Return the driver's words for an error."""
         return f"{TEXTS.get(error, 'error')} ({error})"
 
     # ---------------------------------------------------------------- on a thread of the service
 
     def _mark(self, event: tuple[Any, int], stream: int) -> int:
-        """Record an event on a stream of its device, unless it is being captured: its address, or an error below 0."""
+        """Record an event on a stream that is not captured. Returns the stream's address, or an error below 0."""
         wanted, device = event
         try:
             target = self._streams.get((device, stream))
@@ -113,10 +113,10 @@ class TorchDriver:
             wanted.record(target)
         except (RuntimeError, ValueError) as error:
             return -error_of(error)
-        return 0 if stream == cuda.LEGACY else stream  # torch does not tell the numbers of vendors' tools
+        return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers of vendors' tools
 
     def _stream(self, device: int, stream: int) -> Any:
-        """torch's object for a stream's handle. To make one waits for nothing; 0 would be a new one of torch's pool."""
+        """Return torch's object for a stream's handle. Does not wait. Handle 0 would make a new one of torch's pool."""
         if len(self._streams) > 1024:
             self._streams.clear()
         torch = self._torch.cuda
@@ -125,7 +125,7 @@ class TorchDriver:
         return made
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """torch tells it of the stream that is current: another one has to be that for the moment."""
+        """Return True for a stream that is captured. Makes it current meanwhile: torch answers for that alone."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -141,7 +141,7 @@ class TorchDriver:
             self._go_back(before)
 
     def capture(self, stream: int) -> int:
-        """`CAPTURING` where a stream is being captured into a graph, else the error, 0 for none."""
+        """Return `CAPTURING` for a stream that is captured into a graph, else the error, 0 for none."""
         device = self._device()
         try:
             return cuda.CAPTURING if self._is_captured(device, self._stream(device, stream), stream) else 0
@@ -149,12 +149,12 @@ class TorchDriver:
             return error_of(error)
 
     def device_of(self, stream: int) -> int:
-        """The index of the device that a stream belongs to, as far as torch has seen it there; else the current one."""
+        """Return the index of the device on which torch has seen a stream; else the current one."""
         seen = next((device for device, known in list(self._streams) if known == stream), None)
         return seen if stream > cuda.PER_THREAD and seen is not None else self.current_device()
 
     def relaxed(self, make: Callable[[], T]) -> T:
-        """Run what makes things of the driver on a thread of the host's, so that it ends no capture of any thread."""
+        """Run a call that makes objects of the driver on a thread of the host, so that it ends no capture."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
         try:
@@ -164,16 +164,16 @@ class TorchDriver:
                 self._exchange_mode(ctypes.byref(mode))
 
     def current(self) -> int:
-        """The context of the device that is current on the calling thread, 0 where it has none."""
+        """Return the context of the calling thread's device, 0 where it has none."""
         device = self.current_device()
         return 0 if device < 0 else self.primary(device)
 
     def current_device(self) -> int:
-        """The index of the calling thread's device, -1 where torch has not initialised any."""
+        """Return the index of the calling thread's device, -1 where torch has not initialised any."""
         return self._device() if self._torch.cuda.is_initialized() else -1
 
     def primary(self, device: int) -> int:
-        """The context of a device where the host has one; 0 where it has none."""
+        """Return the context of a device, 0 where the host has made none."""
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 
     def push(self, context: int) -> int:
@@ -202,7 +202,7 @@ class TorchDriver:
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
-        """An event that takes the time."""
+        """Make an event that takes the time."""
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
@@ -211,15 +211,15 @@ class TorchDriver:
         return 0, event
 
     def handle(self, event: Any) -> tuple[Any, int]:
-        """An event of the calling thread's device as `mark` takes it."""
+        """Return an event of the calling thread's device as `mark` takes it."""
         return event, self._device()
 
     def destroy_event(self, event: Any) -> None:
-        """Let go of an event: it goes with the last that holds it."""
+        """Drop our reference to an event."""
         _kept.pop(id(event), None)
 
     def new_stream(self) -> tuple[int, int]:
-        """One of torch's streams of high priority, which wait for no other."""
+        """Return one of torch's streams of high priority, which wait for no other."""
         try:
             made = self._torch.cuda.Stream(priority=-1)
             self._streams[made.device_index, made.cuda_stream] = made
@@ -228,24 +228,34 @@ class TorchDriver:
         return 0, made.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
-        """torch keeps its streams for the next who asks."""
+        """Do nothing: torch keeps its streams for later."""
 
     def query(self, event: Any) -> int:
-        """0 where the event has happened, `NOT_READY` where it has not."""
+        """Return 0 for an event that has happened, `NOT_READY` for one that has not."""
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
             return error_of(error)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """As `CudaDriver.measure`."""
-        return cuda.measured_singly(self, anchor, pairs)
+        """Measure pairs as `CudaDriver.measure` does, event by event."""
+        answers = []
+        for begin, end in pairs:
+            error, device_ns, offset_ns = self.query(end), 0, 0
+            if error == cuda.NOT_READY:
+                break
+            if not error:
+                error, device_ns = self.elapsed_ns(begin, end)
+            if not error and anchor is not None:
+                error, offset_ns = self.elapsed_ns(anchor, begin)
+            answers.append((error, device_ns, offset_ns))
+        return answers
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> None:
-        """Nobody can record torch's events without the interpreter's lock."""
+        """Return None: torch's events are recorded with the interpreter's lock."""
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Device time between two events that have happened."""
+        """Return the error, and the device time between two events that have happened."""
         try:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
@@ -253,7 +263,7 @@ class TorchDriver:
 
 
 def error_of(error: Exception) -> int:
-    """The driver's number of an error that torch has raised."""
+    """Return the driver's number of an error that torch has raised."""
     number = getattr(error, "error_code", None)
     if isinstance(number, int) and number:
         return number
@@ -269,13 +279,13 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
-    """What gives the calling thread another mode towards captures: torch does not, the library beneath it does."""
+    """Return the call of torch's library that sets the calling thread's mode towards captures, which torch lacks."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:
         # The very file that torch has loaded: its name bears a version, and there may be others.
-        found = re.search(r"/.*/libamdhip64\.so.*", Path("/proc/self/maps").read_text("utf-8", "replace"))
-        if found is None:
+        library = re.search(r"/.*/libamdhip64\.so.*", Path("/proc/self/maps").read_text("utf-8", "replace"))
+        if library is None:
             raise OSError("torch was built for ROCm, but has not loaded libamdhip64.so")
-        exchange = ctypes.CDLL(found[0]).hipThreadExchangeStreamCaptureMode
+        exchange = ctypes.CDLL(library[0]).hipThreadExchangeStreamCaptureMode
     return exchange

@@ -1,8 +1,8 @@
-"""What torch's allocator holds of each device's memory, as torch counts it, and the most that it ever held.
+"""The memory that torch's allocator has of each device, by torch's own counters, and its peak.
 
-Nothing is imported and nothing initialised: only devices are asked about that torch uses already. torch keeps the
-interpreter's lock while it waits for its allocator, which another thread may hold for as long as the driver looks for
-memory; so it is asked seldom, and misses nothing: it keeps the peaks itself.
+Only devices that torch uses already are read; nothing is imported or initialised. torch keeps the interpreter's lock
+while it waits for its allocator's, which another thread may keep while the driver looks for memory. So it is read
+seldom, and no peak is missed: torch keeps the peaks itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ GAUGE_OF = {
     "torch_reserved": ("reserved_bytes", "current"),
     "torch_reserved_peak": ("reserved_bytes", "peak"),
 }
-"""Where each gauge stands in what `torch.cuda.memory_stats_as_nested_dict` tells."""
+"""The place of each gauge in `torch.cuda.memory_stats_as_nested_dict()`."""
 
 
 class TorchMemory:
-    """Reads the counters of torch's allocator; `problem` says why it does not any more."""
+    """Reads the counters of torch's allocator. `problem` is the reason for which it no longer does."""
 
     def __init__(self) -> None:
         self.problem = ""
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Each device that torch uses, with its gauges: where `rarely` asks for it, and once torch has begun."""
+        """Return the gauges of each device that torch uses: at the first call, and where `rarely` asks for it."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -38,13 +38,13 @@ class TorchMemory:
         if stats_of is None or is_initialized is None or not is_initialized() or (self._began and not rarely):
             return []
         self._began = True
-        found = []
+        gauges = []
         try:
             for device in range(native._cuda_getDeviceCount()):
                 if native._cuda_hasPrimaryContext(device):
                     stats = stats_of(device)
-                    found.append((device, {name: stats[what]["all"][of] for name, (what, of) in GAUGE_OF.items()}))
+                    gauges.append((device, {name: stats[what]["all"][of] for name, (what, of) in GAUGE_OF.items()}))
         except Exception as error:  # an allocator of another make need not count
             first = str(error).partition("\n")[0]
             self.problem = f"torch's allocator is not read any more: {type(error).__name__}: {first}"
-        return found
+        return gauges
