@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
+
+from google.protobuf.json_format import ParseDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from instrument.recording.spans import Origin, Site, Span
 
@@ -60,3 +65,21 @@ def expected_attributes(of: Span) -> dict[str, Any]:
         "error.type": (legal(of.error or ""), of.error is not None),
     }
     return found | {key: value for key, (value, there) in candidates.items() if there}
+
+
+def requests_in(lines: list[str]) -> list[Any]:
+    """The lines as messages; OTLP has ids in hexadecimal where protobuf's own JSON has base64."""
+
+    def translated(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(translated, value))
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: base64.b64encode(bytes.fromhex(it)).decode()
+            if key in ("traceId", "spanId", "parentSpanId")
+            else translated(it)
+            for key, it in value.items()
+        }
+
+    return [ParseDict(translated(json.loads(line)), ExportTraceServiceRequest()) for line in lines]

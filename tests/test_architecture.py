@@ -328,15 +328,15 @@ LINES_AND_FILES = {
     "device": (3_738, 16),
     "instrumentors": (11_625, 62),
     "native": (10_122, 29),
-    "otlp": (7_549, 37),
+    "otlp": (8_295, 39),
     "profile": (2_590, 10),
     "proposal": (1_498, 6),
     "recorder": (3_317, 18),
     "recording": (4_138, 24),
     "report": (12_443, 63),
     "runtime": (2_257, 19),
-    "sessions": (8_069, 35),
-    "trace": (7_627, 42),
+    "sessions": (8_049, 35),
+    "trace": (7_688, 42),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_355, 1_354
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_350, 1_350
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
-import itertools
 import json
 import stat
 import subprocess
@@ -17,8 +15,8 @@ from typing import Any
 import chrome_rules
 import duckdb
 import pytest
-from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_spans import requests_in
 
 import instrument
 from instrument import chrome
@@ -262,24 +260,6 @@ def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> 
     assert list(frame["total_ns"].to_pylist() if kind == "arrow" else frame["total_ns"]) == [10, 4]
 
 
-def requests_in(lines: list[str]) -> list[Any]:
-    """The lines as messages; OTLP has ids in hexadecimal where protobuf's own JSON has base64."""
-
-    def translated(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(translated, value))
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: base64.b64encode(bytes.fromhex(it)).decode()
-            if key in ("traceId", "spanId", "parentSpanId")
-            else translated(it)
-            for key, it in value.items()
-        }
-
-    return [ParseDict(translated(json.loads(line)), ExportTraceServiceRequest()) for line in lines]
-
-
 def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = hostile()
     trace.spans[0].attributes = {"a'b": (1, 2), "f": 0.5, "yes": True}
@@ -287,7 +267,7 @@ def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPa
     ids = Ids()
     monkeypatch.setattr("instrument.otlp.json_lines.Ids", lambda: ids)
     [made] = requests_in(list(json_lines([trace.spans], trace.origin, trace.threads)))
-    ids._device_numbers = itertools.count(1 << 63)
+    ids._device_number = 1 << 63
     resource = pack_resource(resource_of(trace.origin, ids.instance))
     sent = ExportTraceServiceRequest.FromString(
         request_of(resource, pack(trace.spans, ids, trace.origin, trace.threads))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,22 +17,38 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
-from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, said, span
+from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, requests_in, said, span, tree
 
-from instrument.otlp import packing, senders
-from instrument.otlp.packing import Ids
+from instrument.otlp import senders
+from instrument.otlp.json_lines import JSON
+from instrument.otlp.packed_spans import PROTOBUF, Form, SpanPacker, request_bodies
+from instrument.otlp.packing import EVENT_LIMIT, Ids, LinkedSpan
+from instrument.otlp.span_ids import SpanIds
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
-from instrument.recording.spans import DeviceInterval, Site, Span
+from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
+from instrument.recording.spans import Trace as Recorded
+from instrument.trace.columns import Trace
+from instrument.trace.file import Saved
+from instrument.trace.merge import merge
+from instrument.trace.of_spans import trace_of
 
 
-def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
+def packer(trace: Trace, ids: Ids, form: Form = PROTOBUF, **facts: Any) -> SpanPacker:
+    return SpanPacker(form, trace, SpanIds(trace, ids), ORIGIN, THREADS, **facts)
+
+
+def decoded(spans: Sequence[Span], ids: Ids, **facts: Any) -> list[trace_pb2.Span]:
     """The packed spans as the official messages read them."""
-    request = ExportTraceServiceRequest.FromString(packing.request_of(b"", packing.pack(spans, ids, ORIGIN, THREADS)))
-    (of_resource,) = request.resource_spans
-    (of_scope,) = of_resource.scope_spans
-    assert of_scope.scope.name == "instrument"
-    assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
-    return list(of_scope.spans)
+    packed = packer(trace_of(spans), ids, **facts).pack(np.arange(len(spans)))
+    found: list[trace_pb2.Span] = []
+    for body, count in request_bodies(packed, b""):
+        (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+        (of_scope,) = of_resource.scope_spans
+        assert of_scope.scope.name == "instrument"
+        assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
+        assert len(of_scope.spans) == count
+        found += of_scope.spans
+    return found
 
 
 def value_of(value: AnyValue) -> Any:
@@ -56,7 +74,7 @@ values = st.one_of(
 )
 keys = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).map("user.".__add__)
 attributes = st.dictionaries(keys, values, max_size=4)
-times = st.tuples(st.integers(1_000, 2**62), st.integers(0, 2**40)).map(lambda t: (t[0], t[0] + t[1]))
+times = st.tuples(st.integers(1_000, 2**61), st.integers(0, 2**40)).map(lambda t: (t[0], t[0] + t[1]))
 sites = st.builds(
     Site,
     name=texts,
@@ -82,6 +100,7 @@ remotes = st.builds(
     st.integers(0, 255),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(("", "vendor=1", "other=2,vendor=3")),
 )
 
 
@@ -130,6 +149,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
         from_remote = is_root and remote is not None and not remote.is_local
         serves = of.site.kind == "request" and is_root and not (remote and remote.in_server_span)
         assert message.trace_id == trace_id
+        assert message.trace_state == ("" if remote is None else remote.state)
         assert message.span_id == own_id
         assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))
         assert message.name == legal(of.site.name)
@@ -144,6 +164,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
         for interval in of.device:
             message = next(messages)
             assert (message.trace_id, message.parent_span_id) == (trace_id, own_id)
+            assert message.trace_state == ("" if remote is None else remote.state)
             assert message.name == legal(of.site.name) + " (device)"
             assert (message.kind, message.flags) == (1, 0x100 | w3c_flags)
             assert message.start_time_unix_nano == ORIGIN.realtime_of(interval.start_ns)
@@ -155,6 +176,107 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
                 "instrument.device.uncertainty_ns": 5,
             }
     assert next(messages, None) is None
+
+
+@given(trees())
+def test_json_says_what_protobuf_says(spans: list[Span]) -> None:
+    ids, trace, rows = Ids(), trace_of(spans), np.arange(len(spans))
+    links = {0: [LinkedSpan(5, 6), LinkedSpan(7, 8, "vendor=1")]}
+    hits = {0: [replace(spans[-1], device=())]}
+    found = []
+    for form in (PROTOBUF, JSON):
+        ids._device_number = 1 << 63
+        its = packer(trace, ids, form, links=links, interruptions=hits).pack(rows)
+        if form is PROTOBUF:
+            (body,) = request_bodies(its, b"")
+            request = ExportTraceServiceRequest.FromString(body.data)
+        else:
+            ((pieces, sizes, ends),) = its
+            text = b"".join(pieces.ravel().tolist())
+            assert (len(text), len(pieces)) == (sizes.sum(), ends[-1])
+            line = '{"resourceSpans":[{"scopeSpans":[{"spans":[' + text[1:].decode() + "]}]}]}"
+            (request,) = requests_in([line])
+        found.append([sorted_attributes(one) for one in request.resource_spans[0].scope_spans[0].spans])
+    of_protobuf, of_json = found
+    assert of_json == of_protobuf
+    assert [link.trace_state for link in of_json[0].links] == ["", "vendor=1"]
+    (event,) = of_json[0].events
+    assert event.time_unix_nano == ORIGIN.realtime_of(spans[-1].start_ns)
+
+
+def sorted_attributes(message: trace_pb2.Span) -> trace_pb2.Span:
+    """The span as JSON can hold it, by the names of its attributes."""
+    for link in message.links:
+        link.flags = 0
+    for one in (message, *message.events):
+        one.attributes.sort(key=lambda pair: pair.key)
+    return message
+
+
+def test_the_longest_interruptions_of_a_span_are_its_events_and_the_others_are_counted() -> None:
+    hits = [span(BLOCKED_LOOP, 10 + at, start_ns=100 * at, end_ns=101 * at + 1) for at in range(EVENT_LIMIT + 3)]
+    (message, other) = decoded([span(), span(span_id=2, root_id=2)], Ids(), interruptions={0: hits})
+    assert [one.time_unix_nano for one in message.events] == [ORIGIN.realtime_of(one.start_ns) for one in hits[3:]]
+    assert (message.dropped_events_count, other.dropped_events_count, len(other.events)) == (3, 0, 0)
+
+
+def test_requests_keep_to_their_bounds() -> None:
+    spans = [*tree(500), *tree(300, 1_000, device=(DeviceInterval(0, 1, 2_000, 3_000),))]
+    trace, ids = trace_of(spans), Ids()
+    packed = list(packer(trace, ids).pack(np.arange(len(trace))))
+    most = int(packed[0].sizes.max())
+    for most_bytes, most_spans in ((1 << 20, 400), (10 * most, 4_000), (1, 4_000)):
+        bodies = list(request_bodies(packed, b"", most_bytes, most_spans))
+        messages = [ExportTraceServiceRequest.FromString(body.data).resource_spans[0] for body in bodies]
+        counts = [len(one.scope_spans[0].spans) for one in messages]
+        assert [body.spans for body in bodies] == counts
+        assert sum(counts) == 1_100
+        assert max(counts) <= most_spans
+        assert max(len(body.data) for body in bodies) <= max(most_bytes, most) + 100
+        assert len({one.span_id for message in messages for one in message.scope_spans[0].spans}) == 1_100
+
+
+def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> None:
+    """A parent in another process has that one's id, and one that has no row the id of the process that named it."""
+    own = [tree(4, 10), [*tree(3, 10), span(span_id=40, parent_id=39, root_id=38)]]
+    saved = [
+        Saved(trace_of(spans), recorded(replace(ORIGIN, pid=pid, boot="one")), None)
+        for pid, spans in enumerate(own, start=1)
+    ]
+    merged = merge(saved)
+    trace = merged.saved.columns
+    first, second = merged.saved.facts.processes
+    process = np.zeros(len(trace), dtype=np.int64)
+    process[merged.parts[1].row] = 1
+    moved = np.flatnonzero((process == 1) & (trace.own_id == 10))
+    parent_id, root_id = trace.parent_id.copy(), trace.root_id.copy()
+    top = trace.span_id[merged.parts[0].row[0]]
+    parent_id[moved], root_id[trace.root_id == trace.span_id[moved]] = top, top
+    trace = replace(trace, parent_id=parent_id, root_id=root_id)
+    ids = [Ids(), Ids()]
+    span_ids = SpanIds(trace, ids, process, second.absent)
+    rows = merged.parts[1].row
+    its = SpanPacker(PROTOBUF, trace, span_ids, ORIGIN, THREADS, own=second).pack(rows)
+    (body,) = request_bodies(its, b"")
+    messages = ExportTraceServiceRequest.FromString(body.data).resource_spans[0].scope_spans[0].spans
+    one, other = ids
+    known = [
+        tuple(int.from_bytes(its, "big") for its in (message.trace_id, message.span_id, message.parent_span_id))
+        for message in messages
+    ]
+    assert known == [
+        (one.trace_id(10), other.span_id(10), one.span_id(10)),
+        (one.trace_id(10), other.span_id(11), other.span_id(10)),
+        (one.trace_id(10), other.span_id(12), other.span_id(10)),
+        (other.trace_id(38), other.span_id(40), other.span_id(39)),
+    ]
+    assert {attributes_of(message)["thread.id"] for message in messages} == {7}
+    assert first.threads != second.threads
+
+
+def recorded(origin: Origin) -> Recorded:
+    """The facts of a process, without its spans."""
+    return Recorded(origin, 0, 10_000, [], THREADS)
 
 
 @pytest.mark.parametrize("trace_id", [None, 0xABC << 64])

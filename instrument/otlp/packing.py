@@ -8,12 +8,11 @@ A device interval is a span of its own on the wire, a child of the span that enq
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import os
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -29,11 +28,14 @@ EVENT_LIMIT = 128
 """Events of a span, at most: OpenTelemetry's own limit."""
 DURATION = "instrument.duration_ns"
 """The attribute of an event that has a length."""
+LINK_NAMES = frozenset((LINK, LINK_REMOTE))
+"""The attributes that name a span to which their own one is linked."""
 IS_REMOTE = 0x200
 """The bit of a span's OTLP flags that says that its parent is of another process (opentelemetry-proto, SpanFlags)."""
 
-_HAS_IS_REMOTE = 0x100
-_INTERNAL_KIND, _SERVER_KIND = b"\x30\x01", b"\x30\x02"
+HAS_IS_REMOTE = 0x100
+"""The bit of a span's OTLP flags that says that the bit above is known."""
+INTERNAL_KIND, SERVER_KIND = b"\x30\x01", b"\x30\x02"
 _MASK = (1 << 64) - 1
 _pack_double = struct.Struct("<cd").pack
 _pack_times = struct.Struct("<BQBQ").pack  # each number after its tag: 0x39 start, 0x41 end
@@ -63,21 +65,21 @@ class Ids:
     requests with keys, see `instrument.trace.grafted.trace_id_of`; "" is for none.
     """
 
-    __slots__ = ("_device_numbers", "_seed", "_trace_seeds", "instance", "run")
+    __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
 
     def __init__(self, seeds: Sequence[int] = (), instance: str = "", run: str = "") -> None:
         import uuid
 
         found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
         self._seed, self._trace_seeds = found[0], (found[1], found[2])
-        # Whoever else sends with the same seeds has other numbers.
-        self._device_numbers = itertools.count((1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0))
+        # Another process that sends with the same seeds has other numbers.
+        self._device_number = (1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0)
         self.instance = instance or str(uuid.uuid4())
         self.run = run
 
     @property
     def seeds(self) -> tuple[int, int, int]:
-        """What another process makes the same ids of."""
+        """The numbers of which another process makes the same ids."""
         return self._seed, *self._trace_seeds
 
     def span_id(self, number: int) -> int:
@@ -86,7 +88,13 @@ class Ids:
 
     def device_span_id(self) -> int:
         """A fresh id for a device interval."""
-        return self.span_id(next(self._device_numbers))
+        return self.span_id(self.take_device_numbers(1))
+
+    def take_device_numbers(self, count: int) -> int:
+        """Return the first of some numbers for device intervals, none of which comes again."""
+        first = self._device_number
+        self._device_number += count
+        return first
 
     def of(self, span: Span) -> tuple[int, int]:
         """Trace id and span id of a root, as the collector gets them."""
@@ -124,7 +132,7 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[Identified]:
             remote = remotes.get(root_id)
             trace_id = ids.trace_id(root_id) if remote is None else remote.trace_id
             state = "" if remote is None else remote.state
-            flags = _HAS_IS_REMOTE | (1 if remote is None else remote.flags & 0xFF)
+            flags = HAS_IS_REMOTE | (1 if remote is None else remote.flags & 0xFF)
         own = known[span.span_id] = ids.span_id(span.span_id)
         if span.parent_id and span.span_id != root_id:
             yield trace_id, own, known.get(span.parent_id) or ids.span_id(span.parent_id), flags, state, span, None
@@ -148,7 +156,11 @@ class LinkedSpan(NamedTuple):
 def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
     """What a span is linked to: the ended span that its task or thread came from, or its caller's, and the requests
     that it serves as a batch."""
-    cause = _cause_of(span, ids) if span.attributes else None
+
+    def linked(span_id: int, root_id: int) -> LinkedSpan:
+        return LinkedSpan(ids.trace_id(root_id), ids.span_id(span_id))
+
+    cause = cause_of(span.attributes, linked) if span.attributes else None
     found = [] if cause is None else [cause]
     for one in span.links:
         if not one.root_id and one.remote is not None:
@@ -159,33 +171,37 @@ def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
     return found
 
 
-def _cause_of(span: Span, ids: Ids) -> LinkedSpan | None:
-    state = span.attributes.get(LINK_STATE)
+def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
+    """Return the ended span that a task or thread came from, or the caller's, where attributes name it.
+
+    `linked` returns the span by its number and that of its root.
+    """
+    state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
-    remote = span.attributes.get(LINK_REMOTE)
+    remote = attributes.get(LINK_REMOTE)
     if isinstance(remote, str):
         found = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
         return None if found is None else LinkedSpan(found.trace_id, found.span_id, state)
-    link = span.attributes.get(LINK)
-    if not isinstance(link, tuple | list):
+    link = attributes.get(LINK)
+    if not isinstance(link, tuple | list) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
+    trace_id = attributes.get(LINK_TRACE_ID)
     try:
-        span_id, root_id = link
-        told = span.attributes.get(LINK_TRACE_ID)
-        trace_id = ids.trace_id(root_id) if told is None else int(str(told), 16)
-        return LinkedSpan(trace_id, ids.span_id(span_id), state) if 0 < trace_id < 1 << 128 else None
-    except (TypeError, ValueError):
-        return None  # no recorder said so
+        cause = linked(*link)
+        given = cause.trace_id if trace_id is None else int(str(trace_id), 16)
+    except (ValueError, OverflowError):
+        return None  # no recorder wrote it
+    return LinkedSpan(given, cause.span_id, state) if 0 < given < 1 << 128 else None
 
 
-def events_of(span: Span) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
-    """The longest interruptions of a span as events, by time, name and attributes, and the count of the others."""
-    kept = sorted(span.interruptions, key=lambda one: -one.total_ns)[:EVENT_LIMIT]
+def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
+    """Return the longest interruptions of a span as events, by time, name and attributes, and the count of the rest."""
+    kept = sorted(interruptions, key=lambda one: -one.total_ns)[:EVENT_LIMIT]
     kept.sort(key=attrgetter("start_ns"))
     events: list[tuple[int, str, Mapping[str, object]]] = [
         (one.start_ns, one.site.name, {**one.attributes, DURATION: one.total_ns}) for one in kept
     ]
-    return events, len(span.interruptions) - len(kept)
+    return events, len(interruptions) - len(kept)
 
 
 def is_server(span: Span) -> bool:
@@ -200,27 +216,32 @@ def attributes_of(span: Span, threads: Mapping[int, str]) -> dict[str, object]:
 
     What a span was given wins over what its site was given; the names that this room fills itself win over both.
     """
-    thread = _thread_attributes(span.thread_id, threads.get(span.thread_id))
-    return {**_site_attributes(span.site), **thread, **_span_attributes(span)}
+    thread = thread_attributes(span.thread_id, threads.get(span.thread_id))
+    return {**site_attributes(span.site), **thread, **_span_attributes(span)}
 
 
-def device_attributes(span: Span, interval: DeviceInterval) -> dict[str, object]:
-    """All attributes of a device interval of this span as the collector gets them."""
-    found = _given(span.site.kind, (*span.site.attributes, *span.attributes.items()))
+def device_attributes(
+    site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
+) -> dict[str, object]:
+    """Return the attributes of a device interval of a span, but for its uncertainty."""
+    found = _given(site.kind, (*site.attributes, *attributes.items()))
     found = {key: found[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in found}
-    found["cuda.device.index"] = interval.device
-    found["instrument.device.stream"] = interval.stream
-    found["instrument.device.label"] = interval.label
-    found["instrument.device.uncertainty_ns"] = interval.uncertainty_ns
-    return found
+    return found | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
+
+
+def attributes_of_interval(span: Span, interval: DeviceInterval) -> dict[str, object]:
+    """All attributes of a device interval of this span as the collector gets them."""
+    found = device_attributes(span.site, span.attributes, interval.device, interval.stream, interval.label)
+    return {**found, "instrument.device.uncertainty_ns": interval.uncertainty_ns}
 
 
 def device_name(site: Site) -> str:
-    """What the device intervals of a site's spans are called."""
+    """The name of the device intervals of a site's spans."""
     return f"{site.name} (device)"
 
 
-def _site_attributes(site: Site) -> dict[str, object]:
+def site_attributes(site: Site) -> dict[str, object]:
+    """Return the attributes that all spans of a site share."""
     found = _given(site.kind, site.attributes)
     found["instrument.kind"] = site.kind
     if site.instance:
@@ -234,30 +255,39 @@ def _site_attributes(site: Site) -> dict[str, object]:
     return found
 
 
-def _thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
+def thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
+    """Return the attributes that all spans of a thread share."""
     return {"thread.id": thread_id} if name is None else {"thread.id": thread_id, "thread.name": name}
 
 
 def _span_attributes(span: Span) -> dict[str, object]:
-    found = _given(span.site.kind, span.attributes.items()) if span.attributes else {}
+    found = own_attributes(span.site, span.attributes, span.error, span.clipped)
     found["instrument.self_ns"] = span.self_ns
     if span.active_ns != span.end_ns - span.start_ns:
         found["instrument.active_ns"] = span.active_ns
     if span.task_id:
         found["instrument.task_id"] = span.task_id
-    if span.clipped:
-        found["instrument.clipped"] = True
-    told = span.error if span.error is not None else span.attributes.get(ERROR_TYPE)
-    if told is not None:
-        found["error.type"] = told
     return found
 
 
-def status_of(span: Span) -> tuple[bool, str] | None:
-    """Whether a span failed, and why in words: None where nobody has said that it did or did not."""
-    if span.error is not None:
-        return True, str(plain(span.attributes.get(STATUS_DESCRIPTION) or span.error))
-    return (False, "") if span.attributes.get(STATUS_CODE) == "OK" else None
+def own_attributes(
+    site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
+) -> dict[str, object]:
+    """Return the attributes of one span, but for its measured numbers."""
+    found = _given(site.kind, attributes.items()) if attributes else {}
+    if is_clipped:
+        found["instrument.clipped"] = True
+    error_type = error if error is not None else attributes.get(ERROR_TYPE)
+    if error_type is not None:
+        found["error.type"] = error_type
+    return found
+
+
+def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
+    """Return True and the reason for a span that failed, False for one that succeeded, None where it is not known."""
+    if error is not None:
+        return True, str(plain(attributes.get(STATUS_DESCRIPTION) or error))
+    return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
 
 
 def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -311,7 +341,7 @@ def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, 
             _pack_flags(flags),
             _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
             _pack_events(span, offset_ns) if interval is None and span.interruptions else b"",
-            b"".join(map(_pack_link, links_of(span, ids))) if interval is None else b"",
+            b"".join(map(pack_link, links_of(span, ids))) if interval is None else b"",
         )
         yield pack_field(b"\x12", b"".join(body))
 
@@ -338,47 +368,55 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
     measured = _span_attributes(span)
     if span.attributes and not static.isdisjoint(measured):
         tail = _pack_tail(span.site, measured)
-    kind = _SERVER_KIND if is_server(span) else _INTERNAL_KIND
+    kind = SERVER_KIND if is_server(span) else INTERNAL_KIND
     facts = tail + kind + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
-    status = status_of(span)
-    if status is not None:
-        failed, message = status
-        facts += pack_field(b"\x7a", pack_text(b"\x12", message) + b"\x18\x02" if failed else b"\x18\x01")
-    return facts
+    return facts + pack_status(status_of(span.error, span.attributes))
+
+
+def pack_status(status: tuple[bool, str] | None) -> bytes:
+    """The status of a span as a field, nothing for None."""
+    if status is None:
+        return b""
+    failed, message = status
+    return pack_field(b"\x7a", pack_text(b"\x12", message) + b"\x18\x02" if failed else b"\x18\x01")
+
+
+def pack_event(time_ns: int, name: str, attributes: Mapping[str, object]) -> bytes:
+    """An event of a span as a field."""
+    body = b"\x09" + struct.pack("<Q", time_ns) + pack_text(b"\x12", name) + pack_attributes(attributes, b"\x1a")
+    return pack_field(b"\x5a", body)
 
 
 def _pack_events(span: Span, offset_ns: int) -> bytes:
-    events, dropped = events_of(span)
-    packed = [
-        pack_field(
-            b"\x5a",
-            b"\x09" + struct.pack("<Q", at_ns + offset_ns) + pack_text(b"\x12", name) + pack_attributes(facts, b"\x1a"),
-        )
-        for at_ns, name, facts in events
-    ]
+    events, dropped = events_of(span.interruptions)
+    packed = [pack_event(at_ns + offset_ns, name, facts) for at_ns, name, facts in events]
     return b"".join(packed) + (b"\x60" + varint(dropped) if dropped else b"")
 
 
-def _pack_link(link: LinkedSpan) -> bytes:
+@lru_cache(maxsize=16_384)
+def pack_link(link: LinkedSpan) -> bytes:
+    """A link of a span as a field: batches are linked to the same requests again and again."""
     ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
     ids += pack_text(b"\x1a", link.state) if link.state else b""
-    return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", _HAS_IS_REMOTE))
+    return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", HAS_IS_REMOTE))
 
 
 def _pack_device_facts(span: Span, interval: DeviceInterval) -> bytes:
     return (
-        pack_text(b"\x2a", device_name(span.site)) + _INTERNAL_KIND + pack_attributes(device_attributes(span, interval))
+        pack_text(b"\x2a", device_name(span.site))
+        + INTERNAL_KIND
+        + pack_attributes(attributes_of_interval(span, interval))
     )
 
 
 @lru_cache(maxsize=16_384)
 def _pack_site(site: Site) -> tuple[bytes, frozenset[str]]:
     """The constant tail of a site's spans, and the names of the attributes in it."""
-    return _pack_tail(site, ()), frozenset(_site_attributes(site))
+    return _pack_tail(site, ()), frozenset(site_attributes(site))
 
 
 def _pack_tail(site: Site, without: Iterable[str]) -> bytes:
-    facts = _site_attributes(site)
+    facts = site_attributes(site)
     for key in without:
         facts.pop(key, None)
     return pack_text(b"\x2a", site.name) + pack_attributes(facts)
@@ -386,7 +424,7 @@ def _pack_tail(site: Site, without: Iterable[str]) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _pack_thread(thread_id: int, name: str | None) -> bytes:
-    return pack_attributes(_thread_attributes(thread_id, name))
+    return pack_attributes(thread_attributes(thread_id, name))
 
 
 @lru_cache(maxsize=512)
@@ -403,7 +441,7 @@ def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     """One KeyValue as a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
         number = varint(value)
-        return _int_head(tag, key, len(number)) + number
+        return int_head(tag, key, len(number)) + number
     return pack_field(tag, _key(key) + pack_field(b"\x12", _any_value(value)))
 
 
@@ -413,7 +451,8 @@ def _key(key: str) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
+def int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
+    """The bytes of a KeyValue before a whole number that takes so many bytes as a varint."""
     named = _key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
     return tag + varint(len(named) + varint_bytes) + named
 

@@ -19,7 +19,7 @@ import numpy as np
 from instrument.recording import spans
 from instrument.recording.spans import AttributeValue, Site
 from instrument.sessions.step_spans import STEP, Step
-from instrument.trace.columns import Attributes, Bools, Int64s, Trace
+from instrument.trace.columns import Bools, ExtendedAttributes, Int64s, Trace
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.of_spans import LaterSpans, columns_of_spans
@@ -100,26 +100,6 @@ def _phase(site: Site) -> object:
 
 
 # Steps among spans
-
-
-class _Attributes:
-    """The attributes of spans, and those of the steps behind them."""
-
-    def __init__(self, of_spans: Attributes, count: int, of_steps: Sequence[Mapping[str, AttributeValue]]) -> None:
-        self._of_spans, self._count, self._of_steps = of_spans, count, of_steps
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._of_spans[row] if row < self._count else self._of_steps[row - self._count]
-
-    def rows(self) -> Int64s:
-        return np.concatenate([self._of_spans.rows(), self._count + np.arange(len(self._of_steps))])
-
-    def having(self, name: str) -> Int64s:
-        has = np.array([name in its for its in self._of_steps], dtype=np.bool_)
-        return np.concatenate([self._of_spans.having(name), self._count + np.flatnonzero(has)])
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        return [self[row].get(name) for row in rows.tolist()]
 
 
 def with_steps(trace: spans.Trace, steps: Sequence[Step]) -> spans.Trace:
@@ -216,7 +196,7 @@ class _Among:
             error=np.concatenate([trace.error, np.full(len(steps), NONE, np.int32)]),
             clipped=np.concatenate([trace.clipped, [step.clipped for step in steps]]),
             device=trace.device,
-            attributes=_Attributes(trace.attributes, count, attributes),
+            attributes=ExtendedAttributes(trace.attributes, count, attributes),
             remote=trace.remote,
         )
 

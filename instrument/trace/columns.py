@@ -34,7 +34,7 @@ class Attributes(Protocol):
     """The attributes of spans by their row, decoded when they are asked for."""
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        """Those of a row."""
+        """The attributes of a row."""
 
     def rows(self) -> Int64s:
         """The rows that have any, in order."""
@@ -43,10 +43,17 @@ class Attributes(Protocol):
         """The rows that have one of that name, in order."""
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name, None where they say nothing."""
+        """The values of some rows under a name, None for a row without one."""
+
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        """Return the number of the set of attributes of each row, `NONE` for a row without any, and the sets."""
+        numbers = np.full(len(rows), NONE, dtype=np.int64)
+        places = np.flatnonzero(np.isin(rows, self.rows()))
+        numbers[places] = np.arange(len(places))
+        return numbers, list(map(self.__getitem__, rows[places].tolist()))
 
 
-class AttributesOfRows:
+class AttributesOfRows(Attributes):
     """The attributes of spans by their row, of dicts that nobody changes."""
 
     def __init__(self, found: Mapping[int, Mapping[str, AttributeValue]]) -> None:
@@ -63,6 +70,34 @@ class AttributesOfRows:
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         return [self._found.get(row, {}).get(name) for row in rows.tolist()]
+
+
+class ExtendedAttributes(Attributes):
+    """The attributes of some spans by their row, and of others whose rows follow these `count` rows."""
+
+    def __init__(self, first: Attributes, count: int, others: Sequence[Mapping[str, AttributeValue]]) -> None:
+        self._first, self._count, self._others = first, count, others
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        return self._first[row] if row < self._count else self._others[row - self._count]
+
+    def rows(self) -> Int64s:
+        return np.concatenate([self._first.rows(), self._count + np.arange(len(self._others))])
+
+    def having(self, name: str) -> Int64s:
+        has = np.array([name in its for its in self._others], dtype=np.bool_)
+        return np.concatenate([self._first.having(name), self._count + np.flatnonzero(has)])
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        return [self[row].get(name) for row in rows.tolist()]
+
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        is_first = rows < self._count
+        numbers, sets = self._first.distinct(rows[is_first])
+        found = np.full(len(rows), NONE, dtype=np.int64)
+        found[is_first] = numbers
+        found[~is_first] = len(sets) + np.arange(len(rows) - len(numbers))
+        return found, [*sets, *(self._others[row - self._count] for row in rows[~is_first].tolist())]
 
 
 class AttributesOfSome:
@@ -82,6 +117,9 @@ class AttributesOfSome:
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         return self._attributes.values(name, self._rows[rows])
+
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        return self._attributes.distinct(self._rows[rows])
 
     def _among(self, rows: Int64s) -> Int64s:
         places = self._place[rows]

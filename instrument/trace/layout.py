@@ -236,6 +236,14 @@ class PackedAttributes:
             found |= zip(some, (each.get(name) for each in decoded(map(self._text, some))), strict=True)
         return list(map(found.__getitem__, of_rows.tolist()))
 
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        places = self._place[rows]
+        its = np.flatnonzero(places >= 0)
+        known, numbers = ranked(self._numbers[places[its]])
+        found = np.full(len(rows), NONE, dtype=np.int64)
+        found[its] = numbers
+        return found, decoded(map(self._text, known.tolist()))
+
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
     """Where a byte stands, looked for in some of the texts at a time."""

@@ -141,6 +141,17 @@ class JoinedAttributes:
                 found[place] = value
         return found
 
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        found = np.full(len(rows), NONE, dtype=np.int64)
+        sets: list[Mapping[str, AttributeValue]] = []
+        of_part = self._part[rows]
+        for number, part in enumerate(self._parts):
+            at = np.flatnonzero(of_part == number)
+            numbers, its = part.trace.attributes.distinct(self._own[rows[at]])
+            found[at] = np.where(numbers == NONE, NONE, numbers + len(sets))
+            sets += [{**one, **moved_link(one[LINK], part)} if LINK in one else one for one in its]
+        return found, sets
+
     def _now(self, rows: Iterable[Int64s]) -> Int64s:
         pairs = zip(self._parts, rows, strict=True)
         found = [part.row[its[part.is_kept[its]]] for part, its in pairs]

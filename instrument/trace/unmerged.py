@@ -124,6 +124,10 @@ class _OwnAttributes(AttributesOfSome):
         found = super().values(name, rows)
         return [value and self._own_link(value) for value in found] if name == LINK else found
 
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        numbers, sets = super().distinct(rows)
+        return numbers, [{**one, LINK: self._own_link(one[LINK])} if LINK in one else one for one in sets]
+
     def _own_link(self, link: Any) -> Any:
         ids = linked_ids(link)
         return link if ids is None else tuple(_own_ids(self._trace, ids, self._process).tolist())

@@ -13,7 +13,7 @@ from instrument.otlp.processor.keyed_requests import KeyedRequests
 from instrument.otlp.processor.known_request import KeyedRequest
 from instrument.otlp.processor.served_batches import PAIR, ServedBatches
 from instrument.recording.spans import BATCH_WEIGHTS, KEY, AttributeValue, Site
-from instrument.trace.columns import DeviceIntervals, Int64s, Trace
+from instrument.trace.columns import Attributes, DeviceIntervals, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, Served, each_once
 
@@ -48,7 +48,7 @@ def pairs_of(request: KeyedRequest, of_keys: Mapping[str, NDArray[Any]], request
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Said(Attributes):
     """What attributes of requests and of batches tell about stages."""
 
     requests: Sequence[Mapping[str, AttributeValue]]

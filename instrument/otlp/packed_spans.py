@@ -1,0 +1,459 @@
+"""Spans packed from columns: what a collector gets, and what a file of OTLP in JSON has, of many rows at once.
+
+Each entry is four pieces. The head holds the ids, the times and the measured numbers of a span: heads of one layout
+are written together, as rows of one array. The attributes of the span and of its site, and its rare members, are packed
+once per distinct value. A device interval is an entry of its own, right behind the span that enqueued the work.
+
+    ids = SpanIds(trace, Ids())
+    packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
+    for body, count in request_bodies(packer.pack(rows), pack_resource(attributes)):
+        send(body)  # an ExportTraceServiceRequest of `count` spans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.otlp.packing import (
+    INTERNAL_KIND,
+    IS_REMOTE,
+    LINK_NAMES,
+    SERVER_KIND,
+    LinkedSpan,
+    cause_of,
+    device_attributes,
+    device_name,
+    events_of,
+    int_head,
+    own_attributes,
+    pack_attributes,
+    pack_event,
+    pack_link,
+    pack_status,
+    pack_text,
+    request_of,
+    site_attributes,
+    status_of,
+    thread_attributes,
+    varint,
+)
+from instrument.otlp.span_ids import RowIds, SpanIds
+from instrument.recording.spans import AttributeValue, MergedProcess, Origin, Span
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import numbered, stable_order
+
+Objects = NDArray[np.object_]
+
+ROWS_AT_ONCE = 16_384
+"""Rows that are packed together, whose columns fit into the processor's caches."""
+
+
+class RareMembers(NamedTuple):
+    """An outcome, links, events and a number of dropped events, which few spans have."""
+
+    status: tuple[bool, str] | None
+    links: Sequence[LinkedSpan]
+    events: Sequence[tuple[int, str, Mapping[str, object]]]
+    dropped: int
+
+
+Part = tuple[str, bytes | int]
+"""A part of a head: "" and the bytes that all heads of a layout share, or the name of a field and its width."""
+
+
+class Form(Protocol):
+    """A form of OTLP, by the bytes of its parts."""
+
+    end: bytes
+    """The last piece of an entry without members."""
+    around: int
+    """The bytes of an entry that its length does not count."""
+
+    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+        """Return the bytes that each value of a field takes."""
+
+    def length_widths(self, lengths: Int64s) -> Int64s:
+        """Return the bytes that the length of each entry takes."""
+
+    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+        """Return the parts of a head by the widths of its fields, 0 for a field that is not there."""
+
+    def field(self, name: str, width: int) -> str:
+        """Return the type of a field of a head, as numpy names it."""
+
+    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+        """Return the values of a field, as its type has them."""
+
+    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+        """Return what the spans of a place share."""
+
+    def attributes(self, attributes: Mapping[str, object]) -> bytes:
+        """Return attributes of single spans."""
+
+    def members(self, members: RareMembers) -> bytes:
+        """Return the rare members of a span, and what ends it."""
+
+    def state(self, state: str) -> bytes:
+        """Return a `tracestate`, which precedes the other members."""
+
+
+class PackedRows(NamedTuple):
+    """Entries in the order of their rows, each followed by its device intervals.
+
+    `pieces` has four columns, `sizes` the bytes of each entry, `ends` by row the number of entries up to its last one.
+    """
+
+    pieces: Objects
+    sizes: Int64s
+    ends: Int64s
+
+
+class SpanPacker:
+    """Packs rows of a trace that are of one process.
+
+    `threads` are the names of threads by the numbers that the process gave. In a trace of several processes `own` has
+    these numbers. `links` and `interruptions` are by row.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        trace: Trace,
+        ids: SpanIds,
+        origin: Origin,
+        threads: Mapping[int, str],
+        *,
+        own: MergedProcess | None = None,
+        links: Mapping[int, Sequence[LinkedSpan]] | None = None,
+        interruptions: Mapping[int, Sequence[Span]] | None = None,
+    ) -> None:
+        self._form, self._trace, self._ids, self._threads = form, trace, ids, threads
+        self._offset_ns = origin.realtime_ns - origin.monotonic_ns
+        self._own = own
+        self._links, self._interruptions = links or {}, interruptions or {}
+        self._with_more = np.array(sorted({*self._links, *self._interruptions}), dtype=np.int64)
+        self._is_request = np.array([site.kind == "request" for site in trace.sites], dtype=np.bool_)
+        self._facts: dict[tuple[int, ...], bytes] = {}
+
+    def pack(self, rows: Int64s) -> Iterator[PackedRows]:
+        """Pack some rows, in their order."""
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            yield self._packed(rows[at : at + ROWS_AT_ONCE])
+
+    def _packed(self, rows: Int64s) -> PackedRows:
+        trace, count = self._trace, len(rows)
+        ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
+        pieces, rest = self._described(rows, ids, number, sets)
+        starts, ends = trace.start_ns[rows], trace.end_ns[rows]
+        task, active = trace.task_id[rows], trace.active_ns[rows]
+        numbers = {
+            "instrument.self_ns": (trace.self_ns[rows], None),
+            "instrument.active_ns": (active, active != ends - starts),
+            "instrument.task_id": (task, task != 0),
+        }
+        sizes = self._put_heads(pieces, rest, ids, starts, ends, numbers)
+        devices = self._devices(rows, ids, number, sets)
+        if devices is None:
+            return PackedRows(pieces, sizes, np.arange(1, count + 1))
+        of, its_pieces, its_sizes = devices
+        order = np.argsort(np.concatenate([np.arange(count), of]), kind="stable")
+        ends = np.arange(1, count + 1) + np.searchsorted(of, np.arange(count), side="right")
+        return PackedRows(np.concatenate([pieces, its_pieces])[order], np.concatenate([sizes, its_sizes])[order], ends)
+
+    def _described(
+        self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
+    ) -> tuple[Objects, Int64s]:
+        """The pieces of rows without heads, and how many bytes they are."""
+        trace, form, count = self._trace, self._form, len(rows)
+        site, thread, error, clipped = (
+            column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
+        )
+        is_server = ids.is_server & self._is_request[site]
+        more = np.zeros(count, dtype=np.int64)
+        if len(self._with_more):
+            place = np.searchsorted(self._with_more, rows).clip(max=len(self._with_more) - 1)
+            more = np.where(self._with_more[place] == rows, place + 1, 0)
+        pieces = np.empty((count, 4), dtype=object)
+        pieces[:, 1], pieces[:, 3] = b"", form.end
+        pieces[:, 2], rest = _each(self._facts_of, site, is_server, thread)
+        rest += len(form.end)
+        its = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
+        if len(its):
+            which, firsts = numbered(number[its] + 1, site[its], error[its] + 1, clipped[its], more[its])
+            found = [
+                self._own_pieces(int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]))
+                for at in its[firsts].tolist()
+            ]
+            for packed, column in (([one[0] for one in found], 1), ([one[1] for one in found], 3)):
+                values, lengths = _table(packed)
+                pieces[its, column] = values[which]
+                rest[its] += lengths[which]
+            rest[its] -= len(form.end)
+            hides = np.array([bool(one[2]) for one in found], dtype=np.bool_)
+            for at, hidden in zip(its[hides[which]].tolist(), which[hides[which]].tolist(), strict=True):
+                facts = self._facts_of(int(site[at]), int(is_server[at]), int(thread[at]), found[hidden][2])
+                rest[at] += len(facts) - len(pieces[at, 2])
+                pieces[at, 2] = facts
+        self._put_states(pieces, rest, ids.remote)
+        return pieces, rest
+
+    def _put_states(self, pieces: Objects, rest: Int64s, remote: Int64s) -> None:
+        """Add the `tracestate` of each tree to the last pieces of its entries."""
+        stated = np.flatnonzero(self._ids.have_states[remote])
+        if len(stated):
+            states, lengths = _each(lambda number: self._form.state(self._ids.state(number)), remote[stated])
+            pieces[stated, 3] = states + pieces[stated, 3]
+            rest[stated] += lengths
+
+    def _facts_of(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
+        """The part that spans of a site and a thread share, without the names `hidden` by their own attributes."""
+        key = (site, is_server, thread)
+        found = None if hidden else self._facts.get(key)
+        if found is None:
+            its = self._trace.sites[site]
+            own = thread if self._own is None else self._own.threads.get(thread, thread)
+            attributes = {name: one for name, one in site_attributes(its).items() if name not in hidden}
+            attributes |= thread_attributes(own, self._threads.get(own))
+            found = self._form.facts(its.name, bool(is_server), attributes)
+            if not hidden:
+                self._facts[key] = found
+        return found
+
+    def _own_pieces(
+        self, row: int, given: Mapping[str, AttributeValue], has_more: bool
+    ) -> tuple[bytes, bytes, frozenset[str]]:
+        """The attributes and the members of a row, and the names by which these hide attributes of the site."""
+        trace = self._trace
+        site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
+        failed = None if error == NONE else trace.errors[error]
+        found = own_attributes(site, given, failed, bool(trace.clipped[row]))
+        links = list(self._links.get(row, ())) if has_more else []
+        cause = cause_of(given, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & given.keys() else None
+        if cause is not None:
+            links.insert(0, cause)
+        interruptions = self._interruptions.get(row, ()) if has_more else ()
+        events, dropped = events_of(interruptions)
+        placed = [(at_ns + self._offset_ns, name, its) for at_ns, name, its in events]
+        members = RareMembers(status_of(failed, given), links, placed, dropped)
+        hidden = frozenset(found) & site_attributes(site).keys() if given else frozenset()
+        return self._form.attributes(found), self._form.members(members), frozenset(hidden)
+
+    def _devices(
+        self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
+    ) -> tuple[Int64s, Objects, Int64s] | None:
+        """The device intervals of rows: the place of each one's row, the pieces and the sizes."""
+        trace, its, form = self._trace, self._trace.device, self._form
+        firsts, lasts = np.searchsorted(its.row, rows), np.searchsorted(its.row, rows, side="right")
+        counts = lasts - firsts
+        of = np.repeat(np.arange(len(rows)), counts)
+        if not len(of):
+            return None
+        at = np.arange(len(of)) + (firsts - np.cumsum(counts) + counts)[of]
+
+        def facts_of(site: int, of_set: int, device: int, stream: int, label: int) -> bytes:
+            if self._own is not None:
+                device, stream = self._own.devices.get(device, device), self._own.streams.get(stream, stream)
+            place = trace.sites[site]
+            found = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, its.labels[label])
+            return form.facts(device_name(place), False, found)
+
+        pieces = np.empty((len(of), 4), dtype=object)
+        pieces[:, 1], pieces[:, 3] = b"", form.end
+        pieces[:, 2], rest = _each(
+            facts_of, trace.site[rows][of], number[of] + 1, its.device[at], its.stream[at], its.label[at]
+        )
+        own = self._ids.device_ids(len(of), int(rows[0]))
+        flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
+        of_devices = RowIds(ids.high[of], ids.low[of], own, ids.own[of], flags, ids.is_server[of], ids.remote[of])
+        numbers = {"instrument.device.uncertainty_ns": (its.uncertainty_ns[at], None)}
+        rest += len(form.end)
+        self._put_states(pieces, rest, of_devices.remote)
+        sizes = self._put_heads(pieces, rest, of_devices, its.start_ns[at], its.end_ns[at], numbers)
+        return of, pieces, sizes
+
+    def _put_heads(
+        self, pieces: Objects, rest: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
+    ) -> Int64s:
+        """Put the heads before the other pieces, of `rest` bytes each. Returns the sizes of the entries."""
+        form = self._form
+        columns: dict[str, NDArray[Any]] = {
+            "high": ids.high,
+            "low": ids.low,
+            "own": ids.own,
+            "parent": ids.parent,
+            "flags": ids.flags,
+            "start": np.maximum(starts + self._offset_ns, 0),
+            "end": np.maximum(ends + self._offset_ns, 0),
+        }
+        widths: dict[str, Int64s] = {
+            "parent": (ids.parent != 0).astype(np.int64),
+            **{name: form.widths(name, columns[name]) for name in ("flags", "start", "end")},
+        }
+        for name, (values, is_there) in numbers.items():
+            columns[name], its = values, form.widths(name, values)
+            widths[name] = its if is_there is None else its * is_there
+        which, firsts = numbered(*widths.values())
+        layouts = [{name: int(its[first]) for name, its in widths.items()} for first in firsts.tolist()]
+        bare = np.array([_size(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
+        columns["length"] = bare[which] + rest - form.around
+        length_widths = form.length_widths(columns["length"])
+        groups, firsts = numbered(which, length_widths)
+        order = stable_order(groups, len(firsts))
+        bounds = np.searchsorted(groups[order], np.arange(len(firsts) + 1)).tolist()
+        for group, first in enumerate(firsts.tolist()):
+            some = order[bounds[group] : bounds[group + 1]]
+            layout = {**layouts[int(which[first])], "length": int(length_widths[first])}
+            pieces[some, 0] = _heads(form, layout, {name: column[some] for name, column in columns.items()})
+        return np.asarray(bare[which] + length_widths + rest)
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part if isinstance(part, int) else len(part) for _, part in parts)
+
+
+def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
+    """The heads of one layout: the bytes that they share, and over these the fields of each."""
+    parts = form.head(layout)
+    size, at, shared = _size(parts), 0, bytearray()
+    names: list[str] = []
+    places: list[int] = []
+    types: list[str] = []
+    widths: list[int] = []
+    for name, part in parts:
+        if isinstance(part, int):
+            names.append(name)
+            places.append(at)
+            types.append(form.field(name, part))
+            widths.append(part)
+            part = bytes(part)
+        shared += part
+        at += len(part)
+    found = np.empty(
+        len(columns["own"]), np.dtype({"names": names, "offsets": places, "formats": types, "itemsize": size})
+    )
+    found.view(np.uint8).reshape(-1, size)[:] = np.frombuffer(shared, dtype=np.uint8)
+    for name, width in zip(names, widths, strict=True):
+        found[name] = form.values(name, columns[name], width)
+    return found.view(f"V{size}").astype(object)
+
+
+def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
+    """Pieces as an array, and the bytes of each."""
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found, np.array(list(map(len, values)), dtype=np.int64)
+
+
+def _each(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
+    """The piece of each row by the numbers in some columns, made once for equal ones, and the bytes of each."""
+    which, firsts = numbered(*columns)
+    found, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
+    return found[which], lengths[which]
+
+
+Number = tuple[Int64s, Bools | None]
+"""The values of a measured number, and the rows that have it: None for all."""
+
+
+def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
+    """Numbers that take this many bytes as varints."""
+    left = numbers.astype(np.uint64)
+    found = np.empty((len(left), width), dtype=np.uint8)
+    for place in range(width):
+        found[:, place] = left & np.uint64(0x7F)
+        left = left >> np.uint64(7)
+    found[:, :-1] |= 0x80
+    return found.view(f"V{width}").reshape(-1)
+
+
+def varint_widths(numbers: NDArray[Any]) -> Int64s:
+    """The bytes that each number takes as a varint."""
+    found = np.ones(len(numbers), dtype=np.int64)
+    its = numbers.astype(np.uint64)
+    most = int(its.max(initial=0)).bit_length()
+    for bits in range(7, most, 7):
+        found += its >= np.uint64(1 << bits)
+    return found
+
+
+_TYPES = {"high": ">u8", "low": ">u8", "own": ">u8", "parent": ">u8", "flags": "<u4", "start": "<u8", "end": "<u8"}
+
+
+class ProtobufForm:
+    """Entries of `ScopeSpans.spans`."""
+
+    end = b""
+    around = 1
+    """Bytes of an entry that its length does not count."""
+
+    length_widths = staticmethod(varint_widths)
+
+    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+        return np.zeros(len(values), dtype=np.int64) if name in _TYPES else varint_widths(values)
+
+    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+        parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
+        parts += [("", b"\x12\x08"), ("own", 8)]
+        parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
+        parts += [("", b"\x39"), ("start", 8), ("", b"\x41"), ("end", 8), ("", b"\x85\x01"), ("flags", 4)]
+        for name, width in widths.items():
+            if width and name.startswith("instrument."):
+                parts += [("", int_head(b"\x4a", name, width)), (name, width)]
+        return [one for one in parts if one[1]]
+
+    def field(self, name: str, width: int) -> str:
+        return _TYPES.get(name) or f"V{width}"
+
+    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+        return values if name in _TYPES else varints(values, width)
+
+    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+        return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
+
+    attributes = staticmethod(pack_attributes)
+
+    def members(self, members: RareMembers) -> bytes:
+        packed = [pack_status(members.status)]
+        packed += [pack_event(*event) for event in members.events]
+        packed += [b"\x60" + varint(members.dropped)] if members.dropped else []
+        return b"".join([*packed, *map(pack_link, members.links)])
+
+    def state(self, state: str) -> bytes:
+        return pack_text(b"\x1a", state)
+
+
+PROTOBUF = ProtobufForm()
+
+
+class Body(NamedTuple):
+    """The bytes of an `ExportTraceServiceRequest`, and how many spans it has."""
+
+    data: bytes
+    spans: int
+
+
+REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
+"""The limits of a request before compression: there are receivers that refuse 1 MiB, or drop beyond 8,192 spans."""
+
+
+def request_bodies(
+    packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
+) -> Iterator[Body]:
+    """Put packed entries under a packed resource, in requests of at most so many bytes of entries, and so many entries.
+
+    One entry that is larger is a request of its own.
+    """
+    for pieces, sizes, _ in packed:
+        sums = np.cumsum(sizes)
+        at = 0
+        while at < len(sums):
+            before = int(sums[at - 1]) if at else 0
+            end = int(np.searchsorted(sums, before + most_bytes, side="right"))
+            end = max(min(end, at + most_spans), at + 1)
+            yield Body(request_of(resource, pieces[at:end].ravel().tolist()), end - at)
+            at = end

@@ -1,0 +1,144 @@
+"""The ids of spans as columns: a collector gets the ids that `Ids` gives, of many rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids, LinkedSpan
+from instrument.recording.remote_parents import RemoteParent
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import NONE
+
+UInt64s = NDArray[np.uint64]
+
+
+class SpanIds:
+    """The ids of a trace's rows as a collector gets them.
+
+    `ids` are those of the process. Where rows are of several processes, `process` has the number of each row's, and
+    `ids` has one entry per process. A process knows its spans by `own_id`. `absent` has the own numbers of parents and
+    roots that have no row.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        ids: Ids | Sequence[Ids],
+        process: Int64s | None = None,
+        absent: Mapping[int, int] | None = None,
+    ) -> None:
+        self._trace, self._process, self._absent = trace, process, absent or {}
+        self._ids = [ids] if isinstance(ids, Ids) else list(ids)
+        self._order = np.argsort(trace.span_id) if process is not None and len(trace) else None
+        self._seeds: UInt64s = np.array([one.seeds for one in self._ids], dtype=np.uint64)
+        remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
+        roots = sorted(remotes)
+        self._remotes: list[RemoteParent] = list(map(remotes.__getitem__, roots))
+        self._roots = np.array(roots, dtype=np.int64)
+        its = [
+            (one.trace_id >> 64, one.trace_id & _MASK, one.span_id, HAS_IS_REMOTE | one.flags & 0xFF)
+            for one in self._remotes
+        ]
+        self._of_remotes: UInt64s = np.array(its, dtype=np.uint64).reshape(-1, 4)
+        self.have_states = np.array([*(bool(one.state) for one in self._remotes), False], dtype=np.bool_)
+        """By the number of a remote parent a mark where it has a `tracestate`; the last is for none."""
+        self._serving = np.array([one.in_server_span for one in self._remotes], dtype=np.bool_)
+        self._local = np.array([one.is_local for one in self._remotes], dtype=np.bool_)
+
+    def of(self, rows: Int64s) -> RowIds:
+        """Return the ids of some rows."""
+        trace = self._trace
+        span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
+        is_root = span == root
+        is_top = is_root | (parent == 0)
+        own, above = self._mixed(span, rows, 0), self._mixed(parent, rows, 0)
+        high, low = self._mixed(root, rows, 1), self._mixed(root, rows, 2)
+        above[is_top] = 0
+        flags = np.full(len(rows), HAS_IS_REMOTE | 1, dtype=np.uint32)
+        remote = np.full(len(rows), NONE, dtype=np.int64)
+        if len(self._roots):
+            place = np.searchsorted(self._roots, root).clip(max=len(self._roots) - 1)
+            its = np.flatnonzero(self._roots[place] == root)
+            place = remote[its] = place[its]
+            high[its], low[its], parents, flags[its] = self._of_remotes[place].T
+            is_root[its] &= ~self._serving[place]
+            tops = is_top[its]
+            above[its[tops]] = parents[tops]
+            flags[its[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
+        return RowIds(high, low, own, above, flags, is_root, remote)
+
+    def state(self, remote: int) -> str:
+        """Return the `tracestate` of a remote parent by its number, "" for none."""
+        return "" if remote == NONE else self._remotes[remote].state
+
+    def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
+        """Return spans as links by the numbers of each and of its root, which the trace or the row's process gave."""
+        span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        rows = np.full(len(spans), row)
+        asked = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
+        own, high, low = (self._mixed(numbers, rows, part).tolist() for numbers, part in asked)
+        found = [LinkedSpan(upper << 64 | lower, one) for one, upper, lower in zip(own, high, low, strict=True)]
+        if len(self._roots):
+            place = np.searchsorted(self._roots, root_ids).clip(max=len(self._roots) - 1)
+            for at in np.flatnonzero(self._roots[place] == root_ids).tolist():
+                remote = self._remotes[int(place[at])]
+                found[at] = LinkedSpan(remote.trace_id, own[at], remote.state)
+        return found
+
+    def device_ids(self, count: int, row: int) -> UInt64s:
+        """Return fresh ids for device intervals of a row's process."""
+        number = 0 if self._process is None else int(self._process[row])
+        first = self._ids[number].take_device_numbers(count)
+        return mixed(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
+
+    def _mixed(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
+        """Ids of spans, or the halves of those of their traces, by numbers that rows have."""
+        process, trace = self._process, self._trace
+        if process is None or self._order is None:
+            return mixed(self._seeds[0, part], numbers.astype(np.uint64))
+        at = self._order[np.searchsorted(trace.span_id, numbers, sorter=self._order).clip(max=len(trace) - 1)]
+        is_known = trace.span_id[at] == numbers
+        own = np.where(is_known, trace.own_id[at], numbers)
+        for place in np.flatnonzero(~is_known).tolist():
+            own[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
+        of_process = np.where(is_known, process[at], process[rows])
+        return mixed(self._seeds[of_process, part], own.astype(np.uint64))
+
+
+_MASK = (1 << 64) - 1
+
+
+def mixed(seed: Any, numbers: UInt64s) -> UInt64s:
+    """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
+    with np.errstate(over="ignore"):
+        found = _mix(numbers + seed)
+        is_none = found == 0
+        if is_none.any():
+            found[is_none] = np.broadcast_to(_mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), found.shape)[is_none]
+    return found
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ values >> np.uint64(31))
+
+
+class RowIds(NamedTuple):
+    """The ids of rows as columns. A trace id has 128 bits: `high` and `low`. `parent` 0 is for none.
+
+    `is_server` marks the server span of a request, as far as its kind says so. `remote` is the number of the remote
+    parent of the row's tree, `NONE` for none.
+    """
+
+    high: UInt64s
+    low: UInt64s
+    own: UInt64s
+    parent: UInt64s
+    flags: NDArray[np.uint32]
+    is_server: Bools
+    remote: Int64s
