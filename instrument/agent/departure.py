@@ -15,7 +15,7 @@ from typing import Any
 from instrument.agent import crash_capture, exit_status, journal, run_report, telling
 from instrument.agent.processes import EXITED, GOODBYE, PROC, REPLACED, VANISHED, Process, Run
 from instrument.agent.run_report import ReportedProcess
-from instrument.runtime import disk_room, run_folder
+from instrument.runtime import atomic, run_folder
 
 Answer = Mapping[str, Any]
 
@@ -225,7 +225,7 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
             facts = path.stat()
             found.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
     over_bytes = sum(size for _, _, size, _ in found) - disk_bytes
-    removed = disk_room.removed(((path, size) for stays, _, size, path in sorted(found) if not stays), over_bytes)
+    removed = atomic.remove_first(((path, size) for stays, _, size, path in sorted(found) if not stays), over_bytes)
     for path in removed:
         with suppress(OSError):
             path.with_suffix(telling.BESIDE).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from instrument import clock
 from instrument.recording import memory_layout as layout
-from instrument.runtime import disk_room
+from instrument.runtime import atomic
 
 FIRST_FD = 256
 
@@ -116,7 +116,7 @@ def _make_room(directory: Path, room_bytes: int) -> None:
     for path in left(directory):
         with contextlib.suppress(OSError):
             sizes.append((path, path.stat().st_size))
-    disk_room.removed(sizes, sum(size for _, size in sizes) - room_bytes)
+    atomic.remove_first(sizes, sum(size for _, size in sizes) - room_bytes)
 
 
 def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:

@@ -1,1 +1,1 @@
-"""What Python and the operating system give a guest: imports, threads, locks, signals, files, limits."""
+"""The services of Python and of the operating system to a guest: imports, threads, locks, signals, files, limits."""

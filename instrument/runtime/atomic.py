@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, for their owner only.
+"""Files that appear whole or not at all, for their owner only, and are removed to keep within a bound.
 
-What is written lies in the same folder under a name of its own until it is complete, `.instrument-*.part`, and then
-takes the name that it is for. Its writer holds a lock on it meanwhile, which goes with the process however that ends:
-so anybody can tell what is being written from what was abandoned.
+A file has a name of its own in the same folder, `.instrument-*.part`, until it is complete, and then takes its name.
+Its writer has a lock on it meanwhile, which ends with the process: so a file in the making differs from an abandoned
+one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -22,10 +22,10 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the path's name when the block ends; an error in the block leaves nothing.
+    """Open a file that takes the path's name when the block ends; an error in the block leaves nothing.
 
-    Folders above it are made. A symbolic link of that name is replaced, not followed, and what it led to stays as it
-    is. Raises `OSError` for a name that something else than a file has, and for whatever the system refuses.
+    Folders above it are made. A symbolic link of that name is replaced, not followed. Raises `OSError`, also for a name
+    that is of no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """A file may, and a link to one, but none in a folder of the system such as /dev/stdout is."""
+    """Return True for a file, and a link to one, except in a folder of the system, such as /dev/stdout."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
@@ -59,11 +59,11 @@ def _part_of(folder: Path) -> tuple[BinaryIO, Path]:
         with suppress(FileNotFoundError):
             part.lstat()
             return os.fdopen(descriptor, "wb"), part
-        os.close(descriptor)  # somebody took it for abandoned before it was locked
+        os.close(descriptor)  # another process took it for abandoned before it was locked
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to the end of a file, which is made for its owner only; all of it, or none where that is refused.
+    """Add text to the end of a file, which is made for its owner only: all of it, or none where that is refused.
 
     Folders above it are made; a symbolic link of that name is refused. Raises `OSError`.
     """
@@ -83,8 +83,8 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> int:
-    """Remove what writers that are gone left unfinished in a folder; returns the bytes of what is being written."""
-    held = 0
+    """Remove the parts in a folder whose writers have gone. Returns the bytes of the other parts."""
+    written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
             descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,9 +93,25 @@ def remove_abandoned(folder: Path) -> int:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
-                    held += facts.st_size
+                    written_bytes += facts.st_size
                 else:
                     part.unlink()
             finally:
                 os.close(descriptor)
-    return held
+    return written_bytes
+
+
+def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
+    """Remove files, each given with its size, in this order, until `over_bytes` are gone. Returns those removed.
+
+    A file that another process removes meanwhile counts as gone; a file of another user stays.
+    """
+    removed = []
+    for path, size_bytes in files:
+        if over_bytes <= 0:
+            break
+        with suppress(OSError):
+            path.unlink()
+            removed.append(path)
+        over_bytes -= 0 if os.path.lexists(path) else size_bytes
+    return removed

@@ -1,7 +1,7 @@
 """gzip and deflate, by Intel's ISA-L where its package is installed, else by zlib.
 
 Traces of a million spans take ISA-L 0.15 us a span to pack, zlib 0.7 to 1.1, into files of nearly the same size; to
-unpack them it takes a third of zlib's time. Both read what the other writes. Which it is shows nowhere but in the time.
+unpack them it takes a third of zlib's time. Each reads the other's files.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MEMORY = 9
 
 
 class Compressor(Protocol):
-    """What packs a stream piece by piece."""
+    """A packer of a stream, piece by piece."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """Some of the packed stream, often none."""
+        """Return some of the packed stream, often none."""
 
     def flush(self) -> bytes:
-        """Its end."""
+        """Return the end of the packed stream."""
 
 
 def compressor(zlib_level: int) -> Compressor:
-    """Packs one gzip stream; `zlib_level` counts only where zlib does it."""
+    """Return a packer of one gzip stream. `zlib_level` is for zlib alone."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -39,7 +39,7 @@ def compressor(zlib_level: int) -> Compressor:
 
 
 def raw_compressor(zlib_level: int) -> Compressor:
-    """Packs one stream as zip archives have it, without head and checksum."""
+    """Return a packer of one stream as zip archives have it, without head and checksum."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -49,7 +49,7 @@ def raw_compressor(zlib_level: int) -> Compressor:
 
 
 def opened(path: Path) -> gzip.GzipFile:
-    """The unpacked text of a gzip file. Reading it raises one of `damages()` where the file is not whole."""
+    """Open a gzip file for its unpacked text. Reading it raises one of `damages()` for a file that is not whole."""
     try:
         from isal import igzip
     except ImportError:
@@ -58,11 +58,11 @@ def opened(path: Path) -> gzip.GzipFile:
 
 
 def damages() -> tuple[type[Exception], ...]:
-    """What reading a gzip file raises that is cut off or damaged."""
-    found: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    """Return the exceptions that reading a damaged gzip file raises."""
+    of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         from isal import isal_zlib
     except ImportError:
-        return found
+        return of_zlib
     error: type[Exception] = isal_zlib.error  # type: ignore[assignment]
-    return (*found, error)
+    return (*of_zlib, error)

@@ -1,4 +1,4 @@
-"""What of the machine the process may use: cores and memory, as its affinity and its control groups leave them."""
+"""The cores and the memory that the process may use, by its affinity and its control groups."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def cores(pid: int | None = None) -> float:
-    """How many cores a process may use, this one or that of a number: what its affinity and its control groups leave.
+    """Return the number of cores that a process may use, this one or that of a pid, by its affinity and its groups.
 
-    The groups of another one are seen as those of this one are, in whose container it is taken to be.
+    Another process is taken to be in the container of this one.
     """
     try:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
@@ -23,7 +23,7 @@ def cores(pid: int | None = None) -> float:
 
 
 def memory_bytes() -> int | None:
-    """How much memory the process may use: the machine's, or what its control groups leave it; None if unknown."""
+    """Return the memory that the process may use: the machine's, or that of its control groups; None if unknown."""
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -45,7 +45,7 @@ def _memory_of(file: Path) -> list[int]:
 
 
 def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """The control groups that the process is in, those above them included: the controller, "" in version 2."""
+    """Yield the control groups of the process and those above them, with the controller, "" in version 2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
 
 
 def _limits(pid: int | None) -> list[float]:
-    """Cores that control groups allow: of version 2 every group above the process limits it, too."""
+    """Return the cores that each control group allows: in version 2 every group above the process limits it, too."""
     limits = []
     for controller, group in _groups(pid):
         if controller == "":
@@ -70,7 +70,7 @@ def _limits(pid: int | None) -> list[float]:
 
 
 def _quota(*files: Path) -> list[float]:
-    """The cores of one group, nothing where it has no limit or is not to be seen from here."""
+    """Return the cores of one group, nothing where it has no limit or is not visible."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []

@@ -1,4 +1,4 @@
-"""The environment as this process was given it, before a `sitecustomize` changed it for its own ends."""
+"""The environment as this process got it, before a `sitecustomize` changed it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The variable by which `instrument init` asks the processes of a command to leave what they did."""
+"""The variable by which `instrument init` asks the processes of a command for a report."""
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
 def given() -> dict[str, str]:
-    """What the process began with; what it has now where that cannot be told."""
+    """Return the environment that the process began with; the present one where the system has no record."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -25,9 +25,9 @@ def given() -> dict[str, str]:
 
 
 def settings() -> Mapping[str, str]:
-    """What settings are read from: the present environment, but for what OpenTelemetry's distribution adds to it.
+    """Return the present environment, for settings, without the protocol that OpenTelemetry's distribution adds.
 
-    That makes gRPC the protocol where nobody has named one, for its own exporters alone.
+    The distribution makes gRPC the protocol of its own exporters, where the user has named none.
     """
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in os.environ or PROTOCOL in given():
         return os.environ

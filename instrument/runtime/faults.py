@@ -1,4 +1,4 @@
-"""The count of our own faults, which are not raised: silent and counted between the edges, where errors are loud.
+"""The count of our own faults, which are not raised into the service.
 
 A fault of ours on the service's own path goes to `FAULTS.note`, which never raises there.
 """
@@ -14,8 +14,8 @@ from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
 
-KINDS_TOLD, OTHER_KINDS = 20, "others"
-"""Kinds of what cannot be had that are named at a place, and the name of the rest."""
+KINDS_NAMED, OTHER_KINDS = 20, "others"
+"""The most kinds that are named at a place, and the name of the rest."""
 
 
 class Faults:
@@ -30,7 +30,7 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """By name, where a function that is pickled by value takes what counts along."""
+        """Pickle the count by its name, for a function that is pickled by value takes it along."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:
@@ -48,23 +48,23 @@ class Faults:
                     exc_info=fault,
                 )
             except Exception:
-                pass  # a log handler of the service that raises; the fault stands in the summary
+                pass  # a log handler of the service that raises; the summary has the fault
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """One of several things to do of which none may keep the others from being done."""
+        """Run one of several actions, of which none may prevent the others."""
         try:
             action()
         except Exception as fault:
             self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
-        """Count what a rule of the profile asks for and cannot be had; `place` is the rule's. Never raises.
+        """Count a value that a rule of the profile asks for and that is not there; `place` is the rule's. Never raises.
 
-        No fault of ours: the log gets one line at the first of each place, and of each kind there, without a traceback.
+        It is no fault of ours: the log gets one line per place and kind, without a traceback.
         """
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
-            kind = kind if kind in kinds or len(kinds) < KINDS_TOLD else OTHER_KINDS
+            kind = kind if kind in kinds or len(kinds) < KINDS_NAMED else OTHER_KINDS
             kinds[kind] += 1
             count = kinds[kind]
         if count == 1:
@@ -74,20 +74,20 @@ class Faults:
                 pass  # a log handler of the service that raises; the summary has the count
 
     def counts(self) -> Mapping[str, int]:
-        """How many faults each place has had so far."""
+        """Return the number of faults of each place."""
         with self._lock:
             return dict(self._counts)
 
     def counts_of_rules(self) -> Mapping[str, int]:
-        """How often each rule could not have what it asks for, by its place."""
+        """Return the number of values that each rule did not get, by its place."""
         with self._lock:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
-        """The same in words, with what was found the first time."""
+        """Return sentences on the values that rules did not get, with the first of each place."""
         with self._lock:
             return [
-                f"{place}: not read: {sum(kinds.values())} times{_told(kinds)}; {first}"
+                f"{place}: not read: {sum(kinds.values())} times{_counts_of(kinds)}; {first}"
                 for place, (first, kinds) in self._of_rules.items()
             ]
 
@@ -98,8 +98,8 @@ class Faults:
         self._of_rules = {}
 
 
-def _told(kinds: Counter[str]) -> str:
-    """The kinds of what was found, where there are several."""
+def _counts_of(kinds: Counter[str]) -> str:
+    """List the kinds with their counts, where there are several."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 

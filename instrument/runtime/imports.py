@@ -1,6 +1,6 @@
-"""Import hooks: learn that a module has been imported, right after its own code ran and before its importer goes on.
+"""Import hooks: calls right after a module's own code has run, before its importer goes on.
 
-The real finders and loaders do all the work; a module that nobody asked for passes through untouched.
+The real finders and loaders do all the work; a module that is not wanted passes through untouched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Undo = Callable[[], None]
 
 
 class _Loader:
-    """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
+    """Replaces a module's loader until the module's code runs, and then restores it in the spec."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder) -> None:
         self._spec = spec
@@ -27,7 +27,7 @@ class _Loader:
 
     def __getattr__(self, name: str) -> Any:
         if name == "get_code":
-            # Who asks runs the code without us, and the spec may become that of `__main__`.
+            # The caller runs the code without us, and the spec may become that of `__main__`.
             if self._spec.loader is self:
                 self._spec.loader = self._loader
             self._finder.asked_for_code(sys._getframe(1))
@@ -53,12 +53,12 @@ class _Loader:
         except Exception as fault:
             FAULTS.note("import hook", fault)
 
-    # Python leaves the import system's own frames out of tracebacks, which it knows by this name of their file.
+    # Python leaves the import system's own frames out of tracebacks, by this name of their file.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
 class Finder:
-    """First on `sys.meta_path`; asks the others and wraps the loader of the modules that are wanted."""
+    """The first finder on `sys.meta_path`: asks the others, and wraps the loaders of wanted modules."""
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class Finder:
         self.listens = True
 
     def begin(self, name: str) -> None:
-        """A module's code is about to run."""
+        """Report a module whose code is about to run."""
         if self.listens:
             FAULTS.attempt("import hook", lambda: self._begins(name))
 
     def hear(self, module: ModuleType) -> None:
-        """A module's code has run. One that was found before the undo and loads itself after it is not told."""
+        """Report a module whose code has run, except after the undo."""
         if self.listens:
             self._imported(module)
 
     def asked_for_code(self, asker: FrameType) -> None:
-        """Somebody wants a module's code; `runpy`, which is `python -m`, will run it at once."""
+        """Report that a module's code is read by `runpy`, which is `python -m` and will run it at once."""
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
 
     def watch(self, spec: Any) -> None:
-        """Stand in for the loader of a spec until its module's code has run."""
+        """Replace the loader of a spec until its module's code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
             spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self)
@@ -102,7 +102,7 @@ class Finder:
     ) -> ModuleSpec | None:
         if not sys.meta_path or sys.meta_path[0] is not self:
             self._go_first()
-        # Another finder may ask the whole path again; it must not meet us twice for one name.
+        # Another finder may ask the whole path again, but must not meet us twice for one name.
         if getattr(self._busy, "name", None) == fullname or not self._wants(fullname):
             return None
         before = getattr(self._busy, "name", None)
@@ -119,10 +119,7 @@ class Finder:
             self._busy.name = before
 
     def _go_first(self) -> None:
-        """Before a finder that was put in front of us since, such as the one that rewrites pytest's test modules.
-
-        It answers alone for the modules that are its business; we are asked for all others, and learn of it then.
-        """
+        """Move before a finder that was put in front of us, such as the one that rewrites pytest's test modules."""
         order = list(sys.meta_path)
         if self in order:
             order.remove(self)
@@ -138,7 +135,7 @@ def install(
     """Call `begins(name)` before and `imported(module)` after each import of a module for which `wants(name)` is true.
 
     All run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
-    about to run such a module, as for `python -m`. Returns the way back.
+    about to run such a module, as for `python -m`. Returns the undo.
     """
     finder = Finder(wants, imported, asked_for_code, begins)
     sys.meta_path.insert(0, finder)
@@ -155,6 +152,6 @@ def install(
 
 
 def is_asleep(module: object) -> bool:
-    """Whether a module is one of `importlib.util.LazyLoader` whose code has not run. Does not wake it."""
+    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. Does not load it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

@@ -1,4 +1,4 @@
-"""Modules of ours that most processes of a service never need: they are imported as one of their names is asked for."""
+"""Modules that most processes of a service never need, and that are imported as one of their names is used."""
 
 from __future__ import annotations
 

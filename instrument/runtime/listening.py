@@ -1,6 +1,6 @@
 """Listening sockets of a process, and the connections that came to them, as the system's tables have them.
 
-TCP alone: what listens on a Unix socket is mostly a helper of the process's own.
+It is TCP alone: a listener on a Unix socket is mostly a helper of the process's own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LISTENS, HAS_BEEN_CLOSED = "0A", "06"
 
 
 class Connections(NamedTuple):
-    """Ports of a process that connections came to: those that it has now, and others that were closed lately.
+    """The ports of a process with connections that are `open`, or were `closed` lately.
 
-    Another process may have accepted the closed ones, where several have the listening socket. `listens` are the ports
-    at which it listens, `sockets` the inodes of its sockets that do.
+    Another process with the same listening socket may have accepted the closed ones. `listens` are the ports at which
+    the process listens, `sockets` the inodes of the sockets that do.
     """
 
     open: frozenset[int]
@@ -32,10 +32,10 @@ class Connections(NamedTuple):
 
 
 def connections_of(process: Path, listened: frozenset[int] = frozenset(), network: Path | None = None) -> Connections:
-    """The connections of a process, by its folder in `/proc`; none where the system does not tell.
+    """Return the connections of a process, by its folder in `/proc`; none where the system does not show them.
 
-    It has listened at some ports before, to which connections may have come that are closed by now. `network` is the
-    folder of a process of the same network, for one that has ended.
+    `listened` are ports at which it listened before. `network` is the folder of a process of the same network, for one
+    that has ended.
     """
     own = sockets_of(process)
     rows = list(_rows_of(network or process))
@@ -84,15 +84,15 @@ def is_same_network(process: Path) -> bool:
 
 
 def sockets_of(process: Path) -> frozenset[str]:
-    """The inodes of the sockets that a process has open."""
-    found = []
+    """Return the inodes of a process's sockets."""
+    inodes = []
     with suppress(OSError):
         for name in os.listdir(process / "fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
                 target = os.readlink(process / "fd" / name)  # noqa: PTH115
                 if target.startswith("socket:["):
-                    found.append(target[8:-1])
-    return frozenset(found)
+                    inodes.append(target[8:-1])
+    return frozenset(inodes)
 
 
 class _Row(NamedTuple):
@@ -106,12 +106,12 @@ class _Row(NamedTuple):
 
 
 def _rows_of(process: Path) -> Iterator[_Row]:
-    """The sockets of the network that a process sees."""
+    """Yield the sockets of a process's network."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
             next(file, None)
             for line in file:
                 fields = line.split()
                 if len(fields) > 9:
-                    (address, _, port), (to_address, _, to_port) = (one.rpartition(":") for one in fields[1:3])
+                    (address, _, port), (to_address, _, to_port) = (end.rpartition(":") for end in fields[1:3])
                     yield _Row(int(port, 16), int(to_port, 16), fields[3], fields[9], address == to_address)

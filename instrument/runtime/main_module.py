@@ -1,10 +1,10 @@
-"""The module that runs as `__main__`: learn what it has defined before it calls any of it.
+"""The module that runs as `__main__`: reports its definitions before the module calls any of them.
 
-No import hook hears of it, and it calls its functions before its own body ends. So its body is watched while it runs,
-by the interpreter's own means: `sys.monitoring`, before Python 3.12 `sys.settrace`. Right before each statement that
-may call something, and at the body's end, new names are told. The code that runs, its frames and its tracebacks are
-the host's own. The watch ends at the first statement after the last definition, which as a rule is
-``if __name__ == "__main__"``; nothing is left of it then.
+It has no import hook, and it calls its functions before its own body ends. So its body is watched while it runs, by the
+interpreter's own means: `sys.monitoring`, before Python 3.12 `sys.settrace`. Right before each statement that may call
+something, and at the body's end, new names are reported. The code that runs, its frames and its tracebacks are the
+host's own. The watch ends at the first statement after the last definition, which as a rule is
+``if __name__ == "__main__"``, and leaves no trace.
 
 The children that multiprocessing spawns run the same module as `__mp_main__`, and are watched in the same way.
 """
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 MAINS = ("__main__", "__mp_main__")
-"""What a module that runs as the main one says that its name is."""
+"""The values of `__name__` in a module that runs as the main one."""
 
 RUNNERS = frozenset(
     ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
@@ -32,14 +32,14 @@ RUNNERS = frozenset(
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
 """Runners that trace their script. Before Python 3.12 no other code can trace it then."""
 
-_TELLING = ("<module>", "_bootstrap")
-"""Names of code whose start tells something: a module's body, and the work of a child of multiprocessing."""
+_WATCHED = ("<module>", "_bootstrap")
+"""The names of code whose start matters: a module's body, and the work of a child of multiprocessing."""
 
 
 def names_of(module: ModuleType) -> tuple[str, ...]:
-    """The names by which a rule may call a module.
+    """Return the names by which a rule may refer to a module.
 
-    One that runs as `__main__` is called so, in a spawned child too, and first by its own name if `-m` gave it one.
+    A main module has the name `__main__`, in a spawned child too, and first its own name if `-m` gave it one.
     """
     names = object.__getattribute__(module, "__dict__")
     own: str = names["__name__"]
@@ -50,20 +50,20 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
 
 
 def is_main(module: ModuleType) -> bool:
-    """Whether a module runs as the main one."""
+    """Return True for a module that runs as the main one."""
     return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
 
 
 def script_name() -> str:
-    """What the script that runs as the main module would be called if it were imported; empty where none does.
+    """Return the name that the main script would have as a module; empty without one.
 
-    Its `__file__` is gone once its body has ended.
+    Its `__file__` is gone after its body has ended.
     """
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
 def _runner() -> str:
-    """The module of `RUNNERS` that the interpreter was started with, "" for none."""
+    """Return the module of `RUNNERS` that the interpreter was started with, "" for none."""
     words = sys.orig_argv
     asked = words[words.index("-m") + 1 :] if "-m" in words else []
     package = asked[0].partition(".")[0] if asked else ""
@@ -71,13 +71,13 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """The runner that has the trace function of the main thread, "" where there is none or the watch needs none."""
+    """Return the runner that has the main thread's trace function, "" where there is none or the watch needs none."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
 class _MainNames(ModuleType):
-    """The names of a script that a runner runs without a module of its own, as one: both are the same names."""
+    """A module of the names of a script that a runner runs without one. Both share the names."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -102,14 +102,14 @@ class _MainNames(ModuleType):
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are told, and the last line that defines something."""
+    """The lines of a module's body before which new names are reported, and the last line that defines something."""
 
     stops: frozenset[int]
     last: int
 
 
 def plan_of(body: ast.Module) -> Plan:
-    """Where to look at the names of a module while its body runs."""
+    """Plan the reports of new names while a module's body runs."""
     stops: set[int] = set()
     known: set[str] = set()
     last = 0
@@ -132,7 +132,7 @@ def plan_of(body: ast.Module) -> Plan:
 
 
 def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """The statements that run in the module's own frame, in order, with whether they lie in another's block."""
+    """Yield the statements that run in the module's own frame, in order, with True for those in another's block."""
     for statement in block:
         yield statement, nested
         for inner in _blocks(statement):
@@ -140,7 +140,7 @@ def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.st
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """The blocks of a statement such as `if` or `with`; none of a definition, whose body has a frame of its own."""
+    """Return the blocks of a statement such as `if` or `with`; none of a definition, whose body has its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -149,7 +149,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
-    """The names that are looked up when a function or class is defined, not when it is called."""
+    """Yield the names that the definition of a function or class looks up, not its call."""
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -162,7 +162,7 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
 
 
 def _defines(value: ast.expr | None, known: set[str]) -> bool:
-    """Whether a value is a function that is made of another: a lambda, or `decorate(function)`."""
+    """Return True for a function that is made of another: a lambda, or `decorate(function)`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
@@ -171,13 +171,13 @@ def _defines(value: ast.expr | None, known: set[str]) -> bool:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Whether a statement calls nothing, whatever its names are bound to. An import calls what has its own hook."""
+    """Return True for a statement that calls nothing, whatever its names are. An import has its own hook."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
 
 def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
-    """The plan for a module's code, None where its source is not at hand."""
+    """Return the plan for a module's code, None without its source."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
         return plan_of(ast.parse(source)) if source else None
@@ -186,9 +186,9 @@ def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
 
 
 class Watch:
-    """Waits for the main module's body, or takes it as it runs, and tells of its names until the last is defined.
+    """Waits for the main module's body, or finds it as it runs, and reports its names until the last is defined.
 
-    `wants(name)` says whether a module is of interest; `defined(module)` is called on the thread that runs its body.
+    `wants(name)` is True for a module of interest; `defined(module)` is called on the thread that runs its body.
     """
 
     def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
@@ -204,7 +204,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body that runs above this call; where none does yet, wait for it."""
+        """Watch the main module's body that runs above this call; wait for it where none does yet."""
         frames = list(_upwards(sys._getframe(1)))
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
@@ -222,7 +222,7 @@ class Watch:
             self._wait()
 
     def expect(self) -> None:
-        """A module that is wanted is the next to run on this thread, and perhaps as the main one."""
+        """Expect a wanted module as the next to run on this thread, perhaps as the main one."""
         self._is_next = True
         self._wait()
 
@@ -231,7 +231,7 @@ class Watch:
             means.listen()
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """End the watch without a trace."""
         means, self._means = self._means, None
         if means is not None:
             means.release()
@@ -251,7 +251,7 @@ class Watch:
         return module is not None and any(map(self._wants, names_of(module)))
 
     def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
-        """The module that has these names, of a runner's script also where nothing has them but its code."""
+        """Return the module that has these names, or one made for those of a runner's script."""
         module = _module_of(names)
         if module is not None or not self._runner:
             return module
@@ -260,7 +260,7 @@ class Watch:
         return self._of_runner
 
     def started(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Some code has begun to run: whether it is the body to follow. The wait ends where none can come."""
+        """Return True for code that is the body to follow. The wait ends where none can come."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
@@ -276,20 +276,20 @@ class Watch:
         return False
 
     def reached(self, line: int) -> None:
-        """The body is about to run a line."""
+        """Report new names before a line of the body runs."""
         is_past = line > self._plan.last
         if is_past or line in self._plan.stops:
-            self.tell()
+            self.report()
         if is_past:
             self.end()
 
     def finished(self) -> None:
-        """The body has run."""
-        self.tell()
+        """Report new names after the body has run."""
+        self.report()
         self.end()
 
-    def tell(self) -> None:
-        """Tell of the module if it has other names than before."""
+    def report(self) -> None:
+        """Report the module if it has other names than before."""
         module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:
             return
@@ -311,14 +311,14 @@ def _snapshot(names: dict[str, Any]) -> dict[str, int]:
 
 
 def _module_of(names: dict[str, Any]) -> ModuleType | None:
-    """The module that has these names."""
+    """Return the module that has these names."""
     module = sys.modules.get(names.get("__name__", ""))
     is_it = issubclass(type(module), ModuleType) and object.__getattribute__(module, "__dict__") is names
     return module if is_it else None
 
 
 class _Tracing:
-    """The interpreter's trace function, up to Python 3.11: it slows calls down while the main module defines things."""
+    """The interpreter's trace function, up to Python 3.11: it slows calls down during the main module's definitions."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -338,14 +338,14 @@ class _Tracing:
             sys.settrace(None)
 
     def _is_over(self) -> bool:
-        """Whether the watch has ended; another thread cannot take the trace function off this one."""
+        """Return True after the watch's end, and unset the trace function, which another thread cannot."""
         if self._watch._means is self:
             return False
         self.release()
         return True
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_name not in _TELLING:
+        if frame.f_code.co_name not in _WATCHED:
             return None  # as nearly all are
         if not self._is_over() and self._watch.started(frame.f_code, frame.f_globals):
             return self._ran
@@ -404,7 +404,7 @@ if sys.version_info >= (3, 12):
             monitoring.free_tool_id(self._tool)
 
         def _started(self, code: CodeType, offset: int) -> Any:
-            if code.co_name not in _TELLING:
+            if code.co_name not in _WATCHED:
                 return sys.monitoring.DISABLE
             if self._watch.started(code, sys._getframe(1).f_globals):
                 sys.monitoring.set_events(self._tool, sys.monitoring.events.NO_EVENTS)

@@ -1,7 +1,7 @@
-"""Packets between the processes of a run: JSON objects over a Unix socket that keeps them apart, descriptors with them.
+"""Packets between the processes of a run: JSON objects over a Unix socket that keeps them apart, with descriptors.
 
-Whoever is at the other end may send anything: what is no object of at most `PACKET_BYTES` is refused, and descriptors
-that nobody asked for are closed.
+The other end may send anything. A packet that is no object of at most `PACKET_BYTES` is refused, and its descriptors
+are closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKET_BYTES = 128 << 10
 """The longest packet; the system's own limit is somewhat above it."""
 
 DESCRIPTORS = 2
-"""The most that come with one packet."""
+"""The most descriptors of a packet."""
 
 FAMILY, KIND = _socket.AF_UNIX, _socket.SOCK_SEQPACKET
 
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
-    """What came is no packet of ours."""
+    """The data is no packet of ours."""
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -39,22 +39,22 @@ def send(connection: _socket.socket, message: Message, descriptors: Sequence[int
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """The next packet and its descriptors, which are the caller's to close; None where the other end has closed.
+    """Return the next packet and its descriptors, which the caller closes; None where the other end has closed.
 
     Raises `BlockingIOError` where none has come, another `OSError` for a connection that is broken, and `PacketError`.
     """
     room = _socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
-    found = array.array("i")
+    descriptors = array.array("i")
     for level, kind, value in rights:
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
-            found.frombytes(value[: len(value) - len(value) % found.itemsize])
+            descriptors.frombytes(value[: len(value) - len(value) % descriptors.itemsize])
     try:
-        if not data and not found:
+        if not data and not descriptors:
             return None, []
-        return _parsed(data, flags), found.tolist()
+        return _parsed(data, flags), descriptors.tolist()
     except BaseException:
-        for descriptor in found:
+        for descriptor in descriptors:
             os.close(descriptor)
         raise
 
@@ -72,13 +72,13 @@ def _parsed(data: bytes, flags: int) -> Message:
 
 
 def peer_of(connection: _socket.socket) -> tuple[int, int]:
-    """Number and user of the other end: who connected, or who said last that it listens; -1 for a user not told.
+    """Return pid and user of the other end: of the caller, or of the last listener; -1 for an unknown user.
 
-    A number of 0 is one of another namespace.
+    A pid of 0 is one of another namespace.
     """
     try:
-        found = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(found)
+        credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
     except OSError:
         return 0, -1
     return pid, uid

@@ -1,7 +1,7 @@
-"""The process context: who this process is, in memory that profilers outside find by its name in `/proc/PID/maps`.
+"""The process context: the resource of this process, in memory that profilers find by its name in `/proc/PID/maps`.
 
-OpenTelemetry's OTEP 4719 says how it lies there, in which order it is written, and how it is read. A forked child has
-none until it publishes its own. Whoever publishes one first, this or another SDK of the process, is alone.
+OpenTelemetry's OTEP 4719 defines its layout, the order of its writes, and its reading. A forked child has none until it
+publishes its own. The first SDK of a process that publishes one is the only one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from instrument.runtime.unpatched import Lock
 NAME = b"OTEL_CTX"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQQ")
-"""The name once all is there, the version, the payload's length, when it was published on the clock that counts sleep,
-0 while it changes, and the payload's address."""
+"""The name once all is there, the version, the payload's length, the time of its publication on the clock that counts
+sleep, 0 while it changes, and the payload's address."""
 
 PAYLOAD_LIMIT = 64 << 10
-"""Readers take no longer one."""
+"""The longest payload that readers accept."""
 
 _PUBLISHED_AT = 16
 _PAGE_BYTES = 4096
@@ -36,7 +36,7 @@ _lock = Lock()
 
 
 class _Published:
-    """What this process has published: where the header lies, and what the payload lies in."""
+    """The published context of this process: the address of its header, and the buffer of its payload."""
 
     def __init__(self, address: int) -> None:
         self.pid = os.getpid()
@@ -50,7 +50,7 @@ _published: _Published | None = None
 def publish(payload: bytes) -> str:
     """Publish an encoded `ProcessContext`, in place of one that this process has published before.
 
-    Returns why that cannot be, "" where it is done, or another SDK of the process has done it.
+    Returns why it cannot, "" where it is done, or another SDK of the process has done it.
     """
     global _published
     if len(payload) > PAYLOAD_LIMIT:
@@ -72,7 +72,7 @@ def publish(payload: bytes) -> str:
 
 
 def withdraw() -> None:
-    """Take back what this process has published, if anything."""
+    """Withdraw the context of this process, if there is one."""
     global _published
     with _lock:
         known, _published = _published, None
@@ -82,16 +82,16 @@ def withdraw() -> None:
 
 
 def after_fork_in_child() -> None:
-    """The parent's is not here, and another thread of the parent may have held the lock."""
+    """Forget the parent's context, and its lock, which another thread may have."""
     global _lock, _published
     _lock, _published = Lock(), None
 
 
 def _put(known: _Published, payload: bytes) -> None:
-    """Write what readers find whole, or find that it changes."""
+    """Write the context so that readers find it whole, or marked as changing."""
     before, known.payload = known.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(known.payload), known.address
-    # A lock that is taken and released is a barrier: what was written before it is seen before what is written after.
+    # A lock that is taken and released is a barrier between the writes before and after it.
     _store(at + _PUBLISHED_AT, bytes(8))
     with Lock():
         rest = HEADER.pack(NAME, VERSION, len(payload), 0, address)
@@ -109,7 +109,7 @@ def _store(address: int, data: bytes) -> None:
 
 
 def _mapped(libc: ctypes.CDLL) -> int:
-    """A page that goes by the name, and that no forked child has. Raises `OSError`."""
+    """Map a page of that name that no forked child has. Raises `OSError`."""
     try:
         fd = _memfd()
     except (OSError, AttributeError):
@@ -144,14 +144,14 @@ def _memfd() -> int:
 
 
 def _is_there() -> bool:
-    """Whether a context of this process is published, by whomever."""
+    """Return True where any SDK has published a context of this process."""
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
     return False
 
 
 def _libc() -> ctypes.CDLL:
-    """The functions that are called, which raise nothing. Raises `AttributeError` where the system lacks one."""
+    """Return the C library. Raises `AttributeError` where it lacks a function."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address

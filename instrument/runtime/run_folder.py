@@ -1,7 +1,7 @@
-"""The folder of a run: where its agent listens, for the processes of the run and for who asks about them.
+"""The folder of a run, with its agent's socket, for the processes of the run and for commands that ask about them.
 
-It lies in a folder of the user's own that nobody else can enter, `instrument-UID` below `XDG_RUNTIME_DIR`, `TMPDIR` or
-`/tmp`, and bears the name of the run. Processes learn of the socket by `VARIABLE` in their environment.
+It has the name of the run, in a folder of this user alone, `instrument-UID` below `XDG_RUNTIME_DIR`, `TMPDIR` or
+`/tmp`. Processes get the socket's path by `VARIABLE` in their environment.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
 
 WAITING = 512
-"""How many processes may be about to join while the agent is busy."""
+"""The most processes that wait to join while the agent is busy."""
 
 ANSWER_S = 5.0
-"""The longest that an agent is waited for; one that is stopped answers nothing."""
+"""The longest wait for an answer of an agent, which may be stopped."""
 
 _RUN = re.compile(r"[\w.-]{1,64}")
 
 
 def handed_down(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file of that name by which processes of this one's run spare one another work; None without such a run.
+    """Return the file of that name by which the run's processes share results; None without such a run.
 
-    It is of one build of Python, and in the run's own folder: none of a folder that agents of several runs share.
+    It is of one build of Python, and in the run's own folder, never in one that agents of several runs share.
     """
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
@@ -49,14 +49,14 @@ def handed_down(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 
 def homes() -> list[Path]:
-    """The folders in which runs of this user may lie: where one is made now first."""
+    """Return the folders that may have runs of this user, first the one for new runs."""
     named = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*named, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
 def make(run: str) -> Path:
-    """Make the folder of a run, for its owner only. Raises `OSError` where no home can have it."""
+    """Make the folder of a run, for its owner only. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
     for home in homes():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
@@ -74,15 +74,17 @@ def make(run: str) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raises `PermissionError` for a folder that is not this user's own, or that others may enter."""
+    """Raise `PermissionError` for a folder that is not this user's own, or that others may enter."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
-        raise PermissionError(f"{folder}: found {found}; it must be a folder of this user's alone, mode 0700")
+        raise PermissionError(
+            f"{folder}: found mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}; it must be a folder of this "
+            "user's alone, mode 0700"
+        )
 
 
 def listen(path: Path) -> socket.socket:
-    """An agent's socket at a path, in place of one that nobody listens on. Raises `OSError`."""
+    """Make an agent's socket at a path, in place of one without a listener. Raises `OSError`."""
     holder = holder_of(path)
     if holder is not None:
         raise FileExistsError(
@@ -102,14 +104,12 @@ def listen(path: Path) -> socket.socket:
 
 
 def is_heard(path: Path) -> bool:
-    """Whether anybody listens on a socket."""
+    """Return True where a process listens on a socket."""
     return holder_of(path) is not None
 
 
 def holder_of(path: Path) -> int | None:
-    """The number of the process that listens on a socket, even one that is stopped: 0 where it is not told, None for
-    nobody.
-    """
+    """Return the pid of the process that listens on a socket, even a stopped one; 0 for an unknown, None for none."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
         try:
@@ -122,7 +122,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a socket from another one that takes its place while it is held; None where there is none."""
+    """Return what identifies the socket at a path; None where there is none."""
     try:
         facts = path.stat()
     except OSError:
@@ -131,18 +131,18 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def named(holder: int) -> str:
-    """An agent in words, by the number of its process where that is told."""
+    """Name an agent, by its pid where that is known."""
     return f"an agent (process {holder})" if holder else "an agent"
 
 
 def in_the_way(holder: int) -> str:
-    """What there is to say of an agent that listens and says nothing."""
+    """Describe an agent that listens and does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
 
 
 def _answers(path: Path) -> bool:
-    """Whether the agent that listens on a socket says anything."""
+    """Return True where the agent that listens on a socket answers."""
     with suppress(OSError, packets.PacketError), called(path, ANSWER_S) as caller:
         packets.send(caller, {"ask": "processes"})
         return packets.receive(caller)[0] is not None
@@ -150,7 +150,7 @@ def _answers(path: Path) -> bool:
 
 
 def found() -> list[Path]:
-    """The folders of this user's runs, the oldest first; also those whose agent has gone."""
+    """Return the folders of this user's runs, the oldest first; also those whose agent has gone."""
     folders = []
     for home in homes():
         with suppress(OSError):
@@ -160,46 +160,46 @@ def found() -> list[Path]:
 
 
 def first_process(run: str) -> int:
-    """The number of the process that began a run, as its name has it; 0 where it says none."""
+    """Return the pid of the process that began a run, by the run's name; 0 where it has none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """The paths in a folder that match, in order; none where it cannot be read, as without a descriptor left."""
+    """Return the paths in a folder that match, in order; none where it cannot be read."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
 def note_of(folder: Path, pid: int, started: int) -> Path:
-    """The file by which agents know of a process of the run that records."""
+    """Return the file by which agents know of a process of the run that records."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
 def untold(folder: Path) -> list[int]:
-    """The processes of the run that recorded and have ended, and that no agent has told of."""
-    found = []
+    """Return the processes of the run that recorded and have ended, and that no agent has reported."""
+    pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
         if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
-            found.append(int(pid))
-    return sorted(found)
+            pids.append(int(pid))
+    return sorted(pids)
 
 
 def note_of_unsent(folder: Path, pid: int, spans: int) -> Path:
-    """The empty file that says of a process which has ended how many spans its agent may still have to send."""
+    """Return the path of an empty file that has the number of spans of an ended process left to send."""
     return folder / f"{pid}-{time.monotonic_ns()}-{spans}{UNSENT_SUFFIX}"
 
 
 def unsent(folder: Path) -> dict[Path, int]:
-    """How many spans an agent that has gone had perhaps not sent, by the notes that it left."""
+    """Return the numbers of spans that an agent may not have sent, by the notes that it left."""
     counts = {path: path.stem.rpartition("-")[2] for path in paths_in(folder, f"*{UNSENT_SUFFIX}")}
     return {path: int(count) for path, count in counts.items() if count.isdecimal()}
 
 
 def taken_unsent(folder: Path) -> int:
-    """So many spans in all, for who tells of them: the notes are removed."""
+    """Return the number of these spans, and remove the notes."""
     notes = unsent(folder)
     for note in notes:
         with suppress(OSError):
@@ -222,7 +222,7 @@ def registered(path: Path) -> Iterator[None]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a run that has ended, with what lies in it."""
+    """Remove the folder of a run that has ended, with its files."""
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink()
@@ -243,7 +243,7 @@ def remove_abandoned() -> None:
 
 @contextmanager
 def called(path: Path, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection to an agent, with a time limit for all that is done on it. Raises `OSError`."""
+    """Connect to an agent, with a time limit for each call. Raises `OSError`."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.settimeout(timeout_s)
         caller.connect(os.fspath(path))

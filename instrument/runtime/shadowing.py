@@ -1,8 +1,8 @@
 """Modules of the service that have the names of modules of the standard library, such as a `token.py` or `platform.py`.
 
-What we import, and what that imports in turn, goes past them; the service gets its own, as it would without us. Where
-it has imported its own already, a library that we load later and that needs the other fails, and that is counted.
-This module imports nothing but what each Python has loaded: it is the first of ours that a session needs.
+Our imports, and theirs in turn, skip them; the service gets its own, as it would without us. A library that we load
+after the service has imported its own may fail for want of the standard one, and that is counted. This module imports
+only modules that each Python has loaded, for it is the first of ours in a session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
-"""The packages that we import, whose own imports are for us then."""
+"""The packages that we import, whose own imports count as ours."""
 
 
 def guard(folders: Iterable[str] = ()) -> None:
@@ -43,7 +43,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def folder_of_main() -> str:
-    """The folder that Python puts first on `sys.path` for the program that it is about to run."""
+    """Return the folder that Python puts first on `sys.path` for the program that it is about to run."""
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word in ("-X", "-W"):
@@ -73,19 +73,19 @@ class _Guard:
         if fullname not in self._shadowed:
             return None
         self._loaded.add(fullname)
-        found: ModuleSpec | None = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
-        if found is None:
+        spec: ModuleSpec | None = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
+        if spec is None:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)  # of another system
-        return found
+        return spec
 
     def release(self) -> None:
-        """Leave the names to the service: what it imports by them is its own."""
+        """Leave the names to the service, which imports its own by them."""
         while self._loaded:
             sys.modules.pop(self._loaded.pop(), None)
 
 
 def release() -> None:
-    """Leave the names of what we have imported until now to the service."""
+    """Leave the names of our imports until now to the service."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()

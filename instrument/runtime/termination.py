@@ -1,10 +1,10 @@
-"""Signals that end a process: where one would do so at once, the session first delivers what it has.
+"""Signals that end a process: the session first delivers its data, where one would end the process at once.
 
-Servers change what a signal does after we have looked. uvicorn's worker for gunicorn resets every signal when it
-begins; uvicorn itself, having shut down, puts back what it found and sends itself the signal once more; services
-do the same at the end of a handler of theirs. So the two functions by which Python's code sets and asks for a
-signal's disposition are replaced while the session lasts: where the default is set, ours is; whoever asks for the
-disposition, or is told the previous one, finds the default. What is reset in C is not noticed.
+Servers set signals' dispositions after we have. uvicorn's worker for gunicorn resets every signal when it begins.
+uvicorn itself restores the dispositions at its end and sends itself the signal once more; services do the same in
+handlers. So the two functions by which Python's code sets and gets a signal's disposition are replaced while the
+session lasts: our handler is set in place of the default, and callers get the default in place of ours. A reset in C is
+not noticed.
 
 Native code such as tokio takes a signal later by `sigaction`, does its own stop and calls the handler before it.
 Without us that was the default, which is never called. So a signal that native code has taken ends nothing here.
@@ -21,27 +21,27 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESTORED = (signal.SIGINT, signal.SIGHUP)
-"""Where the service puts the default back in place of a handler of its own, these are as SIGTERM. Where it has had
-none, the default stays: that is how a program is ended by Ctrl-C while its main thread runs C."""
+"""Signals treated as SIGTERM after the service replaces a handler of its own by the default. Without such a handler the
+default stays: it ends a program by Ctrl-C while its main thread runs C."""
 
 
 class Termination:
     """Calls `end(number, frame)` on the main thread when a signal would have ended the process.
 
-    `end` returns whether it has done what there is to do; the process then ends by the same signal.
+    `end` returns True where the process is to end, by the same signal.
     """
 
     def __init__(self, end: Callable[[int, FrameType | None], bool]) -> None:
         self._end = end
         self._set = signal.signal
         self._get = signal.getsignal
-        self._handler = self._handle  # one object, to be known again
+        self._handler = self._handle  # one object, for comparisons
         self._is_active = False
         self._address: int | None = None
         """The function of CPython that the system calls for each handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Take over SIGTERM where it has the default, now or later. On the main thread alone; returns the way back."""
+        """Take over SIGTERM where it has the default, now or later. On the main thread alone. Returns the uninstall."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -53,12 +53,12 @@ class Termination:
 
         @functools.wraps(bare_get)
         def get_disposition(signalnum: Any) -> Any:
-            found = bare_get(signalnum)
-            return signal.SIG_DFL if found is self._handler else found
+            disposition = bare_get(signalnum)
+            return signal.SIG_DFL if disposition is self._handler else disposition
 
         def undo() -> None:
             self._is_active = False
-            # Somebody else may have replaced them after us; ours then only call what they stand for.
+            # Others may have replaced them after us; ours then only call the originals.
             if signal.signal is set_disposition:
                 signal.signal = bare_set
             if signal.getsignal is get_disposition:
@@ -74,17 +74,17 @@ class Termination:
         return undo
 
     def _take(self, number: int) -> Any:
-        """Set our handler; returns the one before it."""
+        """Set our handler. Returns the one before it."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
 
     def _is_native(self, number: int) -> bool:
-        """Return whether native code has taken the signal since ours was set."""
+        """Return True where native code has taken the signal since ours was set."""
         return _address_of_handler(number) != self._address
 
     def _takes(self, number: Any, handler: Any) -> bool:
-        """Whether ours is set where this is asked for."""
+        """Return True where our handler is to be set in place of this one."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
         if number in RESTORED:
@@ -99,9 +99,9 @@ class Termination:
 
 
 def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Have `action` called with the exit code as the process leaves by `os._exit`. Returns the way back.
+    """Have `action` called with the exit code as the process leaves by `os._exit`. Returns the undo.
 
-    Workers that are forked for a job leave so, past all that Python does at its end. The action may wait for nothing.
+    Workers that are forked for a job leave so, without Python's own end. The action must not wait.
     """
     bare_exit = os._exit
 
@@ -121,7 +121,7 @@ def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
 
 
 def _address_of_handler(number: int) -> int | None:
-    """Return the C function that the system calls for a signal; None where Python cannot say it."""
+    """Return the address of the C function that the system calls for a signal; None where it is not known."""
     try:
         from ctypes import c_void_p, pythonapi
 
@@ -134,5 +134,5 @@ def _address_of_handler(number: int) -> int | None:
 
 
 def _is_main_thread() -> bool:
-    """Whether the calling thread is the one that handles signals; a greenlet of it is, too."""
+    """Return True on the thread that handles signals, in any greenlet of it."""
     return threading.get_native_id() == os.getpid()

@@ -1,4 +1,4 @@
-"""Threads of ours: of the operating system whatever the service has patched, named, and begun anew where they die."""
+"""Our threads: of the operating system whatever the service has patched, named, and begun anew after they die."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, start_new_thread
 
 RESTART_S = 0.2
-"""How long a thread that died rests before it begins anew."""
+"""Seconds before a thread that died begins anew."""
 
 WORK_S, REST_S = 0.001, 0.0005
-"""Seconds of the longest stretch of work on our threads, and of the rest after it. A thread that wants Python's
-lock waits 5 ms for one that works on: a server's threads want it several times for each request."""
+"""Seconds of the longest stretch of work on our threads, and of the rest after it. A thread waits 5 ms for Python's
+lock while another works on, and a server's threads need it several times per request."""
 
 _ours: dict[int, tuple[str, int]] = {}
-"""Name and process by the number that the operating system gives a thread."""
+"""Name and pid by the identity of a thread."""
 
 
 class Thread:
     """A daemon thread that runs `run`, and runs it again where it ends while `is_needed()`.
 
-    An end that nobody asked for is a fault of the thread, whatever brought it about: an error, or a `SystemExit` that
-    the service has thrown into every thread that it found.
+    An unexpected end is a fault: an error, or a `SystemExit` that the service has thrown into all threads.
     """
 
     def __init__(self, run: Callable[[], object], name: str, is_needed: Callable[[], bool] = lambda: False) -> None:
@@ -45,7 +44,7 @@ class Thread:
     def start(self) -> None:
         """Begin. Raises RuntimeError where no thread can: there are too many, or the interpreter is ending.
 
-        Where `threading` is as it should be, `threading.enumerate()` lists it.
+        `threading.enumerate()` lists the thread, unless `threading` is patched.
         """
         self._pid = os.getpid()
         try:
@@ -59,15 +58,15 @@ class Thread:
             raise
 
     def is_alive(self) -> bool:
-        """Whether it has been started in this process, and has not ended."""
+        """Return True where the thread has been started in this process, and has not ended."""
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def is_current(self) -> bool:
-        """Whether it is the one that asks."""
+        """Return True on the thread itself."""
         return self._ident == get_ident() and self.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for its end, at most so long."""
+        """Wait for the thread's end, for `timeout_s` at most."""
         if self.is_current() or self._pid != os.getpid():
             return
         if self._ended.wait(timeout_s) and self._listed is not None and not is_patched():
@@ -101,13 +100,13 @@ class Thread:
 
 
 class Pace:
-    """The stretches and rests of one long piece of work on a thread of ours."""
+    """The stretches and rests of a long piece of work on a thread of ours."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_S
 
     def rest(self) -> None:
-        """Rest where the stretch is over."""
+        """Rest after each stretch."""
         if time.monotonic() > self._until:
             sleep(REST_S)
             self._until = time.monotonic() + WORK_S
@@ -128,7 +127,7 @@ def start_unlisted(run: Callable[[], object], name: str) -> None:
 
 
 _of_libraries: dict[int, int] = {}
-"""Threads by process that libraries of ours have begun."""
+"""The number of threads that our libraries have begun, by pid."""
 
 
 @contextmanager
@@ -155,11 +154,11 @@ class _ForkWarning:
     """
 
     def match(self, text: str) -> bool:
-        """Return whether a text is that warning."""
-        found = text.startswith("This process ") and "is multi-threaded" in text
-        if found:
+        """Return True for that warning."""
+        is_it = text.startswith("This process ") and "is multi-threaded" in text
+        if is_it:
             end_quiet_fork()
-        return found
+        return is_it
 
 
 _QUIET: Any = ("ignore", _ForkWarning(), DeprecationWarning, None, 0)
@@ -170,18 +169,18 @@ def quiet_fork() -> None:
     """Keep Python from warning of threads at the next fork, where all except the calling one are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
-        # Past `filterwarnings`, which would make Python forget what it has warned of.
+        # Not by `filterwarnings`, which would make Python forget its warnings.
         warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
 
 
 def end_quiet_fork() -> None:
-    """Take back what `quiet_fork` did, if it did."""
+    """Undo `quiet_fork`, if it did anything."""
     with suppress(ValueError):
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
 
 def are_to_wait() -> bool:
-    """Return whether a server in C is still to fork its workers, and does so without Python's lock.
+    """Return True where a server in C is still to fork its workers, and does so without Python's lock.
 
     A thread that has the lock in that moment leaves it locked in the child for ever, which then hangs.
     """
@@ -200,6 +199,6 @@ def _note(name: str, fault: BaseException | None) -> None:
 
 
 def current_name() -> str | None:
-    """The name of the thread that asks, None for one of the service."""
+    """Return the name of the calling thread, None for one of the service."""
     name, pid = _ours.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

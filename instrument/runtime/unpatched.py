@@ -1,10 +1,10 @@
-"""What gevent and eventlet put their own in place of, as the operating system has it: locks, waiting, threads, sockets.
+"""The operating system's locks, waits, threads and sockets, which gevent and eventlet replace by their own.
 
 A service may call `gevent.monkey.patch_all()` before our session begins or at any time after that. A thread of ours
-that then waited on a lock of gevent, or asked it which thread it is, would belong to a hub that nobody runs. So
-whatever threads of ours wait on or speak through comes from here: from C modules that are never patched, or taken when
-this module was imported. A lock of ours blocks its whole thread, all greenlets of it; none is held while anything
-of the service runs.
+that then waited on a lock of gevent, or asked it for its identity, would belong to a hub that never runs. So all that
+our threads wait on or speak through comes from here: from C modules that are never patched, or as it was when this
+module was imported. A lock of ours blocks its whole thread with all greenlets; code of the service never runs under
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _original(module: str, name: str) -> Any:
-    """An attribute of an imported module, as it was before gevent or eventlet replaced it."""
+    """Return an attribute of an imported module, as it was before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
         return monkey.get_original(module, name)
@@ -48,23 +48,23 @@ if not TYPE_CHECKING:
 
 
 def is_patched() -> bool:
-    """Whether what `threading` starts are no threads of the operating system any more."""
+    """Return True where `threading` no longer starts threads of the operating system."""
     return _thread.start_new_thread is not start_new_thread
 
 
 class Event:
-    """As `threading.Event`; `set` never blocks, so that signal handlers may call it."""
+    """A `threading.Event` whose `set` never blocks, so that signal handlers may call it."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._waiters: deque[Any] = deque()
 
     def is_set(self) -> bool:
-        """Whether it has been set."""
+        """Return True where the event is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Let all go on that wait, now or later."""
+        """Release all waits, now and later."""
         self._is_set = True
         while True:
             try:
@@ -73,11 +73,11 @@ class Event:
                 return
 
     def clear(self) -> None:
-        """Have those wait that ask from now on."""
+        """Have later waits wait."""
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set, at most so long; whether it is."""
+        """Wait until the event is set, for `timeout_s` at most. Returns True where it is."""
         if self._is_set:
             return True
         waiter = Lock()
@@ -98,7 +98,7 @@ class Socket(_socket.socket):
     """A socket of the operating system, with what `socket.socket` adds and we use."""
 
     def accept(self) -> tuple[Socket, Any]:
-        """The next connection and where it comes from."""
+        """Return the next connection and its address."""
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         return Socket(fileno=descriptor), address
 
@@ -112,7 +112,7 @@ class Socket(_socket.socket):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Socket:
-    """A TCP connection, to the first of the host's addresses that takes it. Raises OSError."""
+    """Connect by TCP to the first of the host's addresses that accepts. Raises OSError."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
         sock = None

@@ -21,7 +21,7 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
-from instrument.runtime import atomic, disk_room
+from instrument.runtime import atomic
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
 
@@ -130,7 +130,7 @@ def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collec
             found[name] = True, at_ns, found[name][2]
     left -= sum(map(atomic.remove_abandoned, folders))
     oldest = ((Path(name), size) for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)))
-    return len(disk_room.removed(oldest, -left))
+    return len(atomic.remove_first(oldest, -left))
 
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from instrument.errors import TraceError
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Span, Trace
-from instrument.runtime import disk_room
+from instrument.runtime import atomic
 from instrument.runtime.faults import logger
 from instrument.trace import file
 
@@ -101,4 +101,4 @@ class KeptFiles:
                 found.append((facts.st_mtime_ns, facts.st_size, path))
         over_bytes = sum(size for _, size, _ in found) + wanted_bytes - self._disk_bytes
         oldest = ((path, size) for _, size, path in sorted(found) if path != newest)
-        self._removed += sum(1 + self._told.pop(path, 0) for path in disk_room.removed(oldest, over_bytes))
+        self._removed += sum(1 + self._told.pop(path, 0) for path in atomic.remove_first(oldest, over_bytes))
