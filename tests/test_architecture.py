@@ -326,9 +326,9 @@ LINES_AND_FILES = {
     "cli": (2_417, 20),
     "compat": (1_374, 7),
     "device": (3_738, 16),
-    "instrumentors": (11_625, 62),
+    "instrumentors": (11_639, 62),
     "native": (10_122, 29),
-    "otlp": (8_295, 39),
+    "otlp": (8_296, 39),
     "profile": (2_590, 10),
     "proposal": (1_498, 6),
     "recorder": (3_317, 18),
@@ -336,7 +336,7 @@ LINES_AND_FILES = {
     "report": (12_443, 63),
     "runtime": (2_245, 18),
     "sessions": (8_049, 35),
-    "trace": (7_688, 42),
+    "trace": (7_708, 42),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -66,6 +66,26 @@ def test_what_an_engine_does_for_a_request_hangs_below_who_waits_for_it() -> Non
     assert all(found[number] == (0, number) for number in (11, 12, 13, 14, 15)), "batches keep trees of their own"
 
 
+def test_a_batch_that_a_loop_runs_in_the_tree_of_a_request_that_it_does_not_serve_is_a_root() -> None:
+    spans = [
+        made(1, CHAT, 0, 1000, key="a"),
+        made(2, CHAT, 5, 900, key="b"),
+        made(3, STEP, 10, 100, 1, batch=["a", "b"]),
+        made(4, STEP, 200, 300, 1, batch=["b", "unknown"]),
+        made(5, TOKENISE, 210, 220, 4),
+        made(6, TOKENISE, 230, 240, 4, key="a"),
+        made(7, STEP, 400, 500, 1, batch=["unknown"]),
+    ]
+    for span in spans[4:6]:
+        span.root_id = 1
+    found = trees(spans)
+    assert [found[number] for number in (3, 7)] == [(1, 1), (1, 1)]
+    assert [found[number] for number in (4, 5)] == [(0, 4), (4, 4)]
+    assert found[6][1] == 1
+    joined = join(trace_of(spans))
+    assert {number: int(place) for number, place in enumerate(joined.of[2:], 3)} == {3: 0, 4: -1, 5: -1, 6: 0, 7: 0}
+
+
 def test_who_had_handed_it_over_and_ended_has_it_too_else_the_request() -> None:
     spans = [
         made(1, CHAT, 0, 1000, key="a"),

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from otlp_spans import ORIGIN
 from trees import tree_of
 
 from instrument import chrome
+from instrument.instrumentors.requests import ray_serve
+from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import packing
-from instrument.profile.model import Capture
+from instrument.profile.model import Capture, RequestsRule
 from instrument.recorder.tail_sampler import Trees
 from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.spans import Origin, Site, Span, Trace
@@ -214,12 +217,12 @@ class Batcher:
     async def __call__(self) -> None:
         if self.queue is None:
             self.queue = asyncio.Queue()
-            self.task = asyncio.create_task(self.serve(self.queue))
+            self.task = asyncio.create_task(self._process_batches(self.queue))
         done = asyncio.get_running_loop().create_future()
         self.queue.put_nowait(done)
         await done
 
-    async def serve(self, queue: asyncio.Queue[asyncio.Future[None]]) -> None:
+    async def _process_batches(self, queue: asyncio.Queue[asyncio.Future[None]]) -> None:
         while True:
             done = await queue.get()
             await self.predict()
@@ -271,6 +274,14 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
         assert message.trace_id != link.trace_id
         assert int.from_bytes(link.trace_id, "big") == ids.trace_id(first.span_id)
         assert int.from_bytes(link.span_id, "big") == ids.span_id(first.span_id)
+
+
+def test_batches_of_ray_serves_loop_are_no_part_of_the_request_that_began_it(recorder: Any) -> None:
+    attach = ray_serve.RAY_SERVE["ray.serve.batching"]
+    (undo,) = attach(SimpleNamespace(_BatchQueue=Batcher), Exchanges(RequestsRule(), recorder))
+    serve_batches(recorder, 3, around="main")
+    undo()
+    assert tallied(recorder) == {"main": 1, "main > request": 3, "batch": 3, "batch > leaf": 3}
 
 
 def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request_that_started_it(recorder: Any) -> None:

@@ -2,7 +2,8 @@
 
 What bears a request's key elsewhere is taken, with all below it, from where it lies to below the span that handed the
 request over: of the spans that bear the key and had begun, the newest that was open, else of the request's own tree the
-one that ended last, else the request. A batch keeps the tree that it lies in, for it is of several requests.
+one that ended last, else the request. A batch keeps the tree that it lies in, for it is of several requests; it is a
+root where that is the tree of a request that it does not serve.
 No row comes or goes, and none changes but in what is above it.
 
 A trace that nobody has given an id gets one of the run and the key. So a process whose spans go to a collector by
@@ -50,7 +51,10 @@ def grafted(trace: Trace, joined: Joined, run: str = "") -> Trace:
     moved = moves[parent[moves] != trace.parent[moves]]
     root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
     parent_id[moved] = trace.span_id[parent[moved]]
+    parent[joined.foreign], parent_id[joined.foreign] = NONE, 0
     top = tops(parent)
+    below = np.isin(top, joined.foreign)
+    root_id[below] = trace.span_id[top[below]]
     its = np.flatnonzero(joined.of != NONE)
     around = joined.rows[joined.of[its]]
     is_below = top[its] == top[around]

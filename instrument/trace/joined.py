@@ -53,11 +53,13 @@ class Joined:
     """The requests of a trace, by their rows in the order of their begins, and what serves them.
 
     `of` is, of each row of the trace, the place of its request among them, `NONE` without one; of a batch it is that of
-    the request around it, if there is one. `keys` are, by place, those that a request is known by.
+    the request around it, if there is one. `keys` are, by place, those that a request is known by. `foreign` are the
+    batches in the tree of a request that they do not serve, as of a loop that this one began.
     """
 
     rows: Int64s
     of: Int64s
+    foreign: Int64s
     keys: Mapping[int, tuple[str, ...]]
     served: Served
     unbound: int
@@ -103,11 +105,18 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
     for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
         if place != NONE and names[key] not in keys.setdefault(place, []):
             keys[place].append(names[key])
+    served = _served(trace, numbers, bound, place_of)
+    foreign = _foreign(served, of)
+    if len(foreign):
+        says_whose = np.zeros(len(trace), dtype=np.bool_)
+        says_whose[keyed] = says_whose[foreign] = True
+        of = np.where(np.isin(nearest(trace.parent, says_whose), foreign), NONE, of)
     return Joined(
         rows=rows,
         of=of,
+        foreign=foreign,
         keys={place: tuple(its) for place, its in keys.items()},
-        served=_served(trace, numbers, bound, place_of),
+        served=served,
         unbound=unbound,
     )
 
@@ -275,6 +284,13 @@ def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: I
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
     flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
     return each_once(Served(batch, request, flat, keys))
+
+
+def _foreign(served: Served, of: Int64s) -> Int64s:
+    """The batches in the tree of a request that serve known ones, and not this one."""
+    around = of[served.batch]
+    serves = served.batch[(around != NONE) & (served.request != NONE)]
+    return np.setdiff1d(serves, served.batch[served.request == around])
 
 
 def each_once(served: Served) -> Served:

@@ -110,6 +110,19 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     ]
 
 
+def _batching(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Have the loop of `@serve.batch`, which the first request begins, be no part of that one, as Ray itself has it."""
+    queue = module._BatchQueue
+    loop = queue._process_batches
+
+    @functools.wraps(loop)
+    async def _process_batches(self: Any, *args: Any, **kwargs: Any) -> Any:
+        exchanges.recorder.forget_current()
+        return await loop(self, *args, **kwargs)
+
+    return [replace(queue, "_process_batches", _process_batches)]
+
+
 def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
     """Where a process makes one of a class, its servers record nothing."""
 
@@ -164,6 +177,7 @@ async def _sent(_: Any) -> None:
 
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
     "ray.serve._private.replica": _replica,
+    "ray.serve.batching": _batching,
     "ray.serve._private.proxy": _silent("GenericProxy"),  # the actor itself is sent to its process by value
     "ray.dashboard.modules.reporter.reporter_agent": _silent("ReporterAgent"),
 }

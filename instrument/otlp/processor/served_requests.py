@@ -131,6 +131,7 @@ def trace_of_served(
     joined = Joined(
         rows=np.arange(count),
         of=of,
+        foreign=np.zeros(0, dtype=np.int64),
         keys={},
         served=each_once(Served(batch[order], request[order], weight[order], ("",) * len(order))),
         unbound=0,
