@@ -321,9 +321,9 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_801, 28),
+    "agent": (4_777, 28),
     "chrome": (3_331, 18),
-    "cli": (2_417, 20),
+    "cli": (2_404, 20),
     "compat": (1_374, 7),
     "device": (3_738, 16),
     "instrumentors": (11_639, 62),
@@ -333,7 +333,7 @@ LINES_AND_FILES = {
     "proposal": (1_498, 6),
     "recorder": (3_317, 18),
     "recording": (4_138, 24),
-    "report": (12_443, 63),
+    "report": (12_441, 63),
     "runtime": (2_245, 18),
     "sessions": (8_049, 35),
     "trace": (7_708, 42),
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_308, 1_324
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_305, 1_324
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

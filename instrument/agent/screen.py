@@ -7,20 +7,21 @@ recordings of the processes, which go on and know nothing of it.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from instrument.agent.client import Member
 from instrument.agent.crash_capture import bearing
+from instrument.agent.processes import GOODBYE
 from instrument.errors import TraceError
-from instrument.recording.histogram import percentiles
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
-from instrument.recording.spans import Site, is_interruption
-from instrument.recording.tally import Totals
-from instrument.report.table import named_table, number, safe, share, tenths
+from instrument.recording.spans import is_interruption
+from instrument.recording.tally import Key, Row, Totals
+from instrument.report.section import Section, Text
+from instrument.report.table import number, rough_percent, safe, share
 
 EVEN = 0.9
 """Times of processes that differ by less are told as one."""
@@ -108,11 +109,11 @@ class Screen:
     is_uneven: bool = False
 
     def document(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return it as JSON takes it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """As text, each table bounded to `ROWS`."""
+        """Return it as text, each table bounded to `ROWS`."""
         living = [one for one in self.processes if one.state in ("running", "off")]
         off = sum(one.state == "off" for one in living)
         lines = [
@@ -122,68 +123,59 @@ class Screen:
         ]
         if self.ended:
             lines.append(f"{_count(self.ended, 'process', 'es')} of it ended, whose numbers the report at its end has")
-        lines.append("")
-        lines += _table(
-            ["Request in flight", "Age, s", "Now in", "For, s", "Process"],
-            [
-                [
-                    f"{one.name}{safe(one.bears)}"[:60],
-                    _seconds(one.age_ns),
-                    safe(one.now)[:30],
-                    _seconds(one.now_ns),
-                    str(one.pid),
-                ]
-                for one in self.in_flight
-            ],
-        )
-        cancels = any(one.cancelled for one in self.endpoints)
-        lines += _table(
-            ["Endpoint", "Ended", "Errors", *(["Cancelled"] if cancels else []), "A second", "p50, ms", "p99, ms"],
-            [
-                [
-                    one.name, str(one.requests), str(one.errors), *([str(one.cancelled)] if cancels else []),
-                    number(one.rate), *_ms(one.p50_ns, one.p99_ns),
-                ]
-                for one in self.endpoints
-            ],
-        )  # fmt: skip
-        on_devices = any(one.device_ns for one in self.places)
-        lines += _table(
-            ["Where the time goes", "Calls", "Self, ms", "Of all", *(["Device, ms"] if on_devices else [])],
-            [
-                [
-                    one.name, str(one.calls), *_ms(one.self_ns), "" if one.ratio is None else tenths(one.ratio, 1),
-                    *(_ms(one.device_ns) if on_devices else []),
-                ]
-                for one in self.places
-            ],
-        )  # fmt: skip
+        cancelled = "cancelled=Cancelled|" if any(one.cancelled for one in self.endpoints) else ""
+        device = "|device_ns=Device, ms" if any(one.device_ns for one in self.places) else ""
+        texts = {"name": lambda one, unit: f"{one.name}{one.bears}"[:60], "now": lambda one, unit: safe(one.now)[:30]}
+        columns = "name=Request in flight|age_ns=Age, s|now=Now in|now_ns=For, s|pid=Process"
+        lines += ["", *_table("s", Section("", self.in_flight, columns, texts=texts))]
+        columns = f"name=Endpoint|requests=Ended|errors=Errors|{cancelled}rate=A second|p50_ns=p50, ms|p99_ns=p99, ms"
+        lines += _table("ms", Section("", self.endpoints, columns))
+        columns = f"name=Where the time goes|calls=Calls|self_ns=Self, ms|ratio=Of all{device}"
+        lines += _table("ms", Section("", self.places, columns))
         lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in [*self.losses.items()][:3]]
-        lines += [safe(problem) for problem in self.problems]
-        return lines
+        return [*lines, *map(safe, self.problems)]
+
+    def process_lines(self) -> list[str]:
+        """Return the table of all processes."""
+        columns = (
+            "service=Service|pid=Process|state=State|up_ns=For, s|generation=Profile|calls=Calls|cost_ratio=Cost|"
+            "lost=Lost"
+        )
+        texts: dict[str, Text] = {
+            "generation": lambda one, unit: f"{one.generation} ({one.digest})",
+            "state": lambda one, unit: "ended" if one.state == GOODBYE else one.state,
+            "cost_ratio": lambda one, unit: rough_percent(one.cost_ratio),
+        }
+        return Section("", self.processes, columns, texts=texts).table("s") if self.processes else []
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    more = len(rows) - ROWS
-    blanks = [""] * (len(header) - 1)
-    shown = [*rows[:ROWS], *([[f"({more} more)", *blanks]] if more > 0 else [])]
-    return [*named_table(header, shown, 0), ""] if rows else []
+def _table(unit: str, section: Section) -> list[str]:
+    more = len(section.rows) - ROWS
+    lines = replace(section, rows=section.rows[:ROWS]).table(unit)
+    return [*lines, *([f"({more} more)"] if more > 0 else []), ""] if section.rows else []
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural * (number != 1)}"
 
 
-def _seconds(time_ns: int) -> str:
-    return number(time_ns / 1e9)
+class CallGroup(NamedTuple):
+    """The calls that count together: those of a site, and as `request` those that lie in no other request."""
+
+    key: tuple[object, ...]
+    name: str
+    request: bool
+    interruption: bool
+
+    @classmethod
+    def of(cls, row: Row) -> CallGroup:
+        """Return it for a line of a tally."""
+        *above, site = row.path
+        is_request = site.kind == "request" and not any(around.kind == "request" for around in above)
+        return cls(site.key, site.name, is_request, is_interruption(site))
 
 
-def _ms(*times_ns: int | None) -> list[str]:
-    return [number(None if time_ns is None else time_ns / 1e6) for time_ns in times_ns]
-
-
-Counted = dict[tuple[tuple[object, ...], bool], tuple[Site, Totals]]
-"""Totals by site, and by whether its spans are requests that lie in no other."""
+Counted = Mapping[CallGroup, Totals]
 
 
 class Looker:
@@ -218,7 +210,7 @@ class Looker:
             since_ns, before = self._before.get(key, (seen.begun_ns, {}))
             self._before[key] = seen.at_ns, seen.counted
             windows_ns.append(seen.at_ns - since_ns)
-            grown.append({place: (site, _grown(now, before.get(place))) for place, (site, now) in seen.counted.items()})
+            grown.append({place: now.since(before.get(place)) for place, now in seen.counted.items()})
             losses.update(seen.losses)
             in_flight += _in_flight(member.pid, seen.open_spans, seen.at_ns)
         window_ns = max(windows_ns, default=0)
@@ -247,17 +239,9 @@ class _Seen:
             self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.at_ns = time.monotonic_ns()
-            self.counted: Counted = {}
-            self.calls = self.requests = 0
-            for row in mapped.tally().rows():
-                if not row.path:
-                    continue
-                site = row.path[-1]
-                is_request = site.kind == "request" and not any(around.kind == "request" for around in row.path[:-1])
-                _, totals = self.counted.setdefault((site.key, is_request), (site, Totals()))
-                totals.merge(row.totals)
-                self.calls += row.totals.calls
-                self.requests += row.totals.calls * (site.kind == "request")
+            self.counted: Counted = mapped.tally().by(CallGroup.of)
+            self.calls = sum(totals.calls for totals in self.counted.values())
+            self.requests = sum(totals.calls for its, totals in self.counted.items() if its.key[1] == "request")
         finally:
             mapped.close()
 
@@ -288,21 +272,6 @@ def _process(member: Member, seen: _Seen | None) -> ProcessNow:
     )
 
 
-def _grown(now: Totals, before: tuple[Site, Totals] | None) -> Totals:
-    """What has come since: counts, self and device time, errors and the histogram. Extremes are those of all calls."""
-    if before is None:
-        return now
-    was = before[1]
-    grown = now.copy()
-    grown.calls -= was.calls
-    grown.errors -= was.errors
-    grown.cancelled -= was.cancelled
-    grown.self_ns -= was.self_ns
-    grown.device_ns -= was.device_ns
-    grown.histogram = dict(Counter(now.histogram) - Counter(was.histogram))
-    return grown
-
-
 def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[InFlight]:
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -320,33 +289,40 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
 
 
 def _endpoints(grown: Sequence[Counted], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """The requests that ended, by name, those of all processes together: rates are those of each in its own time."""
-    by_name: dict[str, Totals] = {}
-    rates: dict[str, float] = {}
+    """Return the requests that ended, by name; rates are those of each process in its own time."""
+    rates = defaultdict[str, float](float)
     for counted, window_ns in zip(grown, windows_ns, strict=True):
-        for (_, is_request), (site, totals) in counted.items():
-            if is_request:
-                by_name.setdefault(site.name, Totals()).merge(totals)
-                rates[site.name] = rates.get(site.name, 0.0) + (share(totals.calls, window_ns / 1e9) or 0.0)
-    found = []
-    for name, totals in by_name.items():
-        p50_ns, p99_ns = percentiles(totals.histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
-        found.append(Endpoint(name, totals.calls, totals.errors, totals.cancelled, rates[name], p50_ns, p99_ns))
+        for its, totals in counted.items():
+            if its.request:
+                rates[its.name] += share(totals.calls, window_ns / 1e9) or 0.0
+    found = [
+        Endpoint(
+            name, totals.calls, totals.errors, totals.cancelled, rates[name], totals.percentile(0.5),
+            totals.percentile(0.99),
+        )
+        for name, totals in _together(grown, lambda its: its.name if its.request else None).items()
+    ]  # fmt: skip
     return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
 
 
 def _places(grown: Sequence[Counted]) -> tuple[Place, ...]:
-    """The sites that were called, heaviest first; but for those whose time is that of whatever ran meanwhile."""
-    by_key: dict[tuple[object, ...], tuple[str, Totals]] = {}
-    for counted in grown:
-        for (key, _), (site, totals) in counted.items():
-            if is_interruption(site):
-                continue
-            by_key.setdefault(key, (site.name, Totals()))[1].merge(totals)
-    whole_ns = sum(totals.self_ns for _, totals in by_key.values())
+    """Return the sites that were called, heaviest first, without interruptions, which are parts of other calls."""
+    sums = _together(grown, lambda its: None if its.interruption else (its.name, its.key))
+    whole_ns = sum(totals.self_ns for totals in sums.values())
     found = [
         Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))
-        for name, totals in by_key.values()
+        for (name, _), totals in sums.items()
         if totals.calls
     ]
     return tuple(sorted(found, key=lambda one: -one.self_ns))
+
+
+def _together(grown: Sequence[Counted], key_of: Callable[[CallGroup], Key | None]) -> dict[Key, Totals]:
+    """Add up the calls of all processes by a key, without those that have none."""
+    found: dict[Key, Totals] = {}
+    for counted in grown:
+        for its, totals in counted.items():
+            key = key_of(its)
+            if key is not None:
+                found.setdefault(key, Totals()).merge(totals)
+    return found

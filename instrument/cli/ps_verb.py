@@ -7,9 +7,8 @@ import json
 import sys
 
 from instrument.agent import client
-from instrument.agent.processes import GOODBYE
 from instrument.cli.option_values import Verbs
-from instrument.report.table import named_table, number, safe
+from instrument.report.table import safe
 
 RUN = (
     "a run, as far as it takes to tell it from others, a service, the number of a process, or the path of an agent's "
@@ -42,22 +41,10 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
     for run, screen in seen:
         agent = f"agent {run.agent}" if run.agent else run.problem
         print(f"Run {safe(run.name)}, {safe(agent)}")
-        rows = [
-            [process.service, str(process.pid), "ended" if process.state == GOODBYE else process.state,
-             number(None if process.up_ns is None else process.up_ns / 1e9),
-             f"{process.generation} ({process.digest})", _cell(process.calls),
-             "-" if process.cost_ratio is None else f"{100 * process.cost_ratio:.2g}%", _cell(process.lost)]
-            for process in screen.processes
-        ]  # fmt: skip
-        header = ["Service", "Process", "State", "For, s", "Profile", "Calls", "Cost", "Lost"]
-        if rows:
-            print("\n".join(named_table(header, rows, 0)))
+        for line in screen.process_lines():
+            print(line)
         if run.folded:
             print(f"and {run.folded} more that ended before")
         for problem in filter(None, [run.none_joined, run.unseen, *screen.problems]):
             print(safe(problem))
     return 0
-
-
-def _cell(count: int | None) -> str:
-    return "-" if count is None else str(count)

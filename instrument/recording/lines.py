@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from instrument.recording.paths import NOT_BELOW, CallTree
@@ -34,6 +35,8 @@ class Sum(NamedTuple):
     moved_bytes: int
     first_ns: int
 
+
+_NUMBERS = attrgetter(*Sum._fields[1:])
 
 WIDTH = len(Sum._fields)
 """Numbers of a line: its node, and those of its totals; of a sum: how many lines it is of, and the same."""
@@ -67,18 +70,14 @@ class Lines:
         """Of a tally, in its order, or of all its threads `merged`."""
         tree, place_of = _tree_of(tally)
         books: dict[int, dict[int, Totals]] = {}
-        for row in tally.rows():
-            if row.path:
-                _merge(books.setdefault(row.thread_id, {}), place_of[row.path], row.totals)
         threads: Mapping[int, str] = tally.threads
         if merged:
-            of_all: dict[int, Totals] = {}
-            for thread in threads:
-                for place, totals in books.get(thread, {}).items():
-                    if totals.calls:
-                        _merge(of_all, place, totals)
-            in_order = sorted(of_all.items(), key=lambda line: line[1].first_ns)
-            books, threads = ({0: dict(in_order)}, {0: ALL_THREADS}) if of_all else ({}, {})
+            called = [one for one in tally.by(lambda row: place_of[row.path]).items() if one[1].calls]
+            threads = {0: ALL_THREADS} if called else {}
+            books = {thread: dict(sorted(called, key=lambda line: line[1].first_ns)) for thread in threads}
+        else:
+            for (thread, place), totals in tally.by(lambda row: (row.thread_id, place_of[row.path])).items():
+                books.setdefault(thread, {})[place] = totals
 
         def histogram(nodes: Iterable[int], thread: int | None) -> dict[int, int]:
             found, wanted = Totals(), list(nodes)
@@ -121,24 +120,8 @@ def _tree_of(tally: Tally) -> tuple[CallTree, dict[tuple[Site, ...], int]]:
     return tree, {path: places[node] for path, node in known.items() if path}
 
 
-def _merge(lines: dict[int, Totals], place: int, totals: Totals) -> None:
-    """Add totals to those of a place, which stay what they are where they are another's."""
-    if place in lines:
-        lines[place] = lines[place].copy()
-        lines[place].merge(totals)
-    else:
-        lines[place] = totals
-
-
 def _packed(lines: Mapping[int, Totals]) -> Numbers:
-    numbers = [
-        number
-        for place, its in lines.items()
-        for number in (
-            place, its.calls, its.errors, its.total_ns, its.self_ns, its.waiting_ns, its.device_ns, its.elapsed_ns,
-            its.min_ns, its.max_ns, its.moved_bytes, its.first_ns,
-        )
-    ]  # fmt: skip
+    numbers = [number for place, its in lines.items() for number in (place, *_NUMBERS(its))]
     try:
         return memoryview(array("q", numbers))
     except OverflowError:

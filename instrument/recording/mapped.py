@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -529,7 +529,7 @@ class Mapped:
             )
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
-        books: dict[int, list[tuple[int, Totals]]] = {ring.number: [] for ring in rings}
+        books: dict[int, dict[int, Totals]] = {ring.number: {} for ring in rings}
         own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
         if wanted is not None:
@@ -538,9 +538,9 @@ class Mapped:
         totals = totals[own]
         packed = self._histograms(totals, chunks, highs)
         for number, one in enumerate(totals):
-            books[int(one["ring_number"])].append((int(one["node"]), _totals(one, packed[number])))
+            books[int(one["ring_number"])][int(one["node"])] = _totals(one, packed[number])
         ordered = sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))
-        return tally_of(tree, [(ring.thread_id, ring.name, _by_node(books[ring.number])) for ring in ordered])
+        return tally_of(tree, [(ring.thread_id, ring.name, [*books[ring.number].items()]) for ring in ordered])
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> list[bytes]:
         """The histogram of each, packed; a bucket may be there more than once."""
@@ -600,8 +600,3 @@ def _totals(one: Any, packed: bytes) -> Totals:
         int(one["device_ns"]), total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]),
         int(one["first_ns"]), int(one["cancelled"]), packed,
     ))  # fmt: skip
-
-
-def _by_node(book: Iterable[tuple[int, Totals]]) -> list[tuple[int, Totals]]:
-    """Each node once, as a damaged file may not have them."""
-    return list(dict(book).items())

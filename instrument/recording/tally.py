@@ -16,16 +16,18 @@ below that of the overflow, for all its calls whose path came too late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.recording.histogram import merge, percentiles, unpacked
 from instrument.recording.spans import Site
 
+Key = TypeVar("Key", bound=Hashable)
+
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """Counts the calls whose call path came after the tally was full."""
-
 
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
@@ -38,8 +40,8 @@ class Totals:
     All times in ns. Of `self_ns` the calls waited, suspended by what they awaited, `waiting_ns`, and ran in the rest.
     `elapsed` is the union of host and device interval of each call; without device work it equals the host total.
     `first_ns` is the monotonic time at which the first call began (0: no call). `cancelled` counts requests that were
-    broken off and have no error. `probe_ns` is what the probes of the
-    calls cost outside of them, which the self time of what is around them holds (0: not known).
+    broken off and have no error. `probe_ns` is the cost of the calls' probes outside of the calls (0: not known): it is
+    in the self time of what is around them.
 
     The native recorder gives histograms as bytes, which few readers ask for: `packed` has them, and whatever else the
     histogram is the sum of, until it is first read.
@@ -92,16 +94,8 @@ class Totals:
             self.first_ns = min(self.first_ns, other.first_ns)
         else:
             self.min_ns, self.max_ns, self.first_ns = other.min_ns, other.max_ns, other.first_ns
-        self.calls += other.calls
-        self.errors += other.errors
-        self.cancelled += other.cancelled
-        self.total_ns += other.total_ns
-        self.self_ns += other.self_ns
-        self.waiting_ns += other.waiting_ns
-        self.device_ns += other.device_ns
-        self.elapsed_ns += other.elapsed_ns
-        self.moved_bytes += other.moved_bytes
-        self.probe_ns += other.probe_ns
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.packed is not None:
             if self.packed is None:
                 self.packed = [self.histogram] if self.histogram else []
@@ -110,8 +104,17 @@ class Totals:
             return
         merge(self.histogram, other.histogram)
 
+    def since(self, before: Totals | None) -> Totals:
+        """Return what was counted after an earlier state of the same; extremes remain those of all calls."""
+        grown = self.copy()
+        if before is not None:
+            for name in SUMS:
+                setattr(grown, name, getattr(self, name) - getattr(before, name))
+            grown.histogram = dict(Counter(self.histogram) - Counter(before.histogram))
+        return grown
+
     def copy(self) -> Totals:
-        """Totals of the caller's own."""
+        """Return totals of the caller's own."""
         own = Totals()
         own.merge(self)
         return own
@@ -119,6 +122,13 @@ class Totals:
     def percentile(self, fraction: float) -> int | None:
         """The percentile of the calls' elapsed times in ns, as `percentiles` says; None without calls."""
         return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
+
+
+SUMS = (
+    "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "moved_bytes", "probe_ns",
+    "cancelled",
+)  # fmt: skip
+"""Fields of `Totals` that add up."""
 
 
 @dataclass(slots=True)
@@ -185,6 +195,19 @@ class Tally:
         for row in other.rows():
             self.totals(row.path, row.thread_id).merge(row.totals)
 
+    def by(self, key_of: Callable[[Row], Key]) -> dict[Key, Totals]:
+        """Add up the lines below the root by the key that a function returns; the caller may change no totals."""
+        found: dict[Key, Totals] = {}
+        for row in self._rows:
+            if row.path:
+                key = key_of(row)
+                if key in found:
+                    found[key] = found[key].copy()
+                    found[key].merge(row.totals)
+                else:
+                    found[key] = row.totals
+        return found
+
     def charge(self, outside_ns: Callable[[Site], float]) -> None:
         """Set `probe_ns` of every line, from what a call of a site's probe costs outside of its span."""
         for row in self.rows():
@@ -194,12 +217,11 @@ class Tally:
         """A copy in which self times no longer hold what the probes of the children cost, but are never negative."""
         tally = Tally()
         tally.merge(self)
-        by_path = {key: row.totals for key, row in tally._cells.items()}
-        for (path, thread_id), totals in by_path.items():
-            around = by_path.get((path[:-1], thread_id))
+        for (path, thread_id), row in tally._cells.items():
+            around = tally._cells.get((path[:-1], thread_id))
             if path and around is not None:
-                around.self_ns = max(around.self_ns - totals.probe_ns, 0)
-                around.waiting_ns = min(around.waiting_ns, around.self_ns)
+                around.totals.self_ns = max(around.totals.self_ns - row.totals.probe_ns, 0)
+                around.totals.waiting_ns = min(around.totals.waiting_ns, around.totals.self_ns)
         return tally
 
     @property

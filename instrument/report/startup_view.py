@@ -15,7 +15,7 @@ from typing import NamedTuple
 from instrument.profile.kinds import PREPARING
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
-from instrument.recording.tally import Row, Totals
+from instrument.recording.tally import Row, Tally
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -256,10 +256,11 @@ def startup(recording: Recording, options: Options) -> StartupView:
     """The view, from what is kept for ever. `rows` and `least_ns` (of the time that a table is sorted by) bound the
     tables; `unit` is that of times. The other options mean nothing here."""
     facts = recording.startup or Startup(0)
-    rows = list(recording.tally.rows()) if recording.startup is not None else []
+    tally = recording.tally if recording.startup is not None else Tally()
+    rows = list(tally.rows())
     firsts = _by_place(facts.firsts)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
-    warm_ups = _warm_ups(firsts, rows)
+    warm_ups = _warm_ups(firsts, tally)
     first = facts.first_request
     last = max(firsts.values(), key=lambda one: one.start_ns + one.total_ns, default=None)
     imports = facts.imports
@@ -330,12 +331,9 @@ def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall
     return found
 
 
-def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], rows: Iterable[Row]) -> list[_Known]:
+def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_Known]:
     """Every place that has been called again, those whose first call took most longer first."""
-    totals: dict[tuple[object, ...], Totals] = {}
-    for row in rows:
-        if row.path:
-            totals.setdefault(row.path[-1].key, Totals()).merge(row.totals)
+    totals = tally.by(lambda row: row.path[-1].key)
     found = []
     for key, first in firsts.items():
         of_all = totals.get(key)
