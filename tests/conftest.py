@@ -76,10 +76,14 @@ FRAMEWORK_ENTRIES = [
 ]
 
 
+def own_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("instrument")]
+
+
 def left_behind() -> list[str]:
     """Everything of ours that changes this process right now."""
     found = [f"finder {finder!r}" for finder in sys.meta_path if isinstance(finder, Finder)]
-    found += [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("instrument")]
+    found += [f"thread {thread.name}" for thread in own_threads()]
     if RECORDER.on:
         found.append("the recorder is on")
     if RECORDER.current_id():
@@ -136,9 +140,12 @@ def end_what_was_left() -> None:
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     """Fail the test that leaves a session, patch, finder or thread of ours, and no test after it."""
-    before = left_behind()
+    before, threads = left_behind(), own_threads()
     RECORDER.reset()
     yield
+    for thread in own_threads():
+        if thread not in threads:
+            thread.join(60)  # one that nobody needs any more ends by itself
     left = [change for change in left_behind() if change not in before]
     end_what_was_left()
     assert left == []

@@ -242,7 +242,7 @@ def is_sent_once(collector: Collector, case: Case, answered: Counter[int]) -> No
     assert len({span.span_id for _, span in spans}) == len(spans)
     requests = [(instance, span) for instance, span in spans if span.name.startswith(case.name)]
     by_process = Counter(collector.resources[instance]["process.pid"] for instance, _ in requests)
-    assert by_process == answered
+    assert by_process == answered, told()
     assert Counter(span.name for _, span in spans)["step"] == answered.total()
     assert {resource["service.name"] for resource in collector.resources.values()} == {"shop"}
     assert told().count("Summary of shop") == 1, told()

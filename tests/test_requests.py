@@ -84,7 +84,6 @@ CASES = {
     "Flask on gunicorn": Case(gunicorn("flask_app:app"), FLASK, ["flask", "gunicorn"]),
 }
 SLOW_CASES = {
-    "Starlette on uvicorn": Case(uvicorn("starlette_app:app"), STARLETTE, ["starlette", "uvicorn"]),
     "Starlette on 4 workers of uvicorn": Case(
         uvicorn("starlette_app:app", "--workers", "4"), STARLETTE, ["starlette", "uvicorn"]
     ),
@@ -135,16 +134,21 @@ class Answered:
 
 
 def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
-    """Ask each so many times, each time as the caller of a trace of its own."""
+    """Ask each so many times, each time as the caller of a trace of its own.
+
+    The server hangs up after each answer, which is when its app has ended, too: some servers end at once when asked to.
+    """
     answers = []
     for number in range(times * len(wanted)):
         ask = wanted[number % len(wanted)]
         trace_id = (number + 1) << 64 | 0x5EED
-        headers = {"traceparent": f"00-{trace_id:032x}-{number + 1:016x}-01"}
+        headers = {"traceparent": f"00-{trace_id:032x}-{number + 1:016x}-01", "Connection": "close"}
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         connection.request(ask.method, ask.path, ask.body or None, headers)
-        response = connection.getresponse()
-        answers.append(Answered(ask, trace_id, response.status, response.read()))
+        with connection.sock.dup() as kept_open:
+            response = connection.getresponse()
+            answers.append(Answered(ask, trace_id, response.status, response.read()))
+            assert kept_open.recv(1) == b""
         connection.close()
     return answers
 
@@ -214,7 +218,7 @@ def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(
 def test_each_request_is_a_span_of_its_endpoint_on_other_servers(
     case: Case, tmp_path: Path, collector: Receiver
 ) -> None:
-    check(case, tmp_path, -(-200 // len(case.asks)), collector)
+    check(case, tmp_path, 3, collector)
 
 
 @pytest.mark.slow

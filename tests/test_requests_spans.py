@@ -17,9 +17,11 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 
 import instrument
+from instrument import chrome
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, Exchanges
 from instrument.profile.model import Capture, Profile, RequestsRule
+from instrument.recorder.http_status import STATUS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Span, is_late_failure
@@ -445,6 +447,30 @@ def test_start_response_is_called_as_the_app_called_it(call: Callable[[Any], Any
     serve_wsgi(app, start_response)
     assert seen[0] == seen[1]
     assert told(requests()[0])["http.response.status_code"] == 204
+
+
+# -------------------------------------------------------------------- the end of the process
+
+
+def test_a_request_that_is_still_open_has_the_status_that_its_app_answered_with(tmp_path: Path) -> None:
+    known = []
+
+    def note_status() -> None:
+        trace, _ = chrome.load(instrument.dump(tmp_path / "now.json"))
+        known.append([span.attributes.get(STATUS) for span in trace.spans if span.clipped])
+
+    async def answering_in_parts(scope: Any, receive: Any, send: Any) -> None:
+        await send({**START, "status": 404})
+        note_status()
+        await send(part(b""))
+
+    def body() -> Iterator[bytes]:
+        note_status()
+        yield b""
+
+    ask(answering_in_parts)
+    serve_wsgi(wsgi_app(body(), "404 Not Found"))
+    assert known == [[404], [404]]
 
 
 # -------------------------------------------------------------------- fork

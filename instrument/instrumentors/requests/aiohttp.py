@@ -14,6 +14,7 @@ from typing import Any
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.traceparent import Caller, with_state
+from instrument.recorder.http_status import STATUS
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -33,7 +34,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange = self.exchange
             if exchange is not None:
                 try:
-                    exchange.status = int(status_line.split(" ", 2)[1])
+                    exchange.answer(int(status_line.split(" ", 2)[1]))
                     self.is_events = headers.get("Content-Type", "").startswith("text/event-stream")
                 except Exception:
                     exchange.unread()
@@ -78,7 +79,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
             failure, writer.exchange, writer.failure = writer.failure, None, None
         try:
             answer = result[0]
-            exchange.status = exchange.status or answer.status
+            exchange.answer(exchange.status or answer.status)
             if not is_http and getattr(answer, "close_code", None) is not None:
                 exchange.facts["websocket.close_code"] = answer.close_code
         except Exception:
@@ -108,7 +109,9 @@ def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
     """End an exchange whose handler has failed, by its client where the connection is gone."""
     is_gone = transport is None or transport.is_closing()
     if is_gone and (isinstance(error, ConnectionError) or not isinstance(error, Exception)):
-        exchange.status = exchange.status if exchange.status < 500 else 0  # the client never got that answer
+        if exchange.status >= 500:  # the client never got that answer
+            exchange.status = 0
+            exchange.facts.pop(STATUS, None)
         exchange.broken_off()
     else:
         exchange.fail(error)

@@ -111,8 +111,7 @@ class Http(Talk):
                 exchange.answer_bytes += message.get("count") or self._length_of(message)
             elif kind == "http.response.start":
                 self._headers = message.get("headers", ())
-                status = message["status"]
-                exchange.status = status if isinstance(status, int) else 0
+                exchange.answer(message["status"])
         except Exception:
             exchange.unread()
         return self._send_last(message) if is_last else self.server_send(message)
@@ -178,12 +177,11 @@ class Websocket(Talk):
                 exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
                 exchange.item()
             elif kind == "websocket.accept":
-                exchange.status = 101
+                exchange.answer(101)
             elif kind == "websocket.close" and not exchange.status:
-                exchange.status = 403  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
+                exchange.answer(403)  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
             elif kind == "websocket.http.response.start":
-                status = message["status"]
-                exchange.status = status if isinstance(status, int) else 0
+                exchange.answer(message["status"])
         except Exception:
             exchange.unread()
         await self.server_send(message)

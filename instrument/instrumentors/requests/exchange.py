@@ -17,6 +17,7 @@ from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Meth
 from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.cancellation import outcome_of
+from instrument.recorder.http_status import STATUS
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
@@ -273,6 +274,12 @@ class Exchange:
         """What awaits a part of the service's work; of that the span learns how long it was suspended."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
+    def answer(self, status: Any) -> None:
+        """Note the status of the answer, where it is one. The span has it even where the process ends before it."""
+        self.status = status if isinstance(status, int) else 0
+        if self.status and self.frame is not None:
+            self.facts[STATUS] = self.status
+
     def item(self, count: int = 1) -> None:
         """Items of an answer that comes in parts have been handed to the server."""
         if self.stream is None:
@@ -288,7 +295,7 @@ class Exchange:
     def fail(self, error: BaseException) -> None:
         """The app has ended with an exception: without an answer yet the server will say so, where anybody hears it."""
         if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
-            self.status = self.status or 500
+            self.answer(self.status or 500)
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:

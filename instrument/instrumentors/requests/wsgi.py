@@ -42,9 +42,9 @@ class WsgiApp(ServedApp):
 
         def start(*told: Any, **named: Any) -> Any:
             try:
-                exchange.status = _lines[told[0]]
+                exchange.answer(_lines[told[0]])
             except Exception:
-                exchange.status = _status_of(told)
+                exchange.answer(_status_of(told))
             if named or len(told) != 2:
                 return start_response(*told, **named)
             status, headers = told
@@ -62,9 +62,9 @@ class WsgiApp(ServedApp):
                 exchange.unread()
             exchange.end()
             return body
-        if _is_file(body, environ):
+        if isinstance(wrapper := environ.get("wsgi.file_wrapper"), type) and isinstance(body, wrapper):
             exchange.end()
-            return body  # type: ignore[no-any-return]
+            return body  # type: ignore[return-value]
         return _Body(body, exchange)
 
 
@@ -92,13 +92,8 @@ def _plain(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]
 
 
 def _all(environ: dict[str, Any], names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
-    return ARRIVAL(environ), _Headers(environ), {name: told for name in names if (told := _told(environ, name))}
-
-
-def _told(environ: dict[str, Any], name: str) -> str:
-    """What the caller's request says of an attribute, "" where it says nothing."""
-    told: str = _path(environ) if name == "url.path" else environ.get(NAMED[name], "")
-    return told
+    values = {name: _path(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
+    return ARRIVAL(environ), _Headers(environ), {name: value for name, value in values.items() if value}
 
 
 NAMED = {
@@ -144,11 +139,6 @@ class _Headers(Mapping[bytes, bytes]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _is_file(body: Any, environ: dict[str, Any]) -> bool:
-    wrapper = environ.get("wsgi.file_wrapper")
-    return isinstance(wrapper, type) and isinstance(body, wrapper)
 
 
 class _Body:
