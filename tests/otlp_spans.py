@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from instrument.recording.remote_parents import link_of
 from instrument.recording.spans import Origin, Site, Span
+from instrument.recording.spans import Trace as Facts
+from instrument.trace.by_process import linked_requests, rows_by_process, where_began
+from instrument.trace.columns import Trace
+from instrument.trace.joined import Joined
+from instrument.trace.merge import Merged
+from instrument.trace.of_spans import spans_of, with_spans
 
 SECOND = 10**9
 ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
@@ -83,3 +91,22 @@ def requests_in(lines: list[str]) -> list[Any]:
         }
 
     return [ParseDict(translated(json.loads(line)), ExportTraceServiceRequest()) for line in lines]
+
+
+def spans_by_process(
+    merged: Merged, trace: Trace, joined: Joined, below: Mapping[int, Sequence[Span]] | None = None
+) -> Iterator[tuple[Facts, list[Span]]]:
+    """The spans of each process of merged files, with what hangs below rows."""
+    more = [span for its in (below or {}).values() for span in its]
+    linked, began = linked_requests(trace, joined), where_began(trace, joined)
+    remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
+    for facts, own, rows, interruptions in rows_by_process(merged, with_spans(trace, more)):
+        found = spans_of(with_spans(trace, more), rows)
+        for span, row in zip(found, rows.tolist(), strict=True):
+            span.thread_id = span.thread_id if own is None else own.threads.get(span.thread_id, span.thread_id)
+            span.links, span.interruptions = linked.get(row, ()), interruptions.get(row, ())
+            span.remote = remotes.get(span.root_id)
+            if row in began:
+                span_id, root_id = began[row]
+                span.attributes = {**span.attributes, **link_of(span_id, root_id, remotes.get(root_id))}
+        yield facts, found

@@ -323,12 +323,12 @@ LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_777, 28),
     "chrome": (3_331, 18),
-    "cli": (2_404, 20),
+    "cli": (2_416, 20),
     "compat": (1_374, 7),
     "device": (3_738, 16),
     "instrumentors": (11_637, 62),
     "native": (10_122, 29),
-    "otlp": (8_296, 39),
+    "otlp": (8_269, 39),
     "profile": (2_590, 10),
     "proposal": (1_498, 6),
     "recorder": (3_317, 18),
@@ -336,7 +336,7 @@ LINES_AND_FILES = {
     "report": (12_441, 63),
     "runtime": (2_245, 18),
     "sessions": (8_049, 35),
-    "trace": (7_708, 42),
+    "trace": (7_725, 42),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_304, 1_320
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_303, 1_320
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

@@ -14,18 +14,19 @@ from typing import Any
 
 import chrome_rules
 import duckdb
+import numpy as np
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from otlp_spans import requests_in
+from otlp_spans import requests_in, tree
 
 import instrument
 from instrument import chrome
 from instrument.cli import convert_verb, main
 from instrument.cli.loaded_trace import LoadedTrace
 from instrument.errors import InstrumentError, TraceError
-from instrument.otlp.json_lines import json_lines
-from instrument.otlp.packing import Ids, pack, pack_resource, request_of
-from instrument.otlp.resource import resource_of
+from instrument.otlp.json_lines import JSON, json_lines
+from instrument.otlp.packed_spans import SpanPacker
+from instrument.otlp.packing import Ids
+from instrument.otlp.span_ids import SpanIds
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span, Trace
 from instrument.trace import file, tables
 from instrument.trace.of_spans import columns_of_spans
@@ -260,19 +261,27 @@ def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> 
     assert list(frame["total_ns"].to_pylist() if kind == "arrow" else frame["total_ns"]) == [10, 4]
 
 
-def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = hostile()
-    trace.spans[0].attributes = {"a'b": (1, 2), "f": 0.5, "yes": True}
-    trace.spans[1].error = "ValueError"
-    ids = Ids()
-    monkeypatch.setattr("instrument.otlp.json_lines.Ids", lambda: ids)
-    [made] = requests_in(list(json_lines([trace.spans], trace.origin, trace.threads)))
-    ids._device_number = 1 << 63
-    resource = pack_resource(resource_of(trace.origin, ids.instance))
-    sent = ExportTraceServiceRequest.FromString(
-        request_of(resource, pack(trace.spans, ids, trace.origin, trace.threads))
-    )
-    assert made == sent
+def lines_of(trace: Trace) -> list[bytes]:
+    columns = columns_of_spans(trace.spans)
+    packer = SpanPacker(JSON, columns, SpanIds(columns, Ids()), trace.origin, trace.threads)
+    return list(json_lines(packer, {"service.name": "shop"}, np.arange(len(columns)), columns.root_id))
+
+
+def test_a_line_has_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has them however its spans are packed: here five at a time."""
+    monkeypatch.setattr("instrument.otlp.json_lines.SPANS_IN_A_LINE", 3)
+    monkeypatch.setattr("instrument.otlp.packed_spans.ROWS_AT_ONCE", 5)
+    sizes = (2, 1, 12, 3, 1, 1)
+    spans = [span for at, size in enumerate(sizes) for span in tree(size, 1 + 100 * at)]
+    text = b"".join(lines_of(replace(hostile(), spans=spans)))
+    assert text.endswith(b"}\n")
+    found = requests_in(text.decode().splitlines())
+    [resource] = {one.resource_spans[0].resource.SerializeToString() for one in found}
+    assert b"shop" in resource
+    spans_of_lines = [one.resource_spans[0].scope_spans[0].spans for one in found]
+    assert [len(its) for its in spans_of_lines] == [3, 12, 3, 2]
+    assert [len({span.trace_id for span in its}) for its in spans_of_lines] == [2, 1, 1, 2]
+    assert {span.name for its in spans_of_lines for span in its} == {"op"}
 
 
 def test_a_number_that_is_not_finite_stays_one(tmp_path: Path) -> None:
@@ -281,7 +290,7 @@ def test_a_number_that_is_not_finite_stays_one(tmp_path: Path) -> None:
     trace.spans[0].attributes = found
     again = file.load(file.dump(tmp_path / "a.npz", trace)).trace()
     assert repr(again.spans[0].attributes) == repr(found)
-    (line,) = json_lines([again.spans], trace.origin, trace.threads)
+    (line,) = lines_of(again)
     (span, *_) = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
     values = {one["key"]: one["value"] for one in span["attributes"]}
     assert (values["loss"], values["best"]) == ({"doubleValue": "NaN"}, {"doubleValue": "-Infinity"})

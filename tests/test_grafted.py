@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
+from otlp_spans import spans_by_process
 from test_ledger import (
     ACCEPT,
     API,
@@ -37,7 +38,7 @@ from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
-from instrument.trace.by_process import linked_requests, spans_by_process
+from instrument.trace.by_process import linked_requests
 from instrument.trace.columns import Trace
 from instrument.trace.file import Saved
 from instrument.trace.grafted import graft, grafted, trace_id_of
@@ -401,8 +402,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     below = stage_spans(columns, joined)
     found = [
         span
-        for _, trees in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
-        for its in trees
+        for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
         for span in its
     ]  # fmt: skip
     assert len({span.span_id for span in found}) == len(found) == len(spans) + sum(map(len, below.values()))
@@ -426,8 +426,8 @@ def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     merged = merge([saved(spans, 1, "one")])
     joined = join(merged.saved.columns)
     columns = grafted(merged.saved.columns, joined, "run")
-    [(_, trees)] = spans_by_process(merged, columns, joined)
-    found = {span.site.name: span for its in trees for span in its}
+    [(_, its)] = spans_by_process(merged, columns, joined)
+    found = {span.site.name: span for span in its}
     ids = Ids()
     [link] = links_of(found["worker.handle"], ids)
     assert (link.trace_id, link.span_id) == (ids.of(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))

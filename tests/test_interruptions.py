@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from otlp_collectors import collecting, take
 
 from instrument.cli import main
-from instrument.recording.spans import is_interruption
+from instrument.recording.spans import BLOCKED_LOOP, COLLECTION, Site, Span, is_interruption
 from instrument.report.events_view import events
 from instrument.report.overview_view import overview
 from instrument.report.view import Options, Recording
 from instrument.trace import file
+from instrument.trace.by_process import interruptions_of
+from instrument.trace.interruptions import Interruptions
+from instrument.trace.of_spans import trace_of
 
 PROGRAM = """
 import asyncio, gc, time, instrument, uvicorn
@@ -80,3 +87,25 @@ def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str,
     assert block.total_ns == sum(row.self_ns for row in block.rows) == int(trace.total_ns[~interrupts].sum())
     assert {"loop blocked", "garbage collection"} < {row.name for row in block.rows}
     assert [(kind.kind, kind.calls) for kind in overview(recording, Options()).kinds] == [("request", 3)]
+
+
+@given(st.integers(0, 2**32))
+def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
+    chance = random.Random(seed)
+    spans = []
+    for number in range(1, 40):
+        site = chance.choice((Site("POST /", "request"), Site("work", "op"), BLOCKED_LOOP, COLLECTION))
+        start_ns = chance.randrange(60)
+        root = chance.choice((number, 99)) if site.kind == "op" else number
+        thread = chance.randrange(2)
+        span = Span(site, number, 0, root, thread, 0, start_ns, start_ns + chance.randrange(20), 0, 0)
+        spans.append(span)
+    trace = trace_of(spans)
+    is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
+    found = interruptions_of(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
+    live = Interruptions()
+    live.note(span for span, is_its in zip(spans, is_one.tolist(), strict=True) if is_its)
+    live.hit(spans)
+    for row in np.flatnonzero(~is_one).tolist():
+        hits = {one.span_id for one in spans[row].interruptions}
+        assert {one.span_id for one in found.get(row, ())} == hits

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from otlp_spans import spans_by_process
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
@@ -51,7 +52,6 @@ from instrument.recording.remote_parents import LINK
 from instrument.recording.rows import REQUEST_BIT, Row, span_of
 from instrument.recording.spans import KEY, Site, Span
 from instrument.trace import stages as trace_stages
-from instrument.trace.by_process import spans_by_process
 from instrument.trace.columns import Trace as Columns
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import Joined, join, strays_of
@@ -411,8 +411,8 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     derived = {one.span_id for its in below.values() for one in its}
     stages: list[Stage] = []
     links: dict[int, list[int]] = {}
-    for _, trees in spans_by_process(merged, columns, joined, below):
-        for span in (span for its in trees for span in its):
+    for _, its in spans_by_process(merged, columns, joined, below):
+        for span in its:
             if span.span_id in derived:
                 stages.append(told(span, number_of[span.parent_id]))
             elif span.links:

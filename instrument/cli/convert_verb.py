@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,27 +98,39 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     """Each process is a resource of its own; trees go over all of them, by the time of day."""
-    from instrument.otlp.json_lines import json_lines
+    from instrument.otlp.json_lines import JSON, json_lines
+    from instrument.otlp.packed_spans import SpanPacker
     from instrument.otlp.packing import Ids
+    from instrument.otlp.resource import resource_of
+    from instrument.otlp.span_ids import SpanIds
     from instrument.runtime import atomic
-    from instrument.trace.by_process import spans_by_process
+    from instrument.trace.by_process import rows_by_process
     from instrument.trace.grafted import grafted
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
+    from instrument.trace.of_spans import with_spans
     from instrument.trace.stages import stage_spans
 
     if not all(saved.facts.origin.realtime_ns for saved in files):
-        raise TraceError("a file has no time of day, which OTLP needs; convert it to another form")
-    merged, ids = merge(files, by_wall_clock=True), Ids()
+        raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
+    merged = merge(files, by_wall_clock=True)
     facts, columns = merged.saved.facts, merged.saved.columns
     joined = join(columns, facts.apart_ns)
-    trees = grafted(columns, joined, facts.origin.run)
-    processes = spans_by_process(merged, trees, joined, stage_spans(trees, joined))
-    lines = (json_lines(spans, of.origin, of.threads, ids) for of, spans in processes)
+    found = grafted(columns, joined, facts.origin.run)
+    trace = with_spans(found, [*chain.from_iterable(stage_spans(found, joined).values())])
+    ids = SpanIds(trace, Ids())
+    links = ids.links_of(joined)
+
+    def lines() -> Iterator[bytes]:
+        for its, own, rows, interruptions in rows_by_process(merged, trace):
+            packer = SpanPacker(
+                JSON, trace, ids, its.origin, its.threads, own=own, links=links, interruptions=interruptions
+            )
+            yield from json_lines(packer, resource_of(its.origin, Ids().instance), rows, trace.root_id[rows])
 
     def write_lines() -> None:
         with atomic.replacing(target) as file:
-            file.writelines(chain.from_iterable(lines))
+            file.writelines(lines())
 
     with_refusals(target, write_lines)
 

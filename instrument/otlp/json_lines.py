@@ -1,13 +1,13 @@
-"""Spans as a file of OTLP in JSON: a line for each request, as OpenTelemetry's file exporter has them.
+"""Spans as a file of OTLP in JSON: a line for some requests, as OpenTelemetry's file exporter has them.
 
-Ids are hexadecimal and numbers of 64 bits are text, as OTLP's own mapping to JSON has them. What a span says is what
-a collector gets of it, by the same functions.
+Ids are hexadecimal and numbers of 64 bits are text, as OTLP's own mapping to JSON has them. A span has there what a
+collector gets of it, by the same functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,87 +15,45 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.packed_spans import Part, RareMembers
-from instrument.otlp.packing import (
-    SCHEMA_URL,
-    SCOPE,
-    Identified,
-    Ids,
-    attributes_of,
-    attributes_of_interval,
-    device_name,
-    events_of,
-    identify,
-    is_server,
-    links_of,
-    plain,
-    status_of,
-    version,
-)
-from instrument.otlp.resource import resource_of
-from instrument.recording.spans import Origin, Span
+from instrument.otlp.packed_spans import Part, RareMembers, SpanPacker
+from instrument.otlp.packing import SCHEMA_URL, SCOPE, plain, version
 from instrument.trace.columns import Int64s
+from instrument.trace.groups import firsts_of
 from instrument.trace.text import INT64
 
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
-
-def json_lines(
-    trees: Iterable[Sequence[Span]], origin: Origin, threads: Mapping[int, str], ids: Ids | None = None
-) -> Iterator[bytes]:
-    """The lines of a process's spans, one for some whole trees. `ids` are those of all whose trees it shares."""
-    own = Ids()
-    ids = ids or own
-    resource, offset_ns = resource_of(origin, own.instance), origin.realtime_of(0)
-    for spans in trees:
-        yield _line(resource, [_span(found, ids, threads, offset_ns) for found in identify(spans, ids)])
+SPANS_IN_A_LINE = 1_000
+"""The spans after which a line ends with the tree."""
 
 
-def _line(resource: Mapping[str, object], spans: list[dict[str, Any]]) -> bytes:
-    scope = {"scope": {"name": SCOPE, "version": version()}, "spans": spans, "schemaUrl": SCHEMA_URL}
-    request = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [scope]}]}
-    return msgspec.json.encode(request) + b"\n"
+def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:
+    """Yield the text of lines, in parts, by a packer of `JSON` for rows of one process.
 
-
-def _span(found: Identified, ids: Ids, threads: Mapping[int, str], offset_ns: int) -> dict[str, Any]:
-    trace_id, own, parent, flags, state, span, interval = found
-    times = interval or span
-    facts: dict[str, Any] = {
-        "traceId": f"{trace_id:032x}",
-        "spanId": f"{own:016x}",
-        **({"traceState": plain(state)} if state else {}),
-        **({"parentSpanId": f"{parent:016x}"} if parent else {}),
-        "flags": flags,
-        "startTimeUnixNano": str(times.start_ns + offset_ns),
-        "endTimeUnixNano": str(times.end_ns + offset_ns),
-    }
-    if interval is not None:
-        attributes = attributes_of_interval(span, interval)
-        return {**facts, "name": plain(device_name(span.site)), "kind": INTERNAL, "attributes": _attributes(attributes)}
-    facts["name"], facts["kind"] = plain(span.site.name), SERVER if is_server(span) else INTERNAL
-    facts["attributes"] = _attributes(attributes_of(span, threads))
-    links, status = links_of(span, ids), status_of(span.error, span.attributes)
-    if links:
-        facts["links"] = [
-            {
-                "traceId": f"{one.trace_id:032x}",
-                "spanId": f"{one.span_id:016x}",
-                **({"traceState": one.state} if one.state else {}),
-            }
-            for one in links
-        ]
-    if span.interruptions:
-        events, dropped = events_of(span.interruptions)
-        facts["events"] = [
-            {"timeUnixNano": str(at_ns + offset_ns), "name": name, "attributes": _attributes(its)}
-            for at_ns, name, its in events
-        ]
-        if dropped:
-            facts["droppedEventsCount"] = dropped
-    if status is not None:
-        failed, why = status
-        facts["status"] = {"code": ERROR, "message": why} if failed else {"code": OK}
-    return facts
+    `roots` are the roots of the rows, whose trees are together. Each line has some whole trees.
+    """
+    scope = {"scope": {"name": SCOPE, "version": version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
+    line = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [scope]}]}
+    head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
+    head, tail = head + b'"spans":[', b"]" + tail + b"\n"
+    places = np.append(firsts_of(roots)[1:], len(roots))
+    place, end = 0, 0
+    is_open = False
+    for pieces, _, row_ends in packer.pack(rows):
+        begin, first = 0, place
+        place += len(row_ends)
+        while begin < len(pieces):
+            if not is_open:
+                end = int(places[np.searchsorted(places, min(end + SPANS_IN_A_LINE, len(roots)))])
+            until = int(row_ends[min(end, place) - first - 1])
+            parts = pieces[begin:until].ravel().tolist()
+            if not is_open:
+                parts[0] = head + parts[0][1:]
+            is_open = end > place
+            if not is_open:
+                parts.append(tail)
+            yield b"".join(parts)
+            begin = until
 
 
 def _attributes(found: Mapping[str, object]) -> list[msgspec.Raw]:

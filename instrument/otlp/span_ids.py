@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,10 @@ from numpy.typing import NDArray
 
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids, LinkedSpan
 from instrument.recording.remote_parents import RemoteParent
+from instrument.trace.by_process import where_began
 from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE
+from instrument.trace.joined import Joined
 
 UInt64s = NDArray[np.uint64]
 
@@ -88,6 +91,18 @@ class SpanIds:
                 remote = self._remotes[int(place[at])]
                 found[at] = LinkedSpan(remote.trace_id, own[at], remote.state)
         return found
+
+    def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
+        """Return links by row: of each batch the requests that it serves, of a request the span in which it began."""
+        trace, served = self._trace, joined.served
+        pairs = {row: [began] for row, began in where_began(trace, joined).items()}
+        known = np.flatnonzero(served.request != NONE)
+        rows = joined.rows[served.request[known]]
+        its = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)
+        for batch, pair in dict.fromkeys(zip(served.batch[known].tolist(), its, strict=True)):
+            pairs.setdefault(batch, []).append(pair)
+        links = iter(self.links([*chain.from_iterable(pairs.values())], 0))
+        return {row: list(islice(links, len(its))) for row, its in pairs.items()}
 
     def device_ids(self, count: int, row: int) -> UInt64s:
         """Return fresh ids for device intervals of a row's process."""

@@ -72,6 +72,8 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         raise TraceError(f"cannot merge the files: {problem}") from problem
     parts = [saved for group in groups for saved in group]
     boots = {saved.facts.origin.boot for saved in parts}
+    if len(parts) == 1:
+        return _only(parts[0])
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
     apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
     if apart_ns is None and not by_wall_clock:
@@ -89,6 +91,13 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         return Merged(made.saved, len(files), len(groups), runs, clock, apart_ns, made.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
+
+
+def _only(saved: Saved) -> Merged:
+    """One file, which stays as it is."""
+    part = ApartFile(saved, 0, 0, 0)
+    part.row = np.arange(len(saved.columns))
+    return Merged(saved, 1, 1, int(bool(saved.facts.origin.run)), MONOTONIC, 0, [part])
 
 
 SECONDS_NS = 10**9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, overload
@@ -10,7 +11,15 @@ from typing import Any, overload
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
-from instrument.trace.columns import Attributes, AttributesOfRows, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import (
+    Attributes,
+    AttributesOfRows,
+    DeviceIntervals,
+    ExtendedAttributes,
+    Int32s,
+    Int64s,
+    Trace,
+)
 from instrument.trace.forest import NONE
 
 
@@ -71,6 +80,26 @@ def trace_of(spans: Sequence[Span]) -> Trace:
             row: remote for row, remote in enumerate(map(attrgetter("remote"), spans)) if remote is not None
         },
     )  # fmt: skip
+
+
+def with_spans(trace: Trace, spans: Sequence[Span]) -> Trace:
+    """The trace with further spans behind its rows, which have no device intervals and no remote parents."""
+    if not spans:
+        return trace
+    more = trace_of(spans)
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(trace, name), getattr(more, name)]) for name in (*_NUMBERS, "clipped", "own_id")
+    }
+    error = np.where(more.error == NONE, NONE, more.error + len(trace.errors))
+    return replace(
+        trace,
+        sites=(*trace.sites, *more.sites),
+        errors=(*trace.errors, *more.errors),
+        **columns,
+        site=np.concatenate([trace.site, more.site + len(trace.sites)]).astype(np.int32),
+        error=np.concatenate([trace.error, error]).astype(np.int32),
+        attributes=ExtendedAttributes(trace.attributes, len(trace), [span.attributes for span in spans]),
+    )
 
 
 _NUMBERS = (
