@@ -12,8 +12,7 @@ from typing import Any
 from interval_lists import assign_self_times
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Origin, Site, Span, Trace
-from instrument.report.page.html_page import html_page
-from instrument.report.page.page_document import page_document
+from instrument.report.page.html_page import html_page, page_document
 from instrument.report.view import Options, Recording
 
 US, MS = 1_000, 1_000_000

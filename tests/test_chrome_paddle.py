@@ -16,11 +16,10 @@ import pytest
 from instrument import chrome
 from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST, Trace
-from instrument.report.calls import CallTimes
+from instrument.report.call_rows import CallTimes
 from instrument.report.memory_view import memory
-from instrument.report.operators_view import operators
+from instrument.report.operators_view import operators, user
 from instrument.report.phases_view import phases
-from instrument.report.user_view import user
 from instrument.report.view import Options, Recording
 
 GOLDEN = Path(__file__).parent / "golden"

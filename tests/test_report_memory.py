@@ -29,8 +29,17 @@ from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span, Trace
-from instrument.report.allocation_sums import Allocator, CountedAllocations, Level, PlaceMemory, Sums, counted
-from instrument.report.memory_view import BEFORE, MemoryView, memory
+from instrument.report.memory_view import (
+    BEFORE,
+    Allocator,
+    CountedAllocations,
+    Level,
+    MemoryView,
+    PlaceMemory,
+    Sums,
+    counted,
+    memory,
+)
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document

@@ -15,12 +15,10 @@ from raw_spans import above, lies_in, points, timed, traces
 
 from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
-from instrument.report.call_rows import REMAINING, CallRow
-from instrument.report.calls import CallTimes
-from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, operators
+from instrument.report.call_rows import REMAINING, CallRow, CallTimes
+from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, User, operators, user
 from instrument.report.overview_view import overview
 from instrument.report.table import LINE, columns
-from instrument.report.user_view import User, user
 from instrument.report.view import Options, Recording, document
 
 MS = 1_000_000

@@ -23,10 +23,9 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import KEY, Origin, Site, Span, Trace
-from instrument.report.page import device_lanes, html_page, kept_spans, page_document
-from instrument.report.page.html_page import SCRIPTS, write_page
-from instrument.report.page.page_tables import ON_PAGE
-from instrument.report.page.varints import column_text, steps_text
+from instrument.report.page import device_lanes, html_page, kept_spans
+from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page
+from instrument.report.page.kept_spans import column_text, steps_text
 from instrument.report.requests_view import joined_requests, request_ledger, requests
 from instrument.report.summary import VIEW_OF
 from instrument.report.table import safe
@@ -280,8 +279,8 @@ def test_a_box_of_the_call_tree_is_as_wide_as_the_self_times_at_and_below_it() -
 def test_of_more_than_fits_the_slowest_and_one_in_the_middle_have_spans_and_the_page_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_document, "MOST_SPANS", 120)
-    monkeypatch.setattr(page_document, "MOST_STRETCHES", 50)
+    monkeypatch.setattr(html_page, "MOST_SPANS", 120)
+    monkeypatch.setattr(html_page, "MOST_STRETCHES", 50)
     monkeypatch.setattr(kept_spans, "MOST_LISTED", 30)
     document = document_of(engine_trace(40))
     its = document["listed"]
@@ -299,7 +298,7 @@ def test_of_more_than_fits_the_slowest_and_one_in_the_middle_have_spans_and_the_
 
 def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = engine_trace(40)
-    monkeypatch.setattr(page_document, "MOST_SPANS", 100)
+    monkeypatch.setattr(html_page, "MOST_SPANS", 100)
     monkeypatch.setattr(kept_spans, "MOST_LISTED", 5)
     joined = Recording.of_trace(trace).once(joined_requests)
     fastest = min(range(40), key=lambda place: int(trace.spans[int(joined.rows[place])].total_ns))
@@ -312,7 +311,7 @@ def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypa
 
 
 def test_one_request_of_more_spans_than_fit_has_its_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_document, "MOST_SPANS", 10)
+    monkeypatch.setattr(html_page, "MOST_SPANS", 10)
     root = Span(Site("train", "step"), 1, 0, 1, 1, 0, 0, 1000, 1000, 0)
     below = [Span(Site("op", "op"), n, 1, 1, 1, 0, n, n + n, n, n) for n in range(2, 40)]
     document = document_of(Trace(Origin(1, "shop", 5, 5), 0, 1000, [root, *below]))
@@ -336,7 +335,7 @@ def test_a_page_that_is_too_large_has_fewer_spans_instead(tmp_path: Path, monkey
     recording = Recording.of_trace(engine_trace(300))
     whole = write_page(tmp_path / "whole.html", recording, Options())
     for name in ("MOST_SPANS", "MOST_STRETCHES"):
-        monkeypatch.setattr(page_document, name, 4000)
+        monkeypatch.setattr(html_page, name, 4000)
     monkeypatch.setattr(html_page, "MOST_BYTES", whole.stat().st_size - 20_000)
     less = write_page(tmp_path / "less.html", recording, Options())
     assert less.stat().st_size <= whole.stat().st_size - 20_000

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span, Trace
-from instrument.report.coverage import NO_EVENTS
+from instrument.report.section import NO_EVENTS
 from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, utilisation
 from instrument.report.view import Recording
 

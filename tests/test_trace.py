@@ -16,7 +16,7 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span, Trace
-from instrument.report.calls import every_place, place_tree
+from instrument.report.call_rows import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree

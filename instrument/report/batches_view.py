@@ -14,9 +14,8 @@ import numpy as np
 
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
-from instrument.report.coverage import Coverage
 from instrument.report.requests_view import joined_requests, request_device_ledger
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import bounded, share
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace

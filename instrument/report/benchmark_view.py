@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import Interval
-from instrument.report.coverage import Coverage
 from instrument.report.loops import Loops, counted
+from instrument.report.section import Coverage
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.units import LOADER, PROFILERS, begins_of, number_told, waits_of
 from instrument.report.view import Options, Recording

@@ -14,8 +14,7 @@ import numpy as np
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
-from instrument.report.coverage import Coverage
-from instrument.report.section import Section, Text, View
+from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, bounded, in_unit, summed
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s, Trace

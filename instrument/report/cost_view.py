@@ -15,10 +15,9 @@ import numpy as np
 
 from instrument.recording.lines import CALLS, TOTAL
 from instrument.recording.spans import Cost, Site
-from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.line_sums import LineSums
-from instrument.report.section import Section, View
+from instrument.report.section import NO_EVENTS, Coverage, Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,

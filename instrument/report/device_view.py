@@ -1,27 +1,217 @@
 """The `device` view: what each device did with the window, by stream, by name and within requests.
 
-The figures are those of `utilisation`. Shares of time are unions and name what they are a
-share of, work by name is a sum.
+The figures are those of `utilisation`. Shares of time are unions and name their base, work by name is a sum.
+
+The Device Summary has the least, mean and most of each gauge. Its rows are named as in Paddle's: `CPU(Process)`,
+`CPU(System)`, `GPU n`. The base of each share is below the table.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from instrument.recording.spans import UNTIMED
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.device_summary import DeviceSummary, device_summary
-from instrument.report.section import Section, View
+import numpy as np
+
+from instrument.recording.spans import GAUGES, HOST, UNTIMED, Gauge, Gpu, Sample
+from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
+    GAP,
+    LINE,
     bounded,
+    in_unit,
     number,
     safe,
+    share,
+    shorten,
+    wrapped,
 )
 from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
 from instrument.report.view import Options, Recording
+from instrument.trace.columns import Int64s
+from instrument.trace.device_ledger import DeviceLedger
+
+NOT_TOLD = "n/a"
+"""Stands for what a device does not tell."""
+
+NAME_WIDTH = 20
+WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
+
+UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
+"""Units that are shown as larger ones."""
+
+_LABELS = dict.fromkeys(("cores", "process_cpu", "process_memory", "process_memory_peak"), "CPU(Process)")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """One gauge of one device, in the gauge's unit.
+
+    `samples` counts those that told a value. Without any, `mean`, `least`, `most` are None: the device does not tell.
+    Of a gauge that counts up they are None too, and `total` is what it grew by from its first sample to its last.
+    """
+
+    device: int
+    label: str
+    gauge: str
+    samples: int
+    mean: float | None = None
+    least: float | None = None
+    most: float | None = None
+    total: float | None = None
+
+    def unit(self) -> str:
+        """In which numbers are shown."""
+        return shown_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
+
+    def shown(self) -> DeviceRow:
+        """The same in that unit."""
+        scale = shown_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
+        numbers = (self.mean, self.least, self.most, self.total)
+        mean, least, most, total = (None if one is None else one / scale for one in numbers)
+        return replace(self, mean=mean, least=least, most=most, total=total)
+
+
+def _read(value: float | None, row: DeviceRow) -> str:
+    return number(value) if value is not None or row.samples else NOT_TOLD
+
+
+def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
+    """The rows in their order: process, machine, then the devices by number; gauges in the order of `GAUGES`."""
+    told: dict[tuple[int, str], list[float]] = {}
+    for sample in samples:
+        values = told.setdefault((sample.device, sample.name), [])
+        if sample.value is not None:
+            values.append(sample.value)
+    places = {name: place for place, name in enumerate(GAUGES)}
+    rows = []
+    for device, name in sorted(told, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
+        values = told[device, name]
+        label = f"GPU {device}" if device != HOST else _LABELS.get(name, "CPU(System)")
+        if not values:
+            rows.append(DeviceRow(device, label, name, 0))
+        elif name in GAUGES and GAUGES[name].grows:
+            rows.append(DeviceRow(device, label, name, len(values), total=values[-1] - values[0]))
+        else:
+            mean = sum(values) / len(values)
+            rows.append(DeviceRow(device, label, name, len(values), mean, min(values), max(values)))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """What the gauges read: a row for each of each device. `interval_ns` is the median between two readings."""
+
+    read_ns: int
+    interval_ns: int | None
+    gpus: tuple[Gpu, ...]
+    rows: tuple[DeviceRow, ...]
+    _options: Options
+
+    def section(self) -> Section:
+        """Return the table, with the base of every share below it."""
+        unit = self._options.unit
+        every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
+        known = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
+        return Section(
+            "Device Summary", [row.shown() for row in self.rows],
+            "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
+            [line for name in known for line in wrapped(f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")],
+            {
+                "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
+                "unit": lambda row, unit: row.unit(),
+                "mean": lambda row, unit: _read(row.mean, row),
+                "least": lambda row, unit: _read(row.least, row),
+                "most": lambda row, unit: _read(row.most, row),
+                "total": lambda row, unit: number(row.total),
+            },
+            widths=WIDTHS,
+            lead=[
+                f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}",
+                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it",
+                *(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE) for gpu in self.gpus),
+                "",
+            ],
+            empty=["No gauges were read."],
+        )  # fmt: skip
+
+
+def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
+    """The summary. `samples` are those of a trace, by time, and `gpus` its GPUs."""
+    return DeviceSummary(
+        read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
+        interval_ns=_interval_ns(samples),
+        gpus=tuple(gpus),
+        rows=tuple(device_rows(samples)),
+        _options=options,
+    )
+
+
+def _interval_ns(samples: Sequence[Sample]) -> int | None:
+    """How far apart the readings were, the median of all gauges."""
+    before: dict[tuple[str, int], int] = {}
+    gaps = []
+    for sample in samples:
+        key = sample.name, sample.device
+        if key in before:
+            gaps.append(sample.at_ns - before[key])
+        before[key] = sample.at_ns
+    return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def shown_unit(gauge: Gauge) -> tuple[str, float]:
+    """The unit in which values of a gauge are shown, and how many of the gauge's own it has."""
+    return UNITS.get(gauge.unit, (gauge.unit, 1))
+
+
+SHOWN = (
+    "Device time of the requests' own work, and their shares of that of batches, each given out once, by",
+    "weight. Of several devices it is the sum. Of all: of that of all requests.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointShare:
+    """The requests of a name, and the device time that they had. One with `remaining` stands for so many names."""
+
+    name: str
+    requests: int
+    own_ns: int
+    shared_ns: int
+    ratio: float | None
+    remaining: int = 0
+
+    @property
+    def device_ns(self) -> int:
+        return self.own_ns + self.shared_ns
+
+    def mean_ns(self) -> float:
+        return self.device_ns / self.requests
+
+
+def device_shares(found: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
+    """By the places of the requests of each endpoint; nothing where no batch had device time."""
+    if not found.given_ns.any():
+        return []
+    whole_ns = sum(int((found.own_ns + found.shared_ns)[places].sum()) for places in by_name.values())
+
+    def of(name: str, places: Int64s, remaining: int = 0) -> EndpointShare:
+        own_ns, shared_ns = (int(column[places].sum()) for column in (found.own_ns, found.shared_ns))
+        return EndpointShare(name, len(places), own_ns, shared_ns, share(own_ns + shared_ns, whole_ns), remaining)
+
+    def rest(others: Sequence[EndpointShare]) -> EndpointShare:
+        return of("", np.concatenate([by_name[one.name] for one in others]), len(others))
+
+    all_of_it = sorted((of(*one) for one in by_name.items()), key=lambda one: (-one.device_ns, one.name))
+    return [*bounded(all_of_it, options, lambda one: one.device_ns, rest)]
+
+
+def device_share_section(found: Sequence[EndpointShare]) -> Section:
+    columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
+    return Section("Device time by requests", found, columns, SHOWN)
+
 
 SHORT_NS = 10_000
 """Mean device time of a call below which a pair of events reads too long: published figures say six times."""

@@ -21,8 +21,7 @@ import numpy as np
 
 from instrument.recording.spans import Interval, Site
 from instrument.report.copies_view import sizes
-from instrument.report.coverage import Coverage
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bounded, in_unit
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace

@@ -1,26 +1,189 @@
-"""What the requests of each endpoint took, and with what: their walls, errors, phases and answers, from columns."""
+"""What the requests of each endpoint took, and with what: their walls, errors, phases and answers, from columns.
+
+Answers are in the attributes of request spans, which `requests:` in the profile sets. A stream is an answer in parts:
+its items are server-sent events, messages, or chunks. The time of an item is that from the first item to the last one,
+shared evenly by those after the first. Blocked loops are spans of callbacks longer than `limits.blocked`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
 
+from instrument.recorder.http_status import STATUS
 from instrument.recording.distributions import OTHER, group_of
 from instrument.recording.histogram import percentiles_of
-from instrument.recording.spans import OUTCOME
-from instrument.report.answers import Answers, StreamedAnswers
-from instrument.report.table import bounded, share
+from instrument.recording.spans import (
+    BLOCKED_AT,
+    BLOCKED_BY,
+    FIRST_ITEM,
+    ITEMS,
+    LAST_ITEM,
+    LONGEST_GAP,
+    OUTCOME,
+    is_blocked_loop,
+)
+from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Attributes, Bools, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """The stretches by one span or function: their number, their sum and the longest, both in nanoseconds.
+
+    `remaining` is the number of spans and functions in the row of the others. `at` is the place in the service's code
+    that took most of the time, "" where no place was recorded.
+    """
+
+    name: str
+    stretches: int
+    summed_ns: int
+    longest_ns: int
+    remaining: int = 0
+    at: str = ""
+
+    def indented(self) -> Blocker:
+        """The same with a name that stands below that of the whole."""
+        return replace(self, name=f"  {row_name(self)}", remaining=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedLoops:
+    """All stretches, of all event loops: how many, their sum and the longest, and by whom, most time first."""
+
+    stretches: int
+    summed_ns: int
+    longest_ns: int
+    by: tuple[Blocker, ...]
+
+    def whole(self) -> Blocker:
+        """All of them as a row."""
+        return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
+
+
+def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:
+    """Return the blocked loops of a trace, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
+    found: dict[str, list[int]] = {}
+    places: dict[str, Counter[str]] = {}
+    rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+    columns = (trace.attributes.values(name, rows) for name in (BLOCKED_BY, BLOCKED_AT))
+    for by, at, took_ns in zip(*columns, trace.total_ns[rows].tolist(), strict=True):
+        name = "" if by is None else str(by)
+        found.setdefault(name, []).append(took_ns)
+        if at is not None:
+            places.setdefault(name, Counter())[str(at)] += took_ns
+    if not found:
+        return None
+    each = [_blocker(name, times) for name, times in found.items()]
+    each = [replace(one, at=places[one.name].most_common(1)[0][0]) if one.name in places else one for one in each]
+    each.sort(key=lambda one: (-one.summed_ns, one.name))
+
+    def rest(others: Sequence[Blocker]) -> Blocker:
+        return _blocker("", (ns for one in others for ns in found[one.name]), remaining=len(others))
+
+    all_of_it = _blocker("", (ns for times in found.values() for ns in times))
+    shown = bounded(each, options, lambda one: one.summed_ns, rest)
+    return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
+
+
+def _blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
+    known = list(times)
+    return Blocker(name, len(known), sum(known), max(known), remaining)
+
+
+CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+
+TOLD = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedAnswers:
+    """The streamed answers of an endpoint: how many, their items in all, percentiles of the time to the first item, and
+    of the time of an item over the streams that had more than one. None where no stream had."""
+
+    count: int
+    items: int
+    first_p50_ns: int
+    first_p99_ns: int
+    item_p50_ns: int | None
+    item_p99_ns: int | None
+    longest_gap_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the spans of requests say of their answers, a row for each request, `NONE` where one does not say it."""
+
+    status: Int64s
+    first_ns: Int64s
+    items: Int64s
+    last_ns: Int64s
+    longest_gap_ns: Int64s
+
+    @classmethod
+    def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
+        """Those of the requests in some rows, which are in order."""
+        return cls(*(_numbers(attributes, name, rows) for name in TOLD))
+
+    def only(self, places: Int64s) -> Answers:
+        """Those of some of the requests."""
+        columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
+        return Answers(*(column[places] for column in columns))
+
+    def told(self) -> Int64s:
+        """The places of requests of which anything is known."""
+        return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
+
+    def statuses(self) -> dict[str, int]:
+        """How many answers there were of each class, in their order."""
+        counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
+        return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
+
+    def streams(self) -> StreamedAnswers | None:
+        """Those in parts, None without any."""
+        its = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
+        if not len(its.items):
+            return None
+        has_more = (its.last_ns != NONE) & (its.items > 1)
+        per_item_ns = np.maximum(its.last_ns - its.first_ns, 0)[has_more] // (its.items[has_more] - 1)
+        first_p50_ns, first_p99_ns = percentiles_of(np.sort(its.first_ns).tolist(), (0.5, 0.99))
+        longest_ns = int(its.longest_gap_ns.max())
+        return StreamedAnswers(
+            len(its.items),
+            sum(its.items.tolist()),
+            first_p50_ns,
+            first_p99_ns,
+            *_both(np.sort(per_item_ns).tolist()),
+            None if longest_ns == NONE else longest_ns,
+        )
+
+
+def _both(times: Sequence[int]) -> tuple[int | None, int | None]:
+    if not times:
+        return None, None
+    p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
+    return p50_ns, p99_ns
+
+
+def _numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
+    """An attribute that is a number, as no file need have it."""
+    found = np.full(len(rows), NONE, dtype=np.int64)
+    places = np.flatnonzero(np.isin(rows, attributes.having(name)))
+    for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+            found[place] = value
+    return found
+
 
 IN_ORDER = (
     QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,

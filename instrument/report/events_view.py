@@ -27,10 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.recording.lines import DEVICE, Lines
-from instrument.report.event_rows import CopySum, EventRow, EventsBlock, blocks_of, copy_sums
+from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, blocks_of, copy_sums
+from instrument.report.event_rows import overhead as split_of
 from instrument.report.line_sums import LineSums
-from instrument.report.overhead import Overhead
-from instrument.report.overhead import overhead as split_of
 from instrument.report.section import Section, View
 from instrument.report.table import (
     GAP,

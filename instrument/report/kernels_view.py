@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Interval
-from instrument.report.coverage import Coverage
 from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, number, safe, section_title, shorten, table, tenths
 from instrument.report.view import UNITS, Options

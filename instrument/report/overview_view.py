@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import Interval, is_interruption
-from instrument.report.coverage import Coverage
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace

@@ -23,14 +23,25 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import is_late_failure
-from instrument.report.answers import CLASSES
-from instrument.report.blocked_loops import BlockedLoops, blocked_loops
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.device_shares import EndpointShare, device_share_section, device_shares
-from instrument.report.device_view import by_endpoint, other_endpoints
-from instrument.report.endpoint_times import EndpointTimes, PhaseTime, WholeRequests, outcome_told, phase_times
+from instrument.report.device_view import (
+    EndpointShare,
+    by_endpoint,
+    device_share_section,
+    device_shares,
+    other_endpoints,
+)
+from instrument.report.endpoint_times import (
+    CLASSES,
+    BlockedLoops,
+    EndpointTimes,
+    PhaseTime,
+    WholeRequests,
+    blocked_loops,
+    outcome_told,
+    phase_times,
+)
 from instrument.report.line_sums import LineSums
-from instrument.report.section import Section, View
+from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
     LINE,
     bounded,

@@ -15,13 +15,13 @@ from instrument.report.section import View
 from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, document
 
-SELF_TIMES = ("classes", "ops", "instances")
-"""Views that one module makes."""
+MODULES = {**dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators"}
+"""The modules of views that have none of their own."""
 
 
 def _imported(name: str) -> ModuleType:
-    """What makes a view, with numpy: a service imports it when it is to make one, and else not."""
-    return import_module(f"instrument.report.{'self_times' if name in SELF_TIMES else name}_view")
+    """Import the module that makes a view, with numpy: a service does so when it is to make one, and else not."""
+    return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
 def _made(name: str) -> Callable[[Recording, Options], View]:

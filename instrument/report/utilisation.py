@@ -18,7 +18,7 @@ import numpy as np
 
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import UNTIMED, Interval
-from instrument.report.coverage import NO_EVENTS
+from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace

@@ -66,14 +66,14 @@ if TYPE_CHECKING:
     from instrument.otlp import export_facts, metrics
     from instrument.otlp.export_facts import MeteredFacts
     from instrument.otlp.span_queue import Source
-    from instrument.report import coverage, view
+    from instrument.report import section, view
     from instrument.report import summary as report
     from instrument.report.section import View
     from instrument.sessions.outbox import Outbox
 else:
     otlp = LazyModule("instrument.otlp")
     export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
-    coverage, view = LazyModule("instrument.report.coverage"), LazyModule("instrument.report.view")
+    section, view = LazyModule("instrument.report.section"), LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
 
 MARKS_SHARE = 20
@@ -538,7 +538,7 @@ class Recorded:
         intervals = {} if timing is None else timing.intervals.of(set(held.asking))
         until_ns = max(time.monotonic_ns(), first_ns)
         unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
-        unanswered[coverage.NO_EVENTS] += len(held.asking) - len(intervals)
+        unanswered[section.NO_EVENTS] += len(held.asking) - len(intervals)
         return view.HeldSpans(
             count=held.spans + len(self.loop.within(first_ns, until_ns)),
             complete=first_ns == self.start_ns,

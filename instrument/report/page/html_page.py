@@ -3,6 +3,9 @@
 Nothing in the file asks for anything else: its content security policy allows the scripts and the style in it by their
 digests, and nothing from any network. Names and values of the service stand in the JSON alone, as base64 of what zlib
 made of it, which cannot end the element around it; the scripts make text of them, never markup.
+
+The document has figures, views and pictures, and what was left out. Its tables are the sections of each view, every
+cell as a number and as its text.
 """
 
 from __future__ import annotations
@@ -10,21 +13,275 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from instrument.errors import TraceError
-from instrument.report.page.page_document import page_document
-from instrument.report.view import Options, Recording
+from instrument.profile.model import VIEWS
+from instrument.recording.spans import NO_DEVICE_TIME
+from instrument.report.brief_view import Brief, brief
+from instrument.report.instrumentation import instrumentation
+from instrument.report.page.device_lanes import MOST_STRETCHES, CallsTree, DeviceLanes
+from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
+from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, parts_of
+from instrument.report.section import (
+    DEVICE,
+    SIZE,
+    TEXT,
+    TEXTS,
+    TIME,
+    Section,
+    View,
+    device_name,
+    kind_of,
+    name_of,
+    value_of,
+)
+from instrument.report.summary import VIEW_OF
+from instrument.report.table import (
+    MISSING,
+    WHOLE_DIGITS,
+    compact,
+    in_unit,
+    rough_percent,
+    row_name,
+    safe,
+    shorten,
+    tenths,
+)
+from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import atomic
 
+NUMBER = "number"
+UNIT_OF = {SIZE: "MiB"}
+
+MOST_TABLE_ROWS = 200
+"""Of one table."""
+
+MOST_COLUMNS = 160
+"""Of a text in a table."""
+
+MOST_TABLES = 20
+"""Of one view, such as those of functions in `ops`: the others are counted."""
+
+ON_PAGE = (
+    "requests", "batches", "events", "phases", "overview", "classes", "ops", "instances", "operators", "user",
+    "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
+)  # fmt: skip
+"""The views, in the order of the page. `brief` is none of them: its numbers stand at the top."""
+
+
+def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
+    """Each view with its tables; one that has nothing to show says why instead."""
+    return [_shown(name, view, unit) for name, view in views.items()]
+
+
+def _shown(name: str, view: View, unit: str) -> dict[str, Any]:
+    sections = view.sections()
+    full = [section for section in sections if section.rows]
+    tables = [_table(section, unit) for section in full[:MOST_TABLES]]
+    shown: dict[str, Any] = {"name": name, "about": VIEWS[name][0].upper() + VIEWS[name][1:], "tables": tables}
+    if len(full) > MOST_TABLES:
+        more = len(full) - MOST_TABLES
+        shown["more"] = f"{more} more tables: `instrument report FILE --view {name}` has them."
+    if not tables:
+        why = view.nothing() or [*(line for section in sections for line in section.empty), *view.foot()]
+        shown["why"] = " ".join(map(str.strip, why))
+    return shown
+
+
+def _table(section: Section, unit: str) -> dict[str, Any]:
+    columns: list[tuple[str, str, list[Any]]] = []
+    for field, heading, _ in section.described():
+        values = [value_of(row, field) for row in section.rows]
+        # A column in which no row says anything is left out, as device times are where there is no device.
+        if columns and all(value is None or (value == 0 and field == "device_ns") for value in values):
+            continue
+        if not columns:
+            values = [name_of(row, field) or value for row, value in zip(section.rows, values, strict=True)]
+        label = heading.partition(",")[0] or columns[-1][0]
+        columns.append((label, _kind(field, values), values))
+    rows = zip(*([_cell(value, kind, unit) for value in values] for _, kind, values in columns), strict=True)
+    return {
+        "title": safe(section.title),
+        "note": " ".join([*section.lead, *section.notes]).strip(),
+        "columns": [_heading(label, kind, unit) for label, kind, _ in columns],
+        "rows": [list(row) for row in rows],
+        "depths": [row.depth for row in section.rows] if hasattr(section.rows[0], "depth") else [],
+    }
+
+
+def _heading(label: str, kind: str, unit: str) -> dict[str, Any]:
+    return {"label": label, "unit": unit if kind == TIME else UNIT_OF.get(kind, ""), "kind": kind}
+
+
+def _kind(field: str, values: Sequence[Any]) -> str:
+    """What a column shows: a number where its name does not say what it holds and its first value is one."""
+    kind = kind_of(field)
+    told = next((value for value in values if value is not None), "")
+    is_number = isinstance(told, (int, float)) and not isinstance(told, bool)
+    return NUMBER if kind == TEXT and is_number else kind
+
+
+def _cell(value: Any, kind: str, unit: str) -> Any:
+    """A text as it is; a number with the text of it, as text views have it."""
+    if kind == DEVICE:
+        return device_name(value)
+    if kind == TEXT:
+        if value is None or isinstance(value, bool):
+            return {True: "yes", False: "no", None: MISSING}[value]
+        return shorten(safe(str(value)), MOST_COLUMNS) or MISSING
+    if value is None or not math.isfinite(value):
+        return [None, MISSING]
+    if kind != NUMBER:
+        return [value, TEXTS[kind](value, unit)]
+    return [value, f"{value:,}" if isinstance(value, int) and abs(value) < 10**WHOLE_DIGITS else compact(value)]
+
+
+NAME = 300
+"""Columns of a name, at most."""
+
+
+def page_document(
+    recording: Recording, options: Options, wanted: str | None = None, header: str = "", part: int = 1
+) -> dict[str, Any]:
+    """What the page of a recording is made of; `wanted` is the request to begin with, `header` what the files are.
+
+    Of the spans and stretches that a page has room for it has the `part`-th part, where all are too many.
+
+    Raises `TraceError` where there is no such request.
+    """
+    bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
+    kept = KeptSpans(recording, options, wanted, MOST_SPANS // part)
+    tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept.number_of, MOST_STRETCHES // part)
+    of_devices = lanes.document()
+    views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
+    shown_views = views_of(views, options.unit)
+    served = views["requests"]
+    pictures = kept.document(served.slowest if isinstance(served, RequestTimes) else ())
+    shown = brief(recording, replace(options, rows=None))
+    return {
+        "about": _about(recording, shown, header, options.unit),
+        "figures": _figures(recording, shown, options.unit),
+        "endpoints": _endpoints(shown, options.unit),
+        "text": "\n".join(shown.lines()).strip("\n"),
+        "views": shown_views,
+        **pictures,
+        "calls": tree.document(),
+        "device": {**of_devices, "why": _why_no_device(shown)},
+        "left_out": [*kept.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
+        "instrumentation": _instrumentation(recording),
+    }
+
+
+def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
+    facts = recording.facts
+    origin = facts.origin
+    began_ns = origin.realtime_of(facts.start_ns)
+    is_known = 0 < began_ns < YEARS_NS and origin.realtime_ns != 0
+    began = (EPOCH + timedelta(microseconds=began_ns // 1000)).isoformat(timespec="milliseconds") if is_known else ""
+    return {
+        "service": shorten(safe(shown.service), NAME),
+        "header": safe(header),
+        "pid": origin.pid,
+        "host": safe(origin.host),
+        "began": began.replace("+00:00", "Z"),
+        "window_ns": facts.end_ns - facts.start_ns,
+        "window": f"{compact((facts.end_ns - facts.start_ns) / 1e9)} s",
+        "recorder": safe(recording.recorder),
+        "died": safe(recording.died),
+        "unit": unit,
+        "unit_ns": UNITS[unit],
+        "spans": len(recording.columns),
+        "cut": shown.requests.requests_cut,
+    }
+
+
+def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
+    """The few numbers at the top, each with what it is of."""
+    figures: list[dict[str, str]] = []
+
+    def add(label: str, value: str, note: str = "", mood: str = "") -> None:
+        figures.append({"label": label, "value": value, "note": note, "mood": mood})
+
+    served = shown.requests
+    if served.requests:
+        errors = sum(one.errors for one in served.endpoints)
+        cancelled = sum(one.cancelled for one in served.endpoints)
+        ended = f"{errors:,} with an error" if errors else "none with an error"
+        ended += f", {cancelled:,} cancelled" if cancelled else ""
+        add("Requests", f"{served.requests:,}", ended, "bad" if errors else "")
+        heaviest = served.endpoints[0]
+        name = shorten(safe(heaviest.name) or "(no name)", 60)
+        for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns)):
+            add(label, f"{in_unit(time_ns, unit)} {unit}", name)
+        slowest = served.slowest[0]
+        name = shorten(safe(slowest.name) or "(no name)", 60)
+        add("Slowest", f"{in_unit(slowest.wall_ns, unit)} {unit}", name)
+    elif shown.steps is not None:
+        loop = shown.steps.loops[0]
+        add("Steps", f"{loop.steps:,}", safe(loop.name))
+        times = () if loop.batch is None else (("p50", loop.batch.p50), ("p99", loop.batch.p99))
+        for label, value in times:
+            if value is not None:
+                add(label, f"{in_unit(value, unit)} {unit}", "of a step")
+    else:
+        add("Spans", f"{len(recording.columns):,}", "no request or step was recorded")
+    for one in shown.device.devices[:2]:
+        add(
+            f"GPU {one.device} busy", tenths(one.busy_ratio, 1), f"starved {tenths(one.starved_ratio, 1)} of the window"
+        )
+    if shown.cost is not None:
+        add("Instrumentation", rough_percent(shown.cost_ratio), "of the window")
+    lost = sum(shown.losses.values())
+    add("Not kept", f"{lost:,}" if lost else "0", "see About" if lost else "nothing was lost", "bad" if lost else "")
+    return figures
+
+
+def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
+    """Each endpoint with the parts that its wall went to."""
+    found = []
+    for one in shown.requests.endpoints:
+        parts = []
+        for part in parts_of(one):
+            mean = "" if part.mean_ns is None else f"{in_unit(part.mean_ns, unit)} {unit}"
+            parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
+        times = [in_unit(time_ns, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
+        found.append({"name": row_name(one), "requests": f"{one.requests:,}", "times": times, "parts": parts})
+    return found
+
+
+def _why_no_device(shown: Brief) -> str:
+    why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
+    if shown.device.devices:
+        return ""
+    return f"There is {safe(why)}." if why else shown.device.why_none()
+
+
+def _instrumentation(recording: Recording) -> list[str]:
+    """What the instrumentation cost, what was lost, and what was not observed, as every report ends."""
+    return [line for line in instrumentation(recording) if line and not line.startswith("-----")]
+
+
+def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
+    names = (str(row[0]) for view in views for table in view["tables"] for row in table["rows"])
+    if not any(name.startswith("(remaining ") for name in names):
+        return []
+    return [
+        f"Tables have at most {MOST_TABLE_ROWS} rows, or as many as were asked for; what remains is their last row."
+    ]
+
+
 SCRIPTS = (
-    "page_data.js", "page_parts.js", "page_tables.js", "lane_chart.js", "request_pages.js", "calls_icicle.js",
+    "page_parts.js", "page_tables.js", "lane_chart.js", "request_pages.js", "calls_icicle.js",
     "device_page.js", "page_main.js",
 )  # fmt: skip
 """Those of ours, in the order in which they run, after d3."""

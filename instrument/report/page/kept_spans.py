@@ -4,21 +4,24 @@ A page lists requests, or the outermost steps where there are none, or else the 
 that is asked for, then of the request in the middle of each endpoint, then of the slowest down: those of the request in
 all processes, the batches that served it, and what lies below these. Of one that alone has more than fit it has the
 longest.
+
+Columns of whole numbers are varints: few bytes for small numbers, whatever the greatest one is.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_times import IN_ORDER
-from instrument.report.page.varints import column_text, steps_text
 from instrument.report.request_life import places_of_request
 from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten, where_of
@@ -28,6 +31,37 @@ from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Members, places_of
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
+
+BITS = 7
+"""Of a number in each byte; the eighth says that more follow."""
+
+
+def varints(numbers: NDArray[np.int64]) -> bytes:
+    """The numbers one after the other, of each the lowest bits first, its sign in the lowest (LEB128, zigzag)."""
+    signed = np.asarray(numbers, dtype=np.int64)
+    left = ((signed << 1) ^ (signed >> 63)).view(np.uint64)
+    lengths = np.ones(len(left), dtype=np.int64)
+    for more in range(1, 10):
+        lengths += left >= np.uint64(1 << (BITS * more))
+    ends = np.cumsum(lengths)
+    out = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
+    begins = ends - lengths
+    for place in range(int(lengths.max(initial=0))):
+        at = np.flatnonzero(lengths > place)
+        low = (left[at] >> np.uint64(BITS * place)) & np.uint64(0x7F)
+        out[begins[at] + place] = low.astype(np.uint8) | ((lengths[at] > place + 1).astype(np.uint8) << BITS)
+    return out.tobytes()
+
+
+def column_text(numbers: NDArray[np.int64]) -> str:
+    """A column as base64 of `varints`."""
+    return base64.b64encode(varints(numbers)).decode("ascii")
+
+
+def steps_text(numbers: Int64s) -> str:
+    """A column by the differences of its numbers, which are small where they are in order."""
+    return column_text(np.diff(numbers, prepend=np.int64(0)))
+
 
 MOST_LISTED = 10_000
 """Requests in the list, at most."""
