@@ -97,7 +97,7 @@ def test_several_batches_come_back_whatever_the_text_beside_them_is(
 ) -> None:
     monkeypatch.setattr(allocation_lists, "BATCH", 7)
     for block, name in ((1, "f"), (50, "caf\u00e9"), (64, "\u6a21\u578b"), (1 << 20, "\U0001f600")):
-        monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", block)
+        monkeypatch.setattr("instrument.chrome.json_text.BLOCK_BYTES", block)
         trace = trace_of(Allocations.of(some(50)), name)
         trace.notes = (name * 3,)
         again = loaded(chrome.dump(tmp_path / "trace.json.gz", trace))
@@ -147,7 +147,7 @@ def test_a_million_would_take_little_memory_to_write_and_56_bytes_each_to_read(t
     # 4096 as lists are 3 MiB, a block of text is 1 MiB; all are 1.1 MiB packed, and 8 MiB as lists.
     assert peak_bytes(lambda: chrome.dump(path, trace)) < 4 << 20
     held: list[Trace] = []
-    assert peak_bytes(lambda: held.append(loaded(path))) < 4 << 20
+    assert peak_bytes(lambda: held.append(loaded(path))) < 5 << 20
     assert len(held[0].allocations.rows) == 56 * count  # type: ignore[attr-defined]
 
 
@@ -193,7 +193,7 @@ BAD_ROWS: dict[str, str] = {
     ",[0,1,2,3,4,5,6]": "no JSON",
     "[0,1,2,3,4,5,6][0,1,2,3,4,5,6]": "no JSON",
     "[0,1,2,3,4,5,6}": "no JSON",
-    "[0,1,2,3,4,5,6": "no JSON",
+    "[0,1,2,3,4,5,6": "where list belongs",
     "[" * 200_000: "nests deeper",
 }
 
@@ -241,8 +241,8 @@ def test_more_than_any_trace_has_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", 100)
-    for module in ("trace.json_blocks", "chrome.reading"):
+    monkeypatch.setattr("instrument.chrome.json_text.BLOCK_BYTES", 100)
+    for module in ("chrome.json_text", "chrome.reading"):
         monkeypatch.setattr(f"instrument.{module}.LIMIT_VALUE", 1000)
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
     assert len(loaded(path).allocations) == 500

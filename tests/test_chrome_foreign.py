@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
-from instrument.chrome import foreign
-from instrument.chrome.foreign import Foreign
+from instrument.chrome import json_text, slices
+from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import Span, flops_told
-from instrument.trace import json_blocks
 
 TIMES = st.one_of(
     st.integers(-50, 50), st.integers(0, 1 << 54), st.floats(0, 50), st.floats(-1e16, 1e16),
@@ -113,8 +112,7 @@ def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
     path.write_text('{"traceEvents": [' + ", ".join(found) + "]}", encoding="utf-8")
     ours = outcome(path)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("BLOCK_BYTES", "PIECE_BYTES"):
-            patch.setattr(json_blocks, name, 7)
+        patch.setattr(json_text, "BLOCK_BYTES", 7)
         again = outcome(path)
     assert ours[0] == again[0]
     if ours[0] == "loaded":
@@ -264,8 +262,7 @@ UNSOUND: dict[str, tuple[str | bytes, list[Any], dict[str, int]]] = {
 def test_of_a_file_that_is_not_sound_what_is_sound_is_taken_and_the_rest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    for block in ("BLOCK_BYTES", "PIECE_BYTES"):
-        monkeypatch.setattr(json_blocks, block, block_bytes)
+    monkeypatch.setattr(json_text, "BLOCK_BYTES", block_bytes)
     content, slices, left_out = UNSOUND[name]
     path = tmp_path / "other.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -452,7 +449,7 @@ def test_operations_count_for_the_outermost_that_tells_them(
 def test_more_slices_than_may_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(torch_like()))
-    monkeypatch.setattr(foreign, "LIMIT_SPANS", 2)
+    monkeypatch.setattr(slices, "LIMIT_SPANS", 2)
     with pytest.raises(TraceError, match="more than 2 events"):
         chrome.load(path)
 
@@ -462,10 +459,10 @@ def test_a_reader_goes_when_it_has_read(tmp_path: Path, monkeypatch: pytest.Monk
     """What the scanner asks the reader would keep it for ever, if that had the scanner."""
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(events))
-    readers: list[weakref.ref[Foreign]] = []
-    make = Foreign.__init__
+    readers: list[weakref.ref[Slices]] = []
+    make = Slices.__init__
     monkeypatch.setattr(
-        Foreign, "__init__", lambda self, *more: (readers.append(weakref.ref(self)), make(self, *more))[1]
+        Slices, "__init__", lambda self, *more: (readers.append(weakref.ref(self)), make(self, *more))[1]
     )
     outcome(path)
     gc.collect()

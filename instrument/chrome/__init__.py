@@ -1,9 +1,9 @@
 """Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
 
-`lanes` finds the place of every slice, `arrows` what leads from one to another, `writing` makes the file, `reading`
-takes it back, as it does the files of other profilers. Both ways share `text`, the JSON, and `metadata`, the facts
-beside the events. `joining` puts what torch.profiler saw beside our spans. `track_events` writes the same slices in
-Perfetto's own format.
+To write one: `lanes` finds the place of every slice, `arrows` what leads from one to another, `drawing` makes the
+events and `writing` the file. To read one, whoever wrote it: `json_text` and `events` take the events from the file,
+`slices` makes trees of them, `others` knows the names and arguments of other profilers, `reading` puts it together.
+`joining` puts what torch.profiler saw beside our spans. `track_events` writes the same slices in Perfetto's own format.
 
 Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
 that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the

@@ -1,109 +1,91 @@
-"""Arrows: what leads from a span to what it started on another thread or task, and on the device, and from a batch to
-where its requests are.
+"""Arrows: from a span to the work that it started on another thread, task or device, and from a batch to its requests.
 
-One that would point into the past, or that the format has no room for, is left out and counted in
+An arrow that would point into the past, or that the format has no room for, is left out and counted in
 `instrument.arrows_left_out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from instrument.chrome.batch_marks import BatchMarks
-from instrument.chrome.interval_events import IntervalEvents
-from instrument.chrome.ordered import OrderedIntervals, Spans, batches
-from instrument.chrome.span_events import SpanEvents
+from instrument.chrome.lanes import OrderedIntervals, Spans
+from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.groups import by_first_sight
-from instrument.trace.text import MILLI
+from instrument.trace.forest import NONE
+from instrument.trace.joined import join
 
-SPARE_BINDS = 1 << 63
-"""Set in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
+
+class BatchMarks:
+    """Marks on the lanes of requests, at the begin of each batch that serves one; each is the end of an arrow from it.
+
+    An arrow from a request to a batch of several would be the natural one, but a slice has room for one bind id: so all
+    arrows of a batch begin at it. `batch` and `request` are places, a row for each request that goes on as the batch
+    begins; `left_out` counts the others.
+    """
+
+    def __init__(self, spans: Spans) -> None:
+        self.batch = self.request = np.zeros(0, dtype=np.int64)
+        self.left_out = 0
+        if not len(spans.trace.attributes.having(BATCH_KEYS)):
+            return
+        joined = join(spans.trace)
+        known = np.flatnonzero(joined.served.request != NONE)
+        rows = np.stack([joined.served.batch[known], joined.rows[joined.served.request[known]]])
+        batch, request = spans.place_of[np.unique(rows, axis=1)].astype(np.int64)
+        at_ns = spans.start_ns[batch]
+        is_within = (spans.start_ns[request] <= at_ns) & (at_ns < spans.end_ns[request]) & (batch != request)
+        self.left_out = int((~is_within).sum())
+        self._keep(batch, request, is_within)
+
+    def _keep(self, batch: Int64s, request: Int64s, wanted: Bools) -> None:
+        order = np.flatnonzero(wanted)
+        order = order[np.argsort(batch[order], kind="stable")]
+        self.batch, self.request = batch[order], request[order]
+
+    def leave_out(self, others: Sequence[int]) -> None:
+        """Draw none from these batches, whose only bind id is another one's."""
+        is_other = np.isin(self.batch, others)
+        self.left_out += int(is_other.sum())
+        self._keep(self.batch, self.request, ~is_other)
 
 
 class Arrows:
-    """The arrows that a file of these spans and intervals can have.
+    """The arrows that a file with these spans and intervals can have.
 
-    Complete events have arrows of their own. Async slices can only be tied by a bind id, of which a slice has room for
-    one: `binds` are those texts of spans, `ties` those of intervals, by their places. Where a span would need two, its
-    own intervals win, then what it called. `left_out` counts what is not drawn. `marked` are the bind ids of batches,
-    from which arrows lead to `marks`.
+    Complete events have arrows of their own: from `callers` to `called` spans, and to `launched` intervals. Async
+    slices can only be tied by a bind id, and a slice has room for one. Where a span would need two, its own intervals
+    win, then the spans that it called. `binds` has the source by place of each tied span, `ties` by place of each tied
+    interval. `left_out` counts what is not drawn.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
-        self._spans, self._intervals, owners = spans, intervals, intervals.owner
+        self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
-        drawn = self._may_lead(owners, intervals.start_ns, of_async)
-        self._launched = np.flatnonzero(drawn & ~of_async)
-        tied = np.flatnonzero(drawn & of_async).tolist()
-        self.ties = {place: self._bind(int(owners[place]), "in") for place in tied}
-        bound = {owner: owner for owner in owners[tied].tolist()}
-        self.left_out = int((~drawn).sum())
+        is_drawn = self._may_lead(owners, intervals.start_ns, of_async)
+        self.launched = np.flatnonzero(is_drawn & ~of_async)
+        tied = np.flatnonzero(is_drawn & of_async)
+        self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
+        self.binds = {owner: owner for owner in self.ties.values()}
+        self.left_out = int((~is_drawn).sum())
         called, callers = spans.called_away()
         by_bind = spans.is_async[callers] | spans.is_async[called]
-        drawn = self._may_lead(callers, spans.start_ns[called], by_bind)
-        self._called = called[drawn & ~by_bind]
-        self.left_out += int((~drawn).sum())
-        by_bind &= drawn
+        is_drawn = self._may_lead(callers, spans.start_ns[called], by_bind)
+        self.called = called[is_drawn & ~by_bind]
+        self.left_out += int((~is_drawn).sum())
+        by_bind &= is_drawn
+        binds = self.binds
         for caller, one in zip(callers[by_bind][::-1].tolist(), called[by_bind][::-1].tolist(), strict=True):
-            if one not in bound and bound.get(caller, caller) == caller:
-                bound[one] = bound[caller] = caller
+            if one not in binds and binds.get(caller, caller) == caller:
+                binds[one] = binds[caller] = caller
             else:
                 self.left_out += 1
-        its_batches = np.unique(marks.batch).tolist()
-        marks.leave_out([one for one in its_batches if bound.setdefault(one, one) != one])
+        marks.leave_out([one for one in np.unique(marks.batch).tolist() if binds.setdefault(one, one) != one])
         self.left_out += marks.left_out
-        self.marked = {one: self._bind_id(one) for one in np.unique(marks.batch).tolist()}
-        self.binds = {one: self._bind(source, "out" if one == source else "in") for one, source in bound.items()}
 
     def _may_lead(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Which arrows can lead to what starts then. What a bind ties must start later than its source: at the same
-        time Perfetto sees complete events before async ones, and what it sees first cannot be an end."""
+        """Return True for arrows that can lead to what starts then. What a bind ties must start later than its source:
+        at the same time Perfetto sees complete events before async ones, and what it sees first cannot be an end."""
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))
-
-    def _bind(self, source: int, direction: str) -> str:
-        return f',"bind_id":"{self._bind_id(source)}","flow_{direction}":true'
-
-    def _bind_id(self, source: int) -> str:
-        return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
-
-    def texts(self, of_spans: SpanEvents, of_intervals: IntervalEvents) -> Iterator[str]:
-        """The arrows between complete events, each behind a comma. Both ends attach to the innermost slice at their
-        time."""
-        spans, intervals, calls, launches = self._spans, self._intervals, self._called, self._launched
-        for name, sources, to_ns, kinds, addresses in (
-            ("call", spans.parent[calls], spans.start_ns[calls], of_spans.kind[calls], of_spans.addresses),
-            (
-                "ac2g", intervals.owner[launches], intervals.start_ns[launches], of_intervals.kind[launches],
-                of_intervals.addresses,
-            ),
-        ):  # fmt: skip
-            begins = np.zeros(len(sources), dtype=np.bool_)
-            begins[by_first_sight(sources)[1]] = True
-            its_name = f',"name":"{name}","cat":"{name}","id":'
-            for first, end in batches(len(sources)):
-                source = sources[first:end]
-                us, ns = np.divmod(spans.start_ns[source], 1000)
-                to_us, to_rest = np.divmod(to_ns[first:end], 1000)
-                columns: tuple[NDArray[Any], ...] = (
-                    begins[first:end], of_spans.kind[source], spans.span_id[source], us, ns, kinds[first:end], to_us,
-                    to_rest,
-                )  # fmt: skip
-                yield "".join(
-                    [
-                        (
-                            f',\n{{"ph":"s"{of_spans.addresses[kind]}{its_name}{span_id},"ts":{at_us}{MILLI[at_ns]}}}'
-                            if is_first
-                            else ""
-                        )
-                        + f',\n{{"ph":"f","bp":"e"{addresses[to]}{its_name}{span_id},"ts":{then_us}{MILLI[then_ns]}}}'
-                        for is_first, kind, span_id, at_us, at_ns, to, then_us, then_ns in zip(
-                            *(column.tolist() for column in columns), strict=True
-                        )
-                    ]
-                )

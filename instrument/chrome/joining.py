@@ -1,12 +1,11 @@
-"""Joining: what torch.profiler saw of a device, its memory and its operators' work, beside the spans of the process.
+"""Joining of a trace with that of torch.profiler: its kernels, allocations and operations beside the spans of ours.
 
-Both files tell the wall clock of their times: torch's by its base, ours by the pair of clocks of its origin.
+Both files have the wall clock of their times: torch's by its base, ours by the pair of clocks of its origin.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from operator import attrgetter
@@ -23,35 +22,31 @@ OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
 
 
+def join_saved(saved: Saved, beside: Saved) -> Saved:
+    """Join two files as `join` does, with no object for any span."""
+    return replace(saved, facts=join(saved.facts, beside.trace()))
+
+
 def join(trace: Trace, beside: Trace) -> Trace:
-    """A trace of ours with what a trace of torch.profiler tells of kernels, allocations and floating-point operations,
+    """Return a trace of ours with the kernels, allocations and floating-point operations in a trace of torch.profiler,
     moved to our clock.
 
     Raises `TraceError` where the two are not what they should be, or of other processes or times.
     """
-    its = ((span.thread_id, span.start_ns, flops_told(span.attributes)) for span in beside.spans)
-    return _joined(trace, beside, its)
-
-
-def join_saved(saved: Saved, beside: Saved) -> Saved:
-    """The same of two files, with no object for any span."""
-    columns = beside.columns
-    rows = columns.attributes.having(FLOPS)
-    counts = (flops_told({FLOPS: value}) for value in columns.attributes.values(FLOPS, rows))
-    its = zip(columns.thread_id[rows].tolist(), columns.start_ns[rows].tolist(), counts, strict=True)
-    return replace(saved, facts=_joined(saved.facts, beside.facts, its))
-
-
-def _joined(trace: Trace, beside: Trace, operations: Iterable[tuple[int, int, int]]) -> Trace:
-    """`operations` are what the operators of what is beside did, by their threads and when they began."""
-    from instrument.trace.kernel_columns import KernelColumns  # with numpy, which a service alone has no use for
+    # These import numpy, which a service alone has no use for.
+    from instrument.trace.kernel_columns import KernelColumns
+    from instrument.trace.of_spans import columns_of_spans
 
     if trace.origin.recorder == "other" or beside.origin.recorder != "other":
         found = [TORCHS if one.origin.recorder == "other" else OURS for one in (trace, beside)]
         raise TraceError(
             f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
         )
-    flops = sorted((Flops(*one) for one in operations if one[2]), key=attrgetter("at_ns"))
+    columns = columns_of_spans(beside.spans)
+    rows = columns.attributes.having(FLOPS)
+    counts = [flops_told({FLOPS: value}) for value in columns.attributes.values(FLOPS, rows)]
+    its = zip(columns.thread_id[rows].tolist(), columns.start_ns[rows].tolist(), counts, strict=True)
+    flops = sorted((Flops(*one) for one in its if one[2]), key=attrgetter("at_ns"))
     if beside.watched is None and not flops:
         raise TraceError(
             "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "

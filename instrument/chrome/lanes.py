@@ -19,17 +19,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from instrument.chrome.shown_processes import ShownProcesses
-from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import stable_order
+from instrument.recording.spans import BATCH_KEYS, MergedProcess, Site
+from instrument.recording.spans import Trace as Facts
+from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE, tops
+from instrument.trace.gathering import rank_of
+from instrument.trace.groups import by_first_sight, numbered, ranked, stable_order
+from instrument.trace.layout import in_order
+
+BATCH = 4096
+"""Events that are in memory at a time."""
+
+SPARE_PIDS = 1 << 22
+"""The first number that no process of Linux has (man 5 proc, pid_max)."""
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
 """No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""
@@ -38,67 +47,93 @@ DEEPEST = 511
 """Most slices in one another on a lane. Perfetto draws the 513th at the top, and the 512th looks the same."""
 
 
-Row = tuple[int, int, list[tuple[int, int]]]
-"""The process of a row of lanes, the id of its thread or stream in the trace, and number and tid of each lane."""
+# Processes
 
 
-class Lane(NamedTuple):
-    """One row of the viewer, in which slices nest.
+class ShownProcess(NamedTuple):
+    """A process with the number under which it is shown, which no other one has; `label` is where it ran, if needed."""
 
-    `address` is the text that puts an event there, `mark` the arguments that its place needs.
-    """
+    pid: int
+    name: str
+    label: str
+    facts: Facts
 
-    address: str
-    mark: str
+
+class ShownProcesses:
+    """The processes of a trace, the first of them also for threads that are of none."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._merged = list[MergedProcess](facts.processes)
+        its = [one.facts for one in self._merged] or [facts]
+        are_of_hosts = len({one.origin.host for one in its}) > 1
+        spare, taken = count(SPARE_PIDS), set[int]()
+        self.all: list[ShownProcess] = []
+        for one in its:
+            own, host = one.origin.pid, one.origin.host
+            pid = own if 0 <= own < DEVICE_PIDS else 0
+            if pid in taken or (not pid and self._merged):
+                pid = next(number for number in spare if number not in taken)
+            taken.add(pid)
+            is_made_up = pid != own and own > 0
+            label = " ".join([f"pid {own}"] * is_made_up + [f"host {host}"] * (are_of_hosts and bool(host)))
+            self.all.append(ShownProcess(pid, one.origin.service or f"process {own}", label, one))
+        self._number = {thread: number for number, one in enumerate(self._merged) for thread in one.threads}
+
+    @property
+    def first(self) -> ShownProcess:
+        """The process of all that has no thread."""
+        return self.all[0]
+
+    def number_of(self, thread_id: int) -> int:
+        """The place of the process of a thread."""
+        return self._number.get(thread_id, 0)
+
+    def of_thread(self, thread_id: int) -> ShownProcess:
+        """The process of a thread."""
+        return self.all[self.number_of(thread_id)]
+
+    def own_thread(self, thread_id: int) -> int:
+        """The number that its process gave a thread."""
+        return self._merged[self.number_of(thread_id)].threads.get(thread_id, thread_id) if self._merged else thread_id
+
+    def thread_name(self, thread_id: int) -> str:
+        """The name of a thread in its process."""
+        own = self.own_thread(thread_id)
+        return self.of_thread(thread_id).facts.threads.get(own) or f"thread {own}"
+
+    def numbers_of(self, thread_ids: Int64s) -> Int64s:
+        """The places of the processes of threads."""
+        known, places = ranked(thread_ids)
+        return np.array(list(map(self.number_of, known.tolist())), dtype=np.int64)[places]
 
 
 class Board:
-    """The lanes of threads and streams of a file, made as slices need them."""
+    """The lanes of threads and streams in a file, made as slices need them: each has a process and a thread id."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
-        self._lanes: dict[tuple[int, int], list[Lane]] = {}
-        self._tids: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._tids: dict[tuple[int, int], list[int]] = {}
         self._spare_tids = count(SPARE_TIDS)
 
-    def of_thread(self, thread_id: int, number: int = 1) -> Lane:
-        """A lane of a thread, by its number from 1."""
-        processes = self.processes
-        lanes, lane = self._lanes_of(processes.of_thread(thread_id).pid, thread_id)
-        while len(lanes) < number:
-            tid = self._tid(processes.own_thread(thread_id), is_further=bool(lanes))
-            lane(tid, "" if tid == thread_id else f'"thread":{thread_id},')
-        return lanes[number - 1]
+    def of_thread(self, thread_id: int, number: int = 1) -> tuple[int, int]:
+        """Return process and thread id of a thread's lane, by its number from 1."""
+        its = self.processes
+        return self._lane(its.of_thread(thread_id).pid, thread_id, its.own_thread(thread_id), number)
 
-    def of_stream(self, device: int, stream: int, number: int) -> Lane:
-        """A lane of a stream, by its number from 1."""
-        lanes, lane = self._lanes_of(DEVICE_PIDS + device % DEVICE_PIDS, stream)
-        while len(lanes) < number:
-            lane(self._tid(stream, is_further=bool(lanes)), "")
-        return lanes[number - 1]
+    def of_stream(self, device: int, stream: int, number: int) -> tuple[int, int]:
+        """Return process and thread id of a stream's lane, by its number from 1."""
+        return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
-    def _tid(self, own: int, *, is_further: bool) -> int:
-        # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
-        return own if not is_further and 0 < own < SPARE_TIDS else next(self._spare_tids)
+    def _lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
+        tids = self._tids.setdefault((pid, known_id), [])
+        while len(tids) < number:
+            # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
+            tids.append(own_id if not tids and 0 < own_id < SPARE_TIDS else next(self._spare_tids))
+        return pid, tids[number - 1]
 
-    def _lanes_of(self, pid: int, known_id: int) -> tuple[list[Lane], Callable[[int, str], None]]:
-        """The lanes of a thread or stream, and what adds one."""
-        lanes, tids = self._lanes.setdefault((pid, known_id), []), self._tids.setdefault((pid, known_id), [])
-
-        def add(tid: int, mark: str) -> None:
-            lanes.append(Lane(f',"pid":{pid},"tid":{tid}', mark + lane_mark(len(lanes) + 1)))
-            tids.append((len(lanes), tid))
-
-        return lanes, add
-
-    def rows(self) -> list[Row]:
-        """The lanes of threads and streams."""
+    def rows(self) -> list[tuple[int, int, list[int]]]:
+        """Return process, id in the trace, and ids of the lanes, of each thread and stream."""
         return [(*row, tids) for row, tids in self._tids.items()]
-
-
-def lane_mark(number: int) -> str:
-    """The argument of what lies on a further lane."""
-    return "" if number == 1 else f'"lane":{number},'
 
 
 def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
@@ -175,3 +210,127 @@ def _taken_from(empty: list[int], lanes: list[list[tuple[int, int]]], start_ns: 
             return lane
     lanes.append([])
     return len(lanes) - 1
+
+
+# Slices in their order
+
+
+class Spans(NamedTuple):
+    """The spans in that order: `row` is the row of each in the trace, `place_of` the place of each row.
+
+    Times count from the base of the file, `parent` is the place of the parent, `site` the number of the site among
+    `sites`, which are by first sight. `process` is the place of the process among those that are shown.
+    """
+
+    trace: Trace
+    sites: Sequence[Site]
+    row: Int64s
+    place_of: Int32s
+    span_id: Int64s
+    parent: Int32s
+    thread_id: Int64s
+    task_id: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    site: Int64s
+    is_request: Bools
+    is_async: Bools
+    process: Int64s
+
+    @classmethod
+    def of(cls, trace: Trace, base_ns: int, processes: ShownProcesses) -> Spans:
+        row = in_order(trace)
+        place_of, parent, task_id = rank_of(row), trace.parent[row], trace.task_id[row]
+        site, firsts = by_first_sight(trace.site[row])
+        sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
+        is_request = np.array([one.kind == "request" for one in sites], dtype=np.bool_)[site]
+        return cls(
+            trace=trace,
+            sites=sites,
+            row=row,
+            place_of=place_of,
+            span_id=trace.span_id[row],
+            parent=np.where(parent == NONE, np.int32(NONE), place_of[parent]) if len(row) else parent,
+            thread_id=trace.thread_id[row],
+            task_id=task_id,
+            start_ns=trace.start_ns[row] - base_ns,
+            end_ns=trace.end_ns[row] - base_ns,
+            site=site,
+            is_request=is_request,
+            is_async=(task_id != 0) | is_request,
+            process=processes.numbers_of(trace.thread_id[row]),
+        )
+
+    def groups(self) -> Int64s:
+        """The thread, or the task of a tree in a process, that each span is on: numbers from 0."""
+        threads, groups = ranked(self.thread_id)
+        slices = np.flatnonzero(self.is_async)
+        if not len(slices):
+            return groups
+        # Most spans are on the task of their parent: so few are looked at one by one.
+        root_id, task_id, above = self.trace.root_id[self.row], self.task_id, self.parent
+        goes_on = (above != NONE) & self.is_async & self.is_async[above]
+        goes_on &= (root_id == root_id[above]) & (task_id == task_id[above])
+        goes_on &= self.process == self.process[above]
+        first_of = tops(np.where(goes_on, above, np.int32(NONE)).astype(np.int32))
+        firsts = np.flatnonzero(self.is_async & ~goes_on)
+        number_of = np.zeros(len(groups), dtype=np.int64)
+        trees, tasks = ranked(root_id[firsts])[1], ranked(task_id[firsts])[1]
+        number_of[firsts] = numbered(numbered(trees, self.process[firsts])[0], tasks)[0]
+        groups[slices] = len(threads) + number_of[first_of[slices]]
+        return groups
+
+    def lanes(self) -> tuple[Int64s, Int64s, Int32s]:
+        """The group of each span, the number of its lane there, and the span that is innermost around it."""
+        groups, deep = self.groups(), self.trace.level[self.row] >= DEEPEST
+        return groups, *lanes_of(groups, self.parent, self.start_ns, self.end_ns, deep)
+
+    def threads_of_batches(self) -> set[int]:
+        """The threads on which steps and batches are slices, which viewers are to show before other threads."""
+        kinds = np.array([one.kind in ("step", "batch") for one in self.sites], dtype=np.bool_)
+        is_batch = kinds[self.site]
+        is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
+        return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
+
+    def called_away(self) -> tuple[Int64s, Int32s]:
+        """The spans that ran on another thread or task than what called them, and these."""
+        called = np.flatnonzero(self.parent != NONE)
+        callers = self.parent[called]
+        away = self.thread_id[callers] != self.thread_id[called]
+        away |= self.task_id[callers] != self.task_id[called]
+        return called[away], callers[away]
+
+
+class OrderedIntervals(NamedTuple):
+    """The device intervals in that order: `owner` is the place of the span that each is of, `number` its number among
+    those of that span."""
+
+    row: Int64s
+    owner: Int64s
+    number: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+
+    @classmethod
+    def of(cls, spans: Spans, base_ns: int) -> OrderedIntervals:
+        its = spans.trace.device
+        row = np.lexsort((-its.end_ns, its.start_ns))
+        return cls(
+            row=row,
+            owner=spans.place_of[its.row[row]].astype(np.int64),
+            number=row - np.searchsorted(its.row, its.row[row]),
+            start_ns=its.start_ns[row] - base_ns,
+            end_ns=its.end_ns[row] - base_ns,
+        )
+
+    def lanes(self, its: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
+        """The stream of each, the number of its lane there, and the one that is innermost around it."""
+        streams = numbered(ranked(its.device[self.row])[1], ranked(its.stream[self.row])[1])[0]
+        nothing = np.full(len(self.row), NONE, dtype=np.int32)
+        return streams, *lanes_of(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
+
+
+def batches(count: int) -> Iterator[tuple[int, int]]:
+    """The begins and ends of batches of so many events."""
+    for first in range(0, count, BATCH):
+        yield first, min(first + BATCH, count)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from instrument.chrome.events import TraceEvent, next_allocations
-from instrument.chrome.foreign import Foreign
-from instrument.chrome.mending import next_events
-from instrument.chrome.own import Own
+from instrument.chrome.events import Int64, TraceEvent, next_events
+from instrument.chrome.json_text import JsonText
+from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
+from instrument.recording.allocations import Allocations
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
-from instrument.trace import columns
+from instrument.trace import allocation_lists, columns
 from instrument.trace.file import Saved, without_endless
-from instrument.trace.json_blocks import Json
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, LIMIT_SPANS, LIMIT_VALUE, checked
 
@@ -38,8 +41,9 @@ LIMIT_VOID, VOID_BESIDE = 1_000_000, 4
 LIMIT_BACKWARD = 1000
 """More parents that start after their children are in no program's trace; what they ask for has no end."""
 
-
-# The file
+_decode_allocations = msgspec.json.Decoder(
+    list[Annotated[list[Int64], msgspec.Meta(min_length=6, max_length=7)]]
+).decode
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
@@ -80,6 +84,8 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         return
     except TraceError as problem:
         why, cause = f"{problem}", problem
+    except json.JSONDecodeError as problem:
+        why, cause = f"it is no JSON, or cut off ({problem.msg}); write or copy it again", problem
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
     except compression.damages() as problem:
@@ -108,7 +114,7 @@ def facts_of(path: str | os.PathLike[str]) -> Trace | None:
 
 
 @contextmanager
-def _opened(source: Path, limit_bytes: int) -> Iterator[Json]:
+def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
     facts = source.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise ValueError("it is not a regular file; give a trace file")
@@ -118,7 +124,7 @@ def _opened(source: Path, limit_bytes: int) -> Iterator[Json]:
         gzipped = file.read(2) == b"\x1f\x8b"
     with compression.opened(source) if gzipped else source.open("rb") as file:
         packed_bytes = facts.st_size if gzipped else None
-        text = Json(file.read if packed_bytes is None else _unpacking(file.read, packed_bytes), limit_bytes)
+        text = JsonText(file.read if packed_bytes is None else _unpacking(file.read, packed_bytes), limit_bytes)
         if not gzipped:
             text.refuse_beyond_limit(facts.st_size)
         yield text
@@ -141,32 +147,31 @@ def _unpacking(read: Callable[[int], bytes], packed_bytes: int) -> Callable[[int
     return unpack
 
 
-def _content(text: Json) -> Saved:
-    foreign = Foreign(text.left_out)
-    own: Own | None = None
+def _content(text: JsonText) -> Saved:
+    slices, ours = Slices(text.left_out), None
     void = 0
     for key, value in _members(text):
         if key is None:
-            reader = own or foreign
-            before = reader.taken
-            reader.add(value)
-            void += max(len(value) - (reader.taken - before), 0)
-            if void > LIMIT_VOID + VOID_BESIDE * reader.taken:
+            before = slices.taken
+            slices.add(value)
+            void += max(len(value) - (slices.taken - before), 0)
+            if void > LIMIT_VOID + VOID_BESIDE * slices.taken:
                 raise ValueError("most of its events say nothing of any call; give a Chrome trace in JSON")
         elif key == "instrument" and isinstance(value, dict) and "format" in value:
-            if foreign.slices:
+            if slices.count:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
-            own = Own(Metadata(value))
+            ours = Metadata(value)
+            slices = Slices(text.left_out, ours)
         else:
-            foreign.add_fact(key, value)
-    found, facts = (own or foreign).trace()
-    if (own or not len(found)) and (losses := text.left_out.losses()):
+            slices.others.add_fact(key, value)
+    found, facts = slices.trace()
+    if (ours or not len(found)) and (losses := text.left_out.losses()):
         why = ", ".join(f"{count} {what}" for what, count in losses.items())
         raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
-    return Saved(found, facts, own.metadata.tally() if own else None)
+    return Saved(found, facts, ours.tally() if ours else None)
 
 
-def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
+def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     """The file's top-level keys and values; events many at once, with None for a key."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
@@ -194,7 +199,7 @@ def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
         text.left_out.add("what follows its end", f"byte {text.passed}")
 
 
-def _take_end(text: Json, bracket: str) -> None:
+def _take_end(text: JsonText, bracket: str) -> None:
     """Pass over the bracket at the end, which a writer that was killed leaves out."""
     if text.peek():
         text.take(bracket)
@@ -202,7 +207,7 @@ def _take_end(text: Json, bracket: str) -> None:
         text.left_out.add("closing brackets that are missing", f"byte {text.passed}")
 
 
-def _facts(text: Json) -> dict[str, Any]:
+def _facts(text: JsonText) -> dict[str, Any]:
     """An object value by value; of ours the allocations are taken one by one, as `Allocations.rows`."""
     text.take("{")
     facts: dict[str, Any] = {}
@@ -213,7 +218,7 @@ def _facts(text: Json) -> dict[str, Any]:
         key = checked(text.value(), str)
         text.take(":")
         if key == "allocations" and "format" in facts and text.peek() == "[":
-            facts[key] = next_allocations(text, LIMIT_SPANS)
+            facts[key] = _next_allocations(text)
         else:
             facts[key] = text.value()
             held += text.passed - before
@@ -223,13 +228,32 @@ def _facts(text: Json) -> dict[str, Any]:
     return facts
 
 
+def _next_allocations(text: JsonText) -> bytearray:
+    """Return the rows of `Allocations` from a list of lists that comes next."""
+    rows = bytearray()
+    text.take("[")
+    end = text.take("]") if text.peek() == "]" else ","
+    while end == ",":
+        if text.peek() != "[":
+            checked(text.value(), list)
+        lists, found = text.values(_decode_allocations, b"]")
+        if lists is None:
+            rows += allocation_lists.rows_of(json.loads(b"[%b]" % found))
+        else:
+            rows += array("q", chain.from_iterable(one if len(one) > 6 else [*one, 0] for one in lists)).tobytes()
+        if len(rows) > LIMIT_SPANS * Allocations.ROW.size:
+            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
+        end = text.take(",]")
+    return rows
+
+
 def _counted_key(keys: int) -> int:
     if keys == LIMIT_KEYS:
         raise ValueError(f"it has more than {LIMIT_KEYS} keys beside its events; give a Chrome trace in JSON")
     return keys + 1
 
 
-def _events(text: Json) -> Iterator[tuple[None, list[TraceEvent]]]:
+def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
     count = 0
     while (mark := text.peek()) not in ("]", ""):
         if mark == ",":

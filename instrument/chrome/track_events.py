@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.batch_marks import BatchMarks
-from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans
-from instrument.chrome.shown_processes import ShownProcesses
+from instrument.chrome.arrows import BatchMarks
+from instrument.chrome.lanes import BATCH, OrderedIntervals, ShownProcesses, Spans
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
@@ -84,7 +83,7 @@ class _Packets:
         self._pb, self._facts = pb, facts
         times = trace.start_ns, trace.device.start_ns, np.array([one.at_ns for one in facts.samples], dtype=np.int64)
         self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
-        self._processes = ShownProcesses(facts, LIMIT_PID)
+        self._processes = ShownProcesses(facts)
         self._spans = Spans.of(trace, self._base_ns, self._processes)
         self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
         self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))

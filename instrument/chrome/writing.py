@@ -1,23 +1,17 @@
-"""Writing a trace: the file, its counters and the names of its lanes, around the slices.
-
-Which spans and intervals are slices, and in which order, `ordered` says; `slices` has their text.
-"""
+"""Writing a trace: the file, its metadata and counters, and the names of its lanes."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain, count, islice, starmap
+from itertools import chain, count, islice
 from pathlib import Path
 
-from instrument.chrome.arrows import Arrows
-from instrument.chrome.batch_marks import BatchMarks
-from instrument.chrome.interval_events import IntervalEvents
-from instrument.chrome.lanes import DEVICE_PIDS, Board
-from instrument.chrome.ordered import BATCH, OrderedIntervals, Spans, batches
-from instrument.chrome.shown_processes import ShownProcesses
-from instrument.chrome.span_events import SpanEvents
+import msgspec
+
+from instrument.chrome.drawing import Drawing, DrawnEvent
+from instrument.chrome.lanes import BATCH, DEVICE_PIDS, Board, OrderedIntervals, ShownProcesses, Spans
 from instrument.errors import TraceError
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.recording.tally import Tally
@@ -25,21 +19,19 @@ from instrument.runtime import atomic, compression
 from instrument.trace import columns
 from instrument.trace.metadata import Sites, metadata
 from instrument.trace.of_spans import columns_of_spans
-from instrument.trace.text import clean, encode, is_number, microseconds, safe
+from instrument.trace.text import clean, is_number, safe
 
 ZLIB_LEVEL = 4
 """Files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the time."""
 
-NO_UNIT = '"value"'
+NO_UNIT = "value"
 
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or record less"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a directory that this user may write to"),
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "give the name of a file"),
 }
-
-
-# The file
+_encoder = msgspec.json.Encoder(decimal_format="number")
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
@@ -66,109 +58,95 @@ def write(path: str | os.PathLike[str], columns: columns.Trace, facts: Trace, ta
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
-            file.writelines(_packed(_document(columns, facts, tally), target.suffix == ".gz"))
+            packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
+            for data in _document(columns, facts, tally):
+                file.write(packer.compress(data) if packer else data)
+            if packer:
+                file.write(packer.flush())
     except OSError as problem:
         advice = _ADVICE.get(problem.errno or 0, "give a path that can be written")
         raise TraceError(f"cannot write the trace {target}: {problem.strerror or problem}; {advice}") from problem
     return target
 
 
-def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
-    packer = compression.compressor(ZLIB_LEVEL) if gzipped else None
-    for text in texts:
-        data = text.encode(errors="replace")
-        yield packer.compress(data) if packer else data
-    if packer:
-        yield packer.flush()
-
-
-def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iterator[str]:
-    """The file's text in pieces of some thousand events."""
-    processes = ShownProcesses(trace, DEVICE_PIDS)
+def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iterator[bytes]:
+    """Yield the file in pieces of some thousand events."""
+    processes = ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
-    spans = Spans.of(columns, base_ns, processes)
-    intervals, marks, board = OrderedIntervals.of(spans, base_ns), BatchMarks(spans), Board(processes)
-    arrows = Arrows(spans, intervals, marks)
+    spans, board = Spans.of(columns, base_ns, processes), Board(processes)
     sites = Sites(spans.sites)
-    head = metadata(trace, base_ns, sites, tally, arrows.left_out)
-    yield '{"displayTimeUnit":"ms","instrument":'
-    yield from head
-    yield ',"traceEvents":[\n'
+    drawing = Drawing(spans, OrderedIntervals.of(spans, base_ns), board, sites.place)
+    yield b'{"displayTimeUnit":"ms","instrument":'
+    for text in metadata(trace, base_ns, sites, tally, drawing.left_out):
+        yield text.encode(errors="replace")
+    yield b',"traceEvents":[\n'
     named = (_process_names(one.pid, one.name, 0, one.label) for one in processes.all)
-    yield ",\n".join(chain.from_iterable(named))
-    of_sites = [sites.texts[site] for site in spans.sites]
-    of_spans = SpanEvents(spans, board, arrows.binds, of_sites)
-    yield from starmap(of_spans.text, batches(len(spans.row)))
-    of_intervals = IntervalEvents(spans, intervals, board, of_sites)
-    yield from (of_intervals.text(first, end, arrows.ties) for first, end in batches(len(intervals.row)))
-    yield from arrows.texts(of_spans, of_intervals)
-    yield from marks.texts(of_spans, of_sites, arrows.marked)
+    yield _lines(list(chain.from_iterable(named)))[:-2]
+    for events in drawing.events():
+        if events:
+            yield b",\n" + _lines(events)[:-2]
     counted: set[int] = set()
     names = _lane_names(board, counted, trace, spans.threads_of_batches())
-    events = chain(_counter_events(trace.samples, base_ns, processes.first.pid, counted), names)
-    while batch := list(islice(events, BATCH)):
-        yield "".join([f",\n{event}" for event in batch])
-    yield "\n]}\n"
+    rest = chain(_counters(trace.samples, base_ns, processes.first.pid, counted), names)
+    while events := list(islice(rest, BATCH)):
+        yield b",\n" + _lines(events)[:-2]
+    yield b"\n]}\n"
 
 
-# Counters
+def _lines(events: list[DrawnEvent]) -> bytes:
+    """Return events as JSON, a line each, with a comma behind each."""
+    return _encoder.encode_lines(events).replace(b"\n", b",\n")
 
 
-def _counter_events(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[str]:
-    """The samples that are numbers; `counted` gets their processes. Their unit is the key of the number, which viewers
-    add to the track's name."""
-    units = {name: encode(gauge.unit) for name, gauge in GAUGES.items()}
+def _counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
+    """Yield the samples that are numbers; `counted` gets their processes. Their unit is the key of the number, which
+    viewers add to the track's name."""
     for sample in samples:
         if is_number(sample.value):
-            of = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
-            counted.add(of)
-            yield (
-                f'{{"ph":"C","pid":{of},"name":{encode(clean(sample.name))}'
-                f',"args":{{{units.get(sample.name, NO_UNIT)}:{encode(sample.value)}}}'
-                f',"ts":{microseconds(sample.at_ns - base_ns)}}}'
-            )
+            its = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
+            counted.add(its)
+            unit = GAUGES[sample.name].unit if sample.name in GAUGES else NO_UNIT
+            args = {unit: sample.value}
+            yield DrawnEvent("C", its, name=clean(sample.name), args=args, ts=(sample.at_ns - base_ns) / 1000)
 
 
 # Names
 
 
-def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[str]:
-    """The names of all lanes, threads in the order in which they are known but that those of batches come first, and of
-    the devices."""
+def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
+    """Yield the names of all lanes, threads in the order in which they are known but that those of batches come first,
+    and the names of devices."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
     known = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
     hosts = {one.pid for one in board.processes.all}
+    rows = sorted(board.rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1]))
     seen = set(hosts)
-    for of in sorted(counted - seen):
-        seen.add(of)
-        yield from _device_names(of, gpus.get(of))
-    for of, known_id, lanes in sorted(board.rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
-        if of not in seen:
-            seen.add(of)
-            yield from _device_names(of, gpus.get(of))
-        name = board.processes.thread_name(known_id) if of in hosts else f"stream {known_id}"
-        for number, tid in lanes:
-            place = f'{of},"tid":{tid}'
-            yield _name_event("thread_name", name if number == 1 else f"{name} ({number})", place)
-            yield _name_event("thread_sort_index", next(positions), place)
+    for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - seen)), rows):
+        if pid not in seen:
+            seen.add(pid)
+            yield from _device_names(pid, gpus.get(pid))
+        name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
+        for number, tid in enumerate(tids, 1):
+            yield _name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
+            yield _name("thread_sort_index", next(positions), pid, tid)
 
 
-def _device_names(pid: int, gpu: Gpu | None) -> Iterator[str]:
+def _device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
     device = pid - DEVICE_PIDS
     label = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu is not None else ""
     yield from _process_names(pid, f"GPU {device}", 1 + device, label)
 
 
-def _process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[str]:
-    yield _name_event("process_name", name, f"{pid}")
-    yield _name_event("process_sort_index", position, f"{pid}")
+def _process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
+    yield _name("process_name", name, pid)
+    yield _name("process_sort_index", position, pid)
     if label:
-        yield _name_event("process_labels", label, f"{pid}")
+        yield _name("process_labels", label, pid)
 
 
-def _name_event(what: str, value: str | int, place: str) -> str:
+def _name(what: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
     key = "sort_index" if isinstance(value, int) else "labels" if what == "process_labels" else "name"
-    return f'{{"ph":"M","name":"{what}","pid":{place},"args":{{"{key}":{encode(safe(value))}}}}}'
+    return DrawnEvent("M", pid, tid, name=what, args={key: safe(value)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.profile.kinds import KINDS
 from instrument.recording.allocations import Allocations
@@ -83,28 +83,13 @@ def attribute(value: Any) -> Any:
 # Written
 
 
-class SiteText(NamedTuple):
-    """What the events of a site share: all from the name to the start of `args`, the arguments, the name, the kind."""
-
-    head: str
-    args: str
-    name: str
-    kind: str
-
-
 class Sites:
-    """The sites of a file, each once, by order of first sight; `texts` is what their events share."""
+    """The sites of a file, each once, by order of first sight."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
-        self.texts: dict[Site, SiteText] = {}
         for site in sites:
-            place = self.place(site)
-            code = f',"code":{encode(clean(site.function))}' if site.function else ""
-            name = encode(clean(site.instance if site.kind == "layer" and site.instance else site.name))
-            kind = encode(clean(site.kind))
-            head = f',"name":{name},"cat":{kind},"args":{{'
-            self.texts[site] = SiteText(head, f'"site":{place}{code}', f',"name":{name}', kind)
+            self.place(site)
 
     def place(self, site: Site) -> int:
         """Where a site stands among the entries."""
