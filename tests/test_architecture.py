@@ -328,7 +328,7 @@ LINES_AND_FILES = {
     "device": (3_738, 16),
     "instrumentors": (11_637, 62),
     "native": (10_122, 29),
-    "otlp": (8_269, 39),
+    "otlp": (8_343, 39),
     "profile": (2_590, 10),
     "proposal": (1_498, 6),
     "recorder": (3_317, 18),

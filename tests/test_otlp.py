@@ -20,13 +20,14 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from otlp_collectors import (
     Behave,
@@ -53,13 +54,17 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
+from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
+from instrument.otlp.packing import pack_resource
 from instrument.otlp.response import Response
+from instrument.otlp.span_ids import SpanIds
 from instrument.otlp.span_queue import Source, SpanQueue
 from instrument.profile.model import Otlp
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import DeviceInterval, Site
+from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.runtime import threads
 from instrument.runtime.faults import FAULTS
+from instrument.trace.of_spans import trace_of
 
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
 
@@ -513,6 +518,48 @@ def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_
         assert source.counts == {"offered": 50, "exported": 48, "rejected": 2, "pending": 0, "sending": 0}
         sent = server.spans[source.ids.instance]
         assert sent[0].span_id == source.ids.span_id(1).to_bytes(8, "big")
+
+
+def test_packed_requests_are_sent_under_the_resource_that_they_have_and_in_halves_where_they_are_too_large() -> None:
+    with collecting(at_most(5)) as server, exporting(server.settings) as exporter:
+        sources = [Source(Ids((number,) * 3, f"process-{number}"), ORIGIN, dict, dict) for number in range(2)]
+        for source in sources:
+            exporter.submit(bodies_of(source, tree(13)), source)
+        exporter.offer(tree(2))
+        exporter.submit([])
+        delivery = exporter.flush(60 * SECOND)
+        adds_up(exporter)
+        assert delivery == Delivery(28, 28, 0, 0, 0, 0, settled=True)
+        assert {source.counts["exported"] for source in sources} == {13}
+    for source in sources:
+        sent = server.spans[source.ids.instance]
+        assert {one.span_id for one in sent} == {
+            source.ids.span_id(number).to_bytes(8, "big") for number in range(1, 14)
+        }
+
+
+def test_of_too_many_packed_requests_the_oldest_go_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = Exporter(Otlp(), ORIGIN, dict)
+    bodies = [
+        next(iter(bodies_of(exporter.own, tree(3, 1 + 10 * number, Site(f"tree {number}"))))) for number in range(9)
+    ]
+    monkeypatch.setattr("instrument.otlp.span_queue.QUEUE_BYTES", sum(len(request) for request, _ in bodies[5:]))
+    exporter.submit(bodies)
+    counts = adds_up(exporter)
+    assert (counts["pending"], counts["dropped"]) == (12, 15)
+    with collecting(take) as server:
+        exporter._settings = server.settings
+        exporter.start()
+        assert exporter.stop(60 * SECOND).exported == 12
+    assert set(server.taken) == {f"tree {number}" for number in range(5, 9)}
+
+
+def bodies_of(source: Source, spans: Sequence[Span]) -> Iterator[tuple[bytes, int]]:
+    """The spans packed as requests."""
+    trace = trace_of(spans)
+    packer = SpanPacker(PROTOBUF, trace, SpanIds(trace, source.ids), source.origin, source.threads())
+    resource = pack_resource({"service.instance.id": source.ids.instance, **source.resource()})
+    return request_bodies(packer.pack(np.arange(len(trace))), resource)
 
 
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics, metrics_url
-from instrument.otlp.packing import Ids
+from instrument.otlp.packing import Ids, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
     detected_attributes,
@@ -253,6 +253,25 @@ class Exporter:
             return False
         return is_kept
 
+    def submit(self, bodies: Iterable[tuple[bytes, int]], source: Source | None = None) -> None:
+        """Hand over packed requests, each with the number of its spans, of another process where its source is given.
+
+        `instrument.otlp.packed_spans.request_bodies` makes them, each of at most `request_bytes`. Never blocks and
+        never raises. Of more than `QUEUE_BYTES` the oldest ones go, and are counted as dropped.
+        """
+        try:
+            for request, spans in bodies:
+                self._trees.submit(request, spans, source or self.own)
+            if self._trees.queued >= _BATCH_SPANS:
+                self.hurry()
+        except Exception as fault:  # our own fault is counted, not raised into the service
+            FAULTS.note("packing of spans for the OTLP exporter", fault)
+
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of a request at most, before compression: fewer once a collector has refused a size."""
+        return self._request_bytes
+
     @property
     def waiting(self) -> int:
         """How many spans are on their way."""
@@ -372,9 +391,15 @@ class Exporter:
                 tree = self._trees.take() if self._serves(sender) else None
             if tree is None:
                 break
+            if tree.request:
+                if pieces:
+                    self._deliver(sender, sender.request_of(pieces), owners)
+                    pieces, owners, size = [], [], 0
+                self._deliver(sender, tree.request, [tree] * tree.size)
+                continue
             if tree.source is not source:  # a request is of one resource
                 if pieces:
-                    self._deliver(sender, pieces, owners)
+                    self._deliver(sender, sender.request_of(pieces), owners)
                 pieces, owners, size = [], [], 0
                 source, threads = tree.source, tree.source.threads()
                 self._speak_for(sender, source)
@@ -382,13 +407,13 @@ class Exporter:
             for piece in encoded:
                 added = sender.size(piece)
                 if pieces and (len(pieces) >= sender.request_spans or size + added > self._request_bytes):
-                    self._deliver(sender, pieces, owners)
+                    self._deliver(sender, sender.request_of(pieces), owners)
                     pieces, owners, size = [], [], 0
                 pieces.append(piece)
                 owners.append(tree)
                 size += added
         if pieces:
-            self._deliver(sender, pieces, owners)
+            self._deliver(sender, sender.request_of(pieces), owners)
 
     def _of_metered(self) -> list[Metrics]:
         return [one.metrics for one in self._metered if one.metrics is not None]
@@ -494,8 +519,8 @@ class Exporter:
             FAULTS.note("encoding of spans", fault)
             return []
 
-    def _deliver(self, sender: Sender, pieces: list[Any], owners: list[QueuedTree]) -> None:
-        """Send one request, in halves when the collector finds it too large, and settle its spans.
+    def _deliver(self, sender: Sender, request: bytes, owners: list[QueuedTree]) -> None:
+        """Send one request, in halves when the collector finds it too large, and settle its spans, by their trees.
 
         Where the collector says when to come again, everything waits for that, and the request is sent once more.
         """
@@ -505,11 +530,11 @@ class Exporter:
             if not self._hold(sender, last_ns):
                 verdict = Response(False, reason=self._trees.reason)
                 break
-            self._trees.note_sending(owners[0].source, len(pieces))
+            self._trees.note_sending(owners[0].source, len(owners))
             self._settled(owners[0].source)  # who is told what is settled is told before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
             left_s = partial(self._left_s, sender, self._sent_at_ns + timeout_ns)
-            verdict = sender.send(pieces, left_s, self._pause)
+            verdict = sender.send(request, len(owners), left_s, self._pause)
             self._sent_at_ns = 0
             if not verdict.wait_s:
                 break
@@ -517,12 +542,12 @@ class Exporter:
             self._held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         if verdict.taken:
             self._halvings = 0
-        if verdict.too_large and len(pieces) > 1 and self._halvings < HALVINGS:
+        if verdict.too_large and len(owners) > 1 and self._halvings < HALVINGS:
             self._halvings += 1
-            self._request_bytes = max(LEAST_REQUEST_BYTES, sum(map(sender.size, pieces)) // 2)
-            middle = len(pieces) // 2
-            self._deliver(sender, pieces[:middle], owners[:middle])
-            self._deliver(sender, pieces[middle:], owners[middle:])
+            self._request_bytes = max(LEAST_REQUEST_BYTES, len(request) // 2)
+            first, second = halves_of(request)
+            self._deliver(sender, first, owners[: len(owners) // 2])
+            self._deliver(sender, second, owners[len(owners) // 2 :])
             return
         with self._trees.lock:
             if not self._serves(sender):

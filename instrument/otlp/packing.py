@@ -358,6 +358,31 @@ def request_of(resource: bytes, pieces: Iterable[bytes]) -> bytes:
     return pack_field(b"\x0a", resource + pack_field(b"\x12", scope_spans))
 
 
+def halves_of(request: bytes) -> tuple[bytes, bytes]:
+    """Return two requests that have the spans, or the metrics, of one that `request_of` made."""
+    (of_resource,) = _fields(request, 0, len(request))
+    resource, of_scope = _fields(request, *of_resource[1:])
+    _, *pieces, _ = _fields(request, *of_scope[1:])
+    packed = [request[first:end] for first, _, end in pieces]
+    middle = len(packed) // 2
+    its = request[resource[0] : resource[2]]
+    return request_of(its, packed[:middle]), request_of(its, packed[middle:])
+
+
+def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The places of fields with a length and a tag of one byte: those of the tags, the contents and the ends."""
+    while at < end:
+        first, size, shift = at, 0, 0
+        while True:
+            at += 1
+            size |= (message[at] & 0x7F) << shift
+            shift += 7
+            if message[at] < 0x80:
+                break
+        yield first, at + 1, at + 1 + size
+        at += 1 + size
+
+
 def version() -> str:
     """The version of this package."""
     return str(sys.modules["instrument"].__version__)

@@ -72,9 +72,13 @@ class Sender(ABC):
         """Bytes that a piece adds to a request."""
         return len(piece)
 
-    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
+    def request_of(self, pieces: Sequence[bytes]) -> bytes:
+        """Return a request of packed spans."""
+        return packing.request_of(self._resource, pieces)
+
+    def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
         """Deliver one request, trying again while there is time and hope."""
-        return self._send(self._places[0], packing.request_of(self._resource, pieces), len(pieces), left_s, pause)
+        return self._send(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
         self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]

@@ -17,6 +17,9 @@ from instrument.runtime.unpatched import Lock
 QUEUE_SPANS = 65_536
 """Spans that may wait for delivery; beyond it the oldest whole trees go."""
 
+QUEUE_BYTES = 16 << 20
+"""Bytes of packed requests that may wait for delivery; beyond it the oldest go."""
+
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
 """Nanoseconds: the least age of a reading of the wall clock, and the least drift, before a new reading is used.
@@ -73,7 +76,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class QueuedTree:
-    """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
+    """One kept tree, or one request, on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
 
     spans: Sequence[Span]
     source: Source
@@ -81,6 +84,8 @@ class QueuedTree:
     left: int
     outcome: int = _EXPORTED
     number: int = 0  # in the order of being offered
+    request: bytes = b""
+    """The request, where the spans are packed."""
 
 
 class SpanQueue:
@@ -96,7 +101,7 @@ class SpanQueue:
         self.reason = ""
         self._inbox: deque[QueuedTree] = deque()
         self._queue: deque[QueuedTree] = deque()
-        self._queued_spans = 0
+        self._queued_spans = self._queued_bytes = 0
         self._in_flight: set[QueuedTree] = set()
         self._counts = dict.fromkeys((*FATES, *(f"{fate}_trees" for fate in FATES), _INTERVALS, "requests"), 0)
 
@@ -104,12 +109,21 @@ class SpanQueue:
         """Hand over one kept tree, without waiting. True if it will be sent unless newer ones push it out."""
         size = len(spans) + sum([len(span.device) for span in spans])
         self._inbox.append(QueuedTree(spans, source, size, size))
+        self._try_take_in()
+        return size <= QUEUE_SPANS and not self.is_closed
+
+    def submit(self, request: bytes, spans: int, source: Source) -> bool:
+        """Hand over one packed request, likewise."""
+        self._inbox.append(QueuedTree((), source, spans, spans, request=request))
+        self._try_take_in()
+        return not self.is_closed
+
+    def _try_take_in(self) -> None:
         if self.lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
             try:
                 self._take_in()
             finally:
                 self.lock.release()
-        return size <= QUEUE_SPANS and not self.is_closed
 
     @property
     def queued(self) -> int:
@@ -158,7 +172,7 @@ class SpanQueue:
         if not self._queue:
             return None
         tree = self._queue.popleft()
-        self._queued_spans -= tree.size
+        self._remove(tree)
         self._in_flight.add(tree)
         return tree
 
@@ -217,24 +231,30 @@ class SpanQueue:
         counts = self._counts
         while self._inbox:
             tree = self._inbox.popleft()
-            counts[_INTERVALS] += tree.size - len(tree.spans)
+            counts[_INTERVALS] += 0 if tree.request else tree.size - len(tree.spans)
             for fate in ("offered", "pending"):
                 counts[fate] += tree.size
                 counts[f"{fate}_trees"] += 1
                 tree.source.counts[fate] += tree.size
             tree.number = counts["offered_trees"]
-            if self.is_closed or tree.size > QUEUE_SPANS:
+            if self.is_closed or (tree.size > QUEUE_SPANS and not tree.request):
                 self._settle(tree, tree.size, _DROPPED)
                 continue
             self._queue.append(tree)
             self._queued_spans += tree.size
-            while self._queued_spans > QUEUE_SPANS:
+            self._queued_bytes += len(tree.request)
+            while self._queued_spans > QUEUE_SPANS or self._queued_bytes > QUEUE_BYTES:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         tree = self._queue.popleft()
-        self._queued_spans -= tree.size
+        self._remove(tree)
         self._settle(tree, tree.size, _DROPPED)
+
+    def _remove(self, tree: QueuedTree) -> None:
+        """With the lock: forget the size of a tree that has left the queue."""
+        self._queued_spans -= tree.size
+        self._queued_bytes -= len(tree.request)
 
     def _settle(self, tree: QueuedTree, spans: int, outcome: int) -> None:
         """With the lock: some spans of a tree have met their fate."""
