@@ -28,7 +28,7 @@ from trees import outline, tree
 
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
 from instrument.recorder import recorder as recorder_module
-from instrument.recorder.ticks import use_ticks
+from instrument.recorder.ticks import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
 from instrument.recording.lines import WIDTH, Lines
@@ -1182,7 +1182,7 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
 
 
 def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_is_not_used(recorder: Any) -> None:
-    reason = use_ticks(recorder)
+    reason = Ticks(recorder).start(0)
     if reason:
         assert "processor" in reason or "kernel" in reason
         return
@@ -1197,7 +1197,7 @@ def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_i
 
 
 def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any) -> None:
-    if use_ticks(recorder):
+    if Ticks(recorder).start(0):
         pytest.skip("no sound time stamp counter")
     time.sleep(0.01)
     assert recorder.check_ticks(-1) is None

@@ -29,7 +29,7 @@ from instrument.errors import ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
-from instrument.recorder.ticks import CHECK_NS, use_ticks
+from instrument.recorder.ticks import CHECK_NS, Ticks
 from instrument.recording.spans import Cost
 from instrument.sessions.account import COMPLAINTS_KEPT
 from instrument.sessions.session import Session
@@ -676,7 +676,7 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
 def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_not() -> None:
     session = begin("clock: tsc")
     request(3)
-    reason = use_ticks(RECORDER)
+    reason = Ticks(RECORDER).start(0)
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
     session._ticks.check(time.monotonic_ns() + CHECK_NS)

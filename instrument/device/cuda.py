@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from instrument.recorder.recorder import native_driver_calls
+from instrument import native
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ class CudaDriver:
         float_address = ctypes.POINTER(ctypes.c_float)
         self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
         self._record, self._query = _address(library.cuEventRecord), _address(library.cuEventQuery)
-        measure = native_driver_calls().measure
+        measure = native.MODULE.measure
         self._measure: Callable[[int, list[int]], list[tuple[int, float, float]]] = functools.partial(
             measure, self._query, elapsed
         )
@@ -178,7 +178,7 @@ class CudaDriver:
         numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
         addresses = _address(library.cuEventRecord), _address(library.cuStreamIsCapturing)
         number_of = 0 if numbers is None else _address(numbers)
-        return functools.partial(native_driver_calls().mark, *addresses, number_of, not self.holds_gil)
+        return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
     def _ask(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
         """Call a function of the bindings. Returns the driver's error, and the value where there is one.

@@ -20,8 +20,8 @@ AMONG = 1.3
 """By what a span takes longer among other work of Python's than after another one: 1.2 to 1.5 were measured."""
 
 
-CALLS_PER_REQUEST = 10
-"""One request is measured for so many calls of another probe, for it takes as much longer."""
+ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
+"""The rounds of a measurement, the calls of each, and the calls per request, which takes as much longer."""
 
 
 class ProbeCost(NamedTuple):
@@ -44,7 +44,7 @@ class _Timed(NamedTuple):
     usual_ns: float
 
 
-def measure_costs(calls: int = 200, rounds: int = 5, *, with_ticks: bool = False) -> dict[str, ProbeCost]:
+def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """What a span costs on this machine, by the shape of the probe.
 
     `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
@@ -52,7 +52,7 @@ def measure_costs(calls: int = 200, rounds: int = 5, *, with_ticks: bool = False
     what each further step of a generator costs. Each is the best of several short rounds over the bare thing.
     4 ms in all. Spans are timed by the time stamp counter where `with_ticks`.
     """
-    return copy_context().run(_measure_costs, calls, rounds, with_ticks)
+    return copy_context().run(_measure_costs, with_ticks)
 
 
 def _fresh_recorder(with_ticks: bool) -> Recorder:
@@ -86,7 +86,7 @@ BODY = {"type": "http.response.body", "body": b"{}"}
 class _Probes:
     """A probe of each shape around nothing: `by_shape` has what calls it so often, and the same for what is bare."""
 
-    def __init__(self, recorder: Recorder, calls: int) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         from instrument.instrumentors.requests import asgi
         from instrument.instrumentors.requests.exchange import Exchanges
 
@@ -101,18 +101,18 @@ class _Probes:
                 yield
 
         def call(function: Callable[[], Any]) -> None:
-            for _ in range(calls):
+            for _ in range(CALLS):
                 function()
 
         def drive(function: Callable[[], Any]) -> None:
-            for _ in range(calls):
+            for _ in range(CALLS):
                 try:
                     function().send(None)
                 except StopIteration:
                     pass
 
         def serve(function: Callable[..., Any]) -> None:
-            for _ in range(calls // CALLS_PER_REQUEST):
+            for _ in range(CALLS // CALLS_PER_REQUEST):
                 try:
                     function(SCOPE, nothing_more, nothing_more).send(None)
                 except StopIteration:
@@ -127,17 +127,17 @@ class _Probes:
             await send(BODY)
 
         def consume(function: Callable[[], Any]) -> None:
-            for _ in range(calls):
+            for _ in range(CALLS):
                 for _ in function():
                     pass
 
         def scopes(function: Callable[[], Any]) -> None:
-            for _ in range(calls):
+            for _ in range(CALLS):
                 with recorder.scope("scope"):
                     function()
 
         def steps(function: Callable[[int], Any]) -> None:
-            for _ in function(calls):
+            for _ in function(CALLS):
                 pass
 
         def wrapped(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
@@ -152,7 +152,6 @@ class _Probes:
         method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site)
         recorder.may_mute(site)
         self.sites.append(site)
-        self._calls = calls
         self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
             "call": (call, wrapped(nothing, "call"), call, nothing),
             "coroutine": (drive, wrapped(coroutine, "coroutine"), drive, coroutine),
@@ -164,18 +163,18 @@ class _Probes:
             "step": (steps, wrapped(generator, "step"), steps, generator),
         }
 
-    def timed(self, rounds: int, leave_out: str = "") -> dict[str, _Timed]:
+    def timed(self, leave_out: str = "") -> dict[str, _Timed]:
         """What calls take by shape but one, of several rounds."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for shape, (run, recorded, run_bare, bare) in by_shape.items():
                 began_ns = time.perf_counter_ns()
                 run(recorded)
                 between_ns = time.perf_counter_ns()
                 run_bare(bare)
                 ended_ns = time.perf_counter_ns()
-                count = self._calls // CALLS_PER_REQUEST if shape == REQUEST else self._calls
+                count = CALLS // CALLS_PER_REQUEST if shape == REQUEST else CALLS
                 spent[shape].append(((between_ns - began_ns) / count, (ended_ns - between_ns) / count))
         return {
             shape: _Timed(
@@ -187,9 +186,9 @@ class _Probes:
         }
 
 
-def _measure_costs(calls: int, rounds: int, with_ticks: bool) -> dict[str, ProbeCost]:
+def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
-    timed = _Probes(recorder, calls).timed(rounds)
+    timed = _Probes(recorder).timed()
     # What lies inside of a span is what a span of nothing lasts; a step has none of its own.
     inside_ns = {row.path[-1].name: row.totals.percentile(0.5) or 0 for row in recorder.tally().rows()}
     costs = {}
@@ -200,16 +199,16 @@ def _measure_costs(calls: int, rounds: int, with_ticks: bool) -> dict[str, Probe
     return costs
 
 
-def measure_passed_ns(calls: int = 200, rounds: int = 5) -> dict[str, float]:
+def measure_passed_ns() -> dict[str, float]:
     """What a muted call costs as a rule, which is only counted, by the shape of the probe. 2 ms.
 
     Requests are never muted.
     """
     recorder = _fresh_recorder(False)
-    probes = _Probes(recorder, calls)
+    probes = _Probes(recorder)
     for site in probes.sites:
         recorder.mute(site)
-    return {shape: timed.usual_ns for shape, timed in probes.timed(rounds, leave_out=REQUEST).items()}
+    return {shape: timed.usual_ns for shape, timed in probes.timed(leave_out=REQUEST).items()}
 
 
 SWEPT_BYTES = 2 << 20

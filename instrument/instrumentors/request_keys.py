@@ -23,14 +23,14 @@ from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import (
     ALLOWED_KEYS,
-    LOOKED_AT,
+    KEY_PART,
     NO_WEIGHTS,
     UnreadError,
     are_amounts,
     items_of,
     key_text,
     refused_keys,
-    weights_told,
+    weights_of,
 )
 from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, KEY_LIMIT, AttributeValue
@@ -219,7 +219,7 @@ def _batch_of(wanted: RequestKeys, place: str) -> Callable[..., Told]:
             FAULTS.note_of_rule(place, f"asked for keys, found {refused} among them; {ALLOWED_KEYS}")
         if weights is not None:
             its = _items(weights, len(keys))
-            numbers = weights_told(its) if len(its) == len(keys) else None
+            numbers = weights_of(its) if len(its) == len(keys) else None
             if numbers is not None:
                 told[BATCH_WEIGHTS] = numbers
             elif of_weights is not None or are_amounts(its):
@@ -290,7 +290,7 @@ def _text_of(cut: str) -> Callable[[Any], str]:
     without, expression = _Without(cut), re.compile(cut)
 
     def shorter(value: Any) -> str:
-        if type(value) is str and KEY_LIMIT < len(value) <= LOOKED_AT:
+        if type(value) is str and KEY_LIMIT < len(value) <= KEY_PART:
             return key_text(expression.sub("", value))  # what is kept of a long one depends on its end
         return without[plain(value)]
 

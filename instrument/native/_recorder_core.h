@@ -132,7 +132,7 @@ PyDoc_STRVAR(annotate_doc,
              "\n"
              "The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.\n"
              "Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.\n"
-             "What is none of these is left out and counted; what is set again has the new value. Does nothing where no span is\n"
+             "Any other value is left out and counted; a name set again has the new value. Does nothing where no span is\n"
              "open or nothing is recorded. Never raises.");
 
 PyDoc_STRVAR(annotate_request_doc,

@@ -257,7 +257,6 @@ typedef struct ring {
     char ended;
     book_t totals;
     uint64_t generation; /* of the recording that it counts in, or 0 */
-    uint64_t folded;     /* unused, always 0 */
     char label[LABEL_BYTES];
 } Ring;
 

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 4
+#define RECORDING_VERSION 5
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 
@@ -56,7 +56,6 @@ typedef struct {
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
     uint64_t generation;               /* grows with each reset */
     uint64_t moving;                   /* odd while totals and nodes change hands */
-    uint64_t is_python;                /* unused, always 0 */
     counted_t counted;
     uint64_t interval_slots; /* so many of the part are the ring */
     uint64_t settled_ns; /* what had ended by then has its intervals there; 0: no device has been timed */

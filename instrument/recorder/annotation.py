@@ -1,9 +1,9 @@
-"""What a service says of an open span: which attributes, names and states can be kept, and what is said of the others.
+"""The attributes, names and states that a service gives to an open span, and the messages for those not kept.
 
-The values are those that OpenTelemetry has. Whatever else is given is left out, counted, and named in the log once:
-nothing here raises into the service, and no code of a value's class is run but that of numbers, and of an array of the
-host that is one number. So the class is asked for by `type`: `isinstance` asks an object for its `__class__`, for which
-a lazy one, as Django's `request.user`, loads the object behind it.
+The values are those of OpenTelemetry. Any other value is left out, counted, and named in the log once: nothing here
+raises into the service. No code of a value's class is run, except of numbers and of an array on the host with a single
+number. So the class is read by `type`: `isinstance` reads an object's `__class__`, for which a lazy object, such as
+Django's `request.user`, loads the real one.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from instrument.recording.spans import (
 )
 
 REFUSED = "attributes of a kind that no span has"
-"""What is counted where a value cannot be kept."""
+"""The count of values that cannot be kept."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
-NO_WEIGHTS = "found such as are no finite numbers from 0 on of 64 bits; all count alike"
+NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
-LOOKED_AT = 4096
-"""Characters of a key's begin and of its end that tell it from others: more would take the service's time."""
+KEY_PART = 4096
+"""The characters of a key's begin and of its end that its checksum covers: more would take the service's time."""
 
 
 class Complain(Protocol):
-    """Counts what is left out under a text, and says in words what was asked and found, and of which kind that is."""
+    """A call that counts a value left out under a text, with a sentence, and the kind of the value."""
 
     def __call__(self, what: str, words: str, kind: str = ..., /) -> None: ...
 
 
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Of what was given as a mapping, and by name, what a span keeps: long texts cut, numbers as Python's own."""
+    """Return the attributes that a span keeps of a mapping and of names: long texts cut, numbers as Python's own."""
     kept: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
         complain(REFUSED, f"asked for attributes, found {_kind(attributes)}; give a mapping, or name=value")
@@ -62,18 +62,18 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
         if type(name) is not str or not name:
             complain(REFUSED, f"asked for an attribute, found {_kind(name)} for its name; allowed: text, not empty")
             continue
-        found = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
-        if found is None:
+        own = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
+        if own is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one of these"
             kind = _kinds(value)
             complain(REFUSED, f"asked for attribute {name:.60}, found {kind}; allowed: {allowed}", kind)
         else:
-            kept[_cut(name)] = found
+            kept[_cut(name)] = own
     return kept
 
 
 def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """What a span keeps of the attributes that its scope begins with; plain ones, as most are, at once."""
+    """Return the attributes that a span keeps of its scope's; plain ones, as most are, at once."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -97,11 +97,11 @@ def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, 
 
 
 def key_text(value: object) -> str:
-    """A key as text of at most `KEY_LIMIT` characters; "" of what is none: None, a bool, a float, a container.
+    """Return a key as text of at most `KEY_LIMIT` characters; "" for None, a bool, a float or a container.
 
-    Whole numbers of any kind, UUIDs and bytes are what they say, wherever they are; so is a single whole number in an
-    array of the host. An object of another class, such as the service's own, is a key within its process, by what it is
-    and where it lies: but for values, of which another copy may be there the next time, and for other arrays.
+    Whole numbers of any kind, UUIDs and bytes are keys by their value, and so is a single whole number in an array on
+    the host. An object of another class, such as the service's own, is a key within its process by its class and
+    identity. Values, which may be another copy the next time, and other arrays are none.
     """
     kind = type(value)
     if kind is int:
@@ -111,7 +111,7 @@ def key_text(value: object) -> str:
     if text is not None:
         return text if len(text) <= KEY_LIMIT else _shortened(text)
     if kind is bytes:
-        return key_text(_text_of_bytes(cast(bytes, value)[:LOOKED_AT]))
+        return key_text(_text_of_bytes(cast(bytes, value)[:KEY_PART]))
     if kind.__module__ == "builtins":
         return ""
     try:
@@ -129,15 +129,15 @@ def key_text(value: object) -> str:
 
 
 def _text_of_bytes(value: bytes) -> str:
-    """What bytes say where they are printable ASCII, as most keys in bytes are, else their digits."""
+    """Return the text of bytes in printable ASCII, as most keys in bytes are, else their digits."""
     text = value.decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else value.hex()
 
 
 def _shortened(key: str) -> str:
-    """A long key by its begin and by a checksum: another one that begins alike is of another request."""
-    looked_at = f"{len(key)} {key[:LOOKED_AT]}{key[-LOOKED_AT:]}"
-    return f"{key[: KEY_LIMIT - 9]}~{crc32(looked_at.encode('utf-8', 'surrogatepass')):08x}"
+    """Shorten a long key to its begin and a checksum, which differs for another key of the same begin."""
+    parts = f"{len(key)} {key[:KEY_PART]}{key[-KEY_PART:]}"
+    return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def _is_kind_of_uuid(kind: type) -> bool:
@@ -145,7 +145,7 @@ def _is_kind_of_uuid(kind: type) -> bool:
 
 
 _is_uuid: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_uuid)
-"""Whether it is `uuid.UUID` or one of a driver's own, without an import of what only those who use it need."""
+"""A test of a class: `uuid.UUID`, or one of a driver's own, without an import of `uuid`."""
 
 
 _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -156,7 +156,7 @@ def _is_kind_of_array(kind: type) -> bool:
 
 
 _is_array: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_array)
-"""Whether its objects are arrays or tensors, of whatever library: a new one is made each time that one is taken."""
+"""A test of a class for arrays or tensors of any library, which make a new object at each access."""
 
 
 def _is_kind_of_tensor(kind: type) -> bool:
@@ -164,35 +164,35 @@ def _is_kind_of_tensor(kind: type) -> bool:
 
 
 is_tensor: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_tensor)
-"""Whether its objects may lie on a device."""
+"""A test of a class for objects that may be on a device."""
 
 
 def _is_on_host(array: Any) -> bool:
-    """Whether it is an array of numpy's, or a tensor of torch's that can be read without a wait.
+    """Return True for an array of numpy, or a tensor of torch that can be read without a wait.
 
-    What lies on a device is not looked at: to read it the service would wait for all that is queued there.
+    An array on a device is not read: the service would wait for all that is queued there.
     """
     kind = type(array).__module__, type(array).__name__
     return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
 
 
 def _only_number(array: Any) -> object:
-    """The number in an array of the host that has no dimensions, None of any other one."""
+    """Return the number in an array on the host without dimensions, None of any other array."""
     return array.item() if _is_on_host(array) and array.ndim == 0 else None
 
 
 def items_of(given: Any, most: int) -> list[Any]:
-    """The first items of what can be gone through. Raises `TypeError` of our own for tensors that cannot be read."""
+    """Return the first items of an iterable. Raises `UnreadError` for tensors that cannot be read."""
     if not is_tensor(type(given)):
         return list(islice(given, most))
     if not _is_on_host(given) or given.ndim != 1:
         raise UnreadError(f"{_kind(given)} that is on a device or has not one dimension, and is not read")
-    found: list[Any] = given[:most].tolist()
-    return found
+    items: list[Any] = given[:most].tolist()
+    return items
 
 
 class UnreadError(TypeError):
-    """What was found in place of keys, in words of our own."""
+    """The value in place of keys cannot be read, in words of our own."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
@@ -203,78 +203,80 @@ def _is_kind_of_value(kind: type) -> bool:
 
 
 _is_value: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_value)
-"""Whether its objects are values or containers: decimals, dates, named tuples. What they are is told by what they hold,
-and not by where they lie."""
+"""A test of a class for values or containers: decimals, dates, named tuples. Their identity says nothing."""
 
 
 def refused_keys(given: Sequence[object], texts: Sequence[str]) -> str:
-    """The class of the first of some keys that was refused, "" without any. An empty place of a batch is none."""
+    """Return the class of the first key that was refused, "" without any. An empty place of a batch is none."""
     if "" not in texts:
         return ""
-    empty = (one for one, text in zip(given, texts, strict=False) if not text)
-    refused = (one for one in empty if one is not None and _text(one) != "" and not key_text(one))
+    empty = (key for key, text in zip(given, texts, strict=False) if not text)
+    refused = (key for key in empty if key is not None and _text(key) != "" and not key_text(key))
     return next(map(_kind, refused), "")
 
 
-def are_amounts(found: Sequence[object]) -> bool:
-    """Whether any of the values of a mapping is a number: then they are meant as weights."""
-    return any(issubclass(kind, numbers.Number) for kind in set(map(type, found)))
+def are_amounts(values: Sequence[object]) -> bool:
+    """Return True where any value of a mapping is a number: then they are weights."""
+    return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
-def weights_told(found: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Weights as Python's own numbers; None where something among them is no number, such as an array's item on a
-    device, for which one would have to wait, is negative, not finite, or a whole one beyond 64 bits."""
-    kinds = set(map(type, found))
+def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
+    """Return weights as Python's own numbers; None unless all are finite numbers from 0 on, of 64 bits.
+
+    An item of an array on a device is none, for it would have to be waited for.
+    """
+    kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
         return None
     try:
-        told = tuple(
-            int(one) if issubclass(type(one), numbers.Integral) else float(one) for one in cast("Sequence[Any]", found)
+        weights = tuple(
+            int(value) if issubclass(type(value), numbers.Integral) else float(value)
+            for value in cast("Sequence[Any]", values)
         )
     except Exception:  # of a number of the service's own
         return None
-    return told if all(0 <= one < (math.inf if type(one) is float else 2**63) for one in told) else None
+    return weights if all(0 <= each < (math.inf if type(each) is float else 2**63) for each in weights) else None
 
 
-def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """The attributes of a span that serves a request of that key, and those of a batch: a mapping gives weights."""
-    told: dict[str, AttributeValue] = {}
+def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
+    """Return the attributes of a span that serves the request of a key, or a batch; a mapping gives weights."""
+    attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
-        told[KEY] = text
+        attributes[KEY] = text
     elif key is not None:
         complain(REFUSED, f"asked for a key, found {_kind(key)}; {ALLOWED_KEYS}")
     if batch is None:
-        return told
+        return attributes
     try:
         is_one = issubclass(type(batch), (str, bytes))
         given = [batch] if is_one else items_of(batch, BATCH_LIMIT + 1)
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
-        found = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
-        complain(REFUSED, f"asked for a batch, found {found}")
-        return told
+        problem = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
+        complain(REFUSED, f"asked for a batch, found {problem}")
+        return attributes
     if len(given) > BATCH_LIMIT:
         complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
         del given[BATCH_LIMIT:]
-    told[BATCH_KEYS] = texts = tuple(map(key_text, given))
+    attributes[BATCH_KEYS] = texts = tuple(map(key_text, given))
     if refused := refused_keys(given, texts):
         complain(REFUSED, f"asked for the keys of a batch, found {refused} among them; {ALLOWED_KEYS}")
-    if weights is not None and len(weights) == len(given) and (numbers_told := weights_told(weights)) is not None:
-        told[BATCH_WEIGHTS] = numbers_told
+    if weights is not None and len(weights) == len(given) and (amounts := weights_of(weights)) is not None:
+        attributes[BATCH_WEIGHTS] = amounts
     elif weights is not None and are_amounts(weights):
         complain(REFUSED, f"asked for {len(given)} weights, {NO_WEIGHTS}")
-    return told
+    return attributes
 
 
 def name_of(name: object) -> str | None:
-    """The name that a span is to have, or None for what cannot be one."""
+    """Return a text as a span's name, None for any other value."""
     text = _text(name)
     return _cut(text) if text else None
 
 
 def status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
-    """The attributes that say how a span ended; None for what is no status.
+    """Return the attributes of a status; None for any other value.
 
     `code` is `ok` or `error`, in any case, or a member of OpenTelemetry's `StatusCode`.
     """
@@ -285,12 +287,12 @@ def status_attributes(code: object, description: object, error_type: object) -> 
     word = word.upper()
     if word not in ("OK", "ERROR"):
         return None
-    found: dict[str, AttributeValue] = {STATUS_CODE: word}
+    status: dict[str, AttributeValue] = {STATUS_CODE: word}
     if word == "ERROR" and (text := _text(description)):
-        found[STATUS_DESCRIPTION] = _cut(text)
+        status[STATUS_DESCRIPTION] = _cut(text)
     if word == "ERROR" and (text := _text(error_type)):
-        found[ERROR_TYPE] = _cut(text)
-    return found
+        status[ERROR_TYPE] = _cut(text)
+    return status
 
 
 def _value(value: object, most: int) -> AttributeValue | None:
@@ -301,12 +303,12 @@ def _value(value: object, most: int) -> AttributeValue | None:
     kinds = {type(item) for item in items}
     if kinds == {int, float}:
         return tuple(float(item) for item in items if item is not None)
-    found: Any = tuple(items)
-    return None if len(kinds) > 1 or type(None) in kinds else found
+    values: Any = tuple(items)
+    return None if len(kinds) > 1 or type(None) in kinds else values
 
 
 def _items(value: object, most: int) -> list[Any] | None:
-    """The first items of a list or a tuple, None of another value."""
+    """Return the first items of a list or a tuple, None of another value."""
     if issubclass(type(value), list):
         return list.__getitem__(cast("list[Any]", value), slice(most))
     if issubclass(type(value), tuple):
@@ -337,11 +339,11 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes of what an array without dimensions may hold for an attribute."""
+"""The classes of an item that is an attribute."""
 
 
 def _text(value: object) -> str | None:
-    """A text as Python's own, None for what is none."""
+    """Return a text as Python's own, None for any other value."""
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
@@ -354,7 +356,7 @@ def _kind(value: object) -> str:
 
 
 def _kinds(value: object) -> str:
-    """The class of a value, and those of the items of a list."""
+    """Name the class of a value, and those of a list's items."""
     items = _items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _kind(value)

@@ -1,8 +1,8 @@
-"""Which exceptions say that a span was broken off from outside, and not that anything has failed.
+"""The exceptions that break a span off from outside, and are no failures.
 
-A client that goes away, a stream that is closed early and a process that is stopped end what was running with an
-exception that is no `Exception`. OpenTelemetry's API does not take these for errors either, nor do its conventions take
-the status CANCELLED of gRPC for one of the server. So such a span has no error, and says as an attribute how it ended.
+A client that goes away, a stream that is closed early and a process that is stopped end running code with an exception
+that is no `Exception`. For OpenTelemetry's API these are no errors either, nor is gRPC's status CANCELLED one of the
+server in its conventions. So such a span has no error, and an attribute with how it ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BROKEN_OFF: Mapping[str, str] = {
     "KeyboardInterrupt": STOPPED,
     "SystemExit": STOPPED,
 }
-"""By the names of classes, those of asyncio, trio, gevent and Python, how what they end was broken off."""
+"""The outcomes of spans by the names of the exceptions' classes, of asyncio, trio, gevent and Python."""
 
 _classes, _name = (vars(type)[name].__get__ for name in ("__mro__", "__name__"))
 _code = vars(SystemExit)["code"].__get__
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """How a span was broken off that ended with an exception, None where it has failed. No code of the class is run.
+    """Return the outcome of a span that an exception broke off, None for a failure. Runs no code of the class.
 
     An exit with a code other than 0 is a failure. Its twin is `outcome_of` in `_recorder_span.h`.
     """

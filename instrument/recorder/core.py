@@ -1,4 +1,4 @@
-"""The core of the recorder: the one in C, or where that is missing, one that records nothing and raises nothing."""
+"""The core of the recorder: the one in C, or where that is missing, one that records and raises nothing."""
 
 from __future__ import annotations
 

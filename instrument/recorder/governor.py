@@ -1,18 +1,18 @@
 """The overhead governor: keeps what the probes cost each thread within a share of its time.
 
 Once a second it estimates the cost of every site on every thread, from the calls since the last time and the measured
-cost of a call. Where a thread is over the budget, the sites that cost most and tell least are muted: those with many
-calls that are short beside their own cost. They are counted while muted, named in every output, and come back when
-there is room for them again, later each time that they had to be muted soon after.
+cost of a call. On a thread over the budget, the sites with the highest cost and the least value are muted: those with
+many calls that are short relative to their own cost. They are counted while muted, named in every output, and come back
+when there is room for them again, later each time that they had to be muted soon after.
 
-To count a call costs some tens of ns, which of a function that takes as long and is called in a loop is half of the
-time. Where the counting of muted sites is over the budget, the probe is taken off: the function itself is called, and
-nobody counts. Such a site is named with the time and the count until then. Its probe is put on again for a moment now
-and then, later each time, to see whether the load has fallen. A scope stands in the service's own code and cannot be
-taken off: it is named with what its counting costs.
+A count costs some tens of ns, which is half of the time of a function that is as short and called in a loop. Where the
+counts of muted sites are over the budget, the probe is detached: the function itself is called, without a count. Such a
+site is named with the time and the count until then. Its probe is attached again for a moment now and then, later each
+time, to measure the load. A scope is in the service's own code and cannot be detached: it is named with the cost of its
+count.
 
-Requests are never muted, nor the steps of a schedule: what `capture` keeps, the view of requests and the windows of a
-schedule are made of them, and would be wrong. Those that are over the budget are named, too.
+Requests are never muted, nor the steps of a schedule: captures, the view of requests and the windows of a schedule
+depend on them. Those that are over the budget are named, too.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from instrument.recorder.recorder import STEP, Recorder
 from instrument.recording.spans import Site
 
 STEP_NS = 10**9
-"""How often the cost of the probes is held against the budget."""
+"""The interval between two comparisons of the probes' cost with the budget."""
 
 ROOM = 0.8
-"""A muted site comes back only where the budget would then be used up to this share at most, or it would flap."""
+"""The largest share of the budget in use after a muted site comes back, or it would flap."""
 
 SOON_NS = 5 * 10**7
-"""How soon the governor looks again after it found too much, or where more was recorded than there can be room for."""
+"""The interval after a look that found too much, and where more was recorded than there can be room for."""
 
 WORTH = 0.05
-"""What part of the budget the counting of a site must cost for its probe to be taken off."""
+"""The least share of the budget that a site's count costs for its probe to be detached."""
 
 SAMPLE_S = 0.02
-"""For how long the probe of a site that was taken off is put on to see how often it is called."""
+"""Seconds for which a detached probe is attached to count the calls."""
 
 KEPT_KINDS = {
-    "request": "requests are recorded all the same: what is captured and the view of requests are made of them",
+    "request": "requests are recorded all the same: captures and the view of requests are made of them",
     "step": "steps are recorded all the same: the schedule counts them",
 }
-"""Kinds of sites that are not muted, and why."""
+"""Kinds of sites that are not muted, with the reason."""
 
 LEFT = 0.5
-"""The part of the budget that is left to what is recorded where what cannot be avoided costs all of it."""
+"""The share of the budget for recorded sites where unavoidable costs take all of it."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""How long a probe stays off before it is tried: twice as long each time."""
+"""The first and the longest time for which a probe is off before a try: it doubles each time."""
 
 SETTLED = 10
-"""A site that is muted, or taken off, again within so many times its last wait waits twice as long to come back."""
+"""The multiple of its last wait within which a site, muted or detached again, waits twice as long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""Takes the probe of a site off; gives what puts it on again, None where there is none that can be taken off."""
+"""A call that detaches a site's probe. Returns the call that attaches it again, None where there is none."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """What one site did on one thread since the last look: calls, their total time in ns, and steps of generators."""
+    """The use of a site on a thread since the last look: calls, their total time, and steps of generators."""
 
     calls: int = 0
     total_ns: int = 0
@@ -71,8 +71,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """A muted site: since when, for how long at least, what a call of it costs when it is recorded and when it is
-    counted, and which part of its calls each thread made, as it was when it was muted."""
+    """A muted site: its begin and least wait, the cost of a recorded and of a counted call, and each thread's share."""
 
     since_ns: int
     wait_ns: int
@@ -83,7 +82,7 @@ class _Muted:
 
 @dataclass(slots=True)
 class _Off:
-    """A site whose probe was taken off: what puts it on again, when it was taken off, and when it is tried next."""
+    """A site whose probe is detached: the call that attaches it, the time it was detached, and that of the next try."""
 
     attach: Callable[[], None]
     off_ns: int
@@ -96,9 +95,9 @@ class _Off:
 class Governor:
     """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
 
-    `step` is called now and then by one thread. `costs_ns` is what a span adds, by the shape of its probe, `passed_ns`
-    what the call of a muted site costs; both have that of each step of a generator after its first. `detach`
-    takes probes off. `is_busy` tells that it should look again soon.
+    `step` is called now and then by one thread. `costs_ns` has the cost of a span by the shape of its probe,
+    `passed_ns` that of a muted call; both have that of each step of a generator after its first. `detach` detaches
+    probes. `is_busy` is True where it should look again soon.
     """
 
     def __init__(
@@ -119,13 +118,13 @@ class Governor:
         self._at_ns = self._looked_ns = now_ns
         self._calls = recorder.calls
         self._off: dict[Site, _Off] = {}
-        self._fixed: set[Site] = set()  # whose probes cannot be taken off
+        self._fixed: set[Site] = set()  # whose probes cannot be detached
         self.is_busy = True
         self._before: dict[tuple[int, Site], _Use] = {}
         self._passed: dict[Site, int] = {}  # at the last step
         self._looked: dict[Site, int] = {}  # at the last whole second
-        self._returned: dict[Site, tuple[int, int]] = {}  # when what was muted came back, and how long it had waited
-        self._stayed: dict[Site, tuple[int, int]] = {}  # the same of probes that were put on again
+        self._returned: dict[Site, tuple[int, int]] = {}  # the time at which a muted site came back, and its wait
+        self._stayed: dict[Site, tuple[int, int]] = {}  # the same of probes that were attached again
         self._kept_ns: dict[Site, float] = {}
         self._kept_shares: dict[Site, float] = {}
         self._counting_shares: dict[Site, float] = {}
@@ -133,7 +132,7 @@ class Governor:
         """Each muted site, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
-        """Look at what happened since the last time; mute what is too much, bring back what there is room for."""
+        """Look at the use since the last time: mute sites that cost too much, and bring back those with room."""
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns <= 0:
             return
@@ -162,7 +161,7 @@ class Governor:
         self._try_again(now_ns)
 
     def may_be_over(self, now_ns: int) -> bool:
-        """Whether more has been recorded since the last look than there can be room for: cheap to ask."""
+        """Return True where more was recorded since the last look than there can be room for. It is cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
@@ -175,7 +174,7 @@ class Governor:
         allowed_ns: float,
         now_ns: int,
     ) -> None:
-        """Mute sites until what is recorded on a thread costs no more than is allowed."""
+        """Mute sites until the recorded ones of a thread cost no more than allowed."""
         uses = threads[thread]
         for site in self._by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
@@ -184,9 +183,9 @@ class Governor:
                 continue
             self.muted[site] = self._muted(site, threads, now_ns)
             self.is_busy = True
-            for one, its_uses in threads.items():
-                if site in its_uses:
-                    spent_ns[one] -= self._cost_ns(site, its_uses[site])
+            for other, of_other in threads.items():
+                if site in of_other:
+                    spent_ns[other] -= self._cost_ns(site, of_other[site])
 
     def _muted(self, site: Site, threads: Mapping[int, Mapping[Site, _Use]], now_ns: int) -> _Muted:
         used = {thread: uses[site] for thread, uses in threads.items() if site in uses}
@@ -203,7 +202,7 @@ class Governor:
         )
 
     def _take_off(self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int) -> None:
-        """Take off those that cost a thread too much when they are only counted."""
+        """Detach the probes whose counts alone cost a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
             counting_ns = self._counting_ns(calls)
@@ -227,21 +226,21 @@ class Governor:
         since = datetime.now().astimezone() if before is None else before.since
         counted = self._recorder.muted_calls().get(site, 0)
         self._off[site] = _Off(attach, now_ns, since, counted, now_ns + wait_ns, wait_ns)
-        self._counting_shares.pop(site, None)  # what is told of it from now on is what it costs all the same
+        self._counting_shares.pop(site, None)  # from now on it has the cost that remains
         self.is_busy = True
         return True
 
     def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
-        """By thread, what it costs to count so many calls of muted sites."""
-        found: dict[int, float] = {}
+        """Return the cost by thread of counting calls of muted sites."""
+        costs_ns: dict[int, float] = {}
         for site, count in calls.items():
             muted = self.muted[site]
             for thread, share in muted.shares.items():
-                found[thread] = found.get(thread, 0.0) + count * muted.counted_ns * share
-        return found
+                costs_ns[thread] = costs_ns.get(thread, 0.0) + count * muted.counted_ns * share
+        return costs_ns
 
     def _note_kept(self, uses: Mapping[Site, _Use]) -> None:
-        """A thread is over the budget with what cannot be muted."""
+        """Note the sites that keep a thread over the budget and cannot be muted."""
         for site, use in uses.items():
             if site not in self.muted:
                 self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
@@ -249,7 +248,7 @@ class Governor:
     # ---------------------------------------------------------------- what there is room for
 
     def _look(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
-        """Once a second: what the counting costs, and what may come back."""
+        """Note the cost of counts, and bring muted sites back, once a second."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
@@ -284,7 +283,7 @@ class Governor:
                 del self.muted[site]
 
     def _try_again(self, now_ns: int) -> None:
-        """Put a probe on for a moment, muted, whose time to be tried has come; it stays where the load has fallen."""
+        """Attach a due probe for a moment, muted. It stays where the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
@@ -306,7 +305,7 @@ class Governor:
     # ---------------------------------------------------------------- what was recorded
 
     def _uses(self) -> dict[int, dict[Site, _Use]]:
-        """By thread and site, what was recorded since the last time."""
+        """Return the use by thread and site since the last time."""
         threads: dict[int, dict[Site, _Use]] = {}
         seen: dict[tuple[int, Site], _Use] = {}
         for thread_id, site, calls, total_ns, steps in self._recorder.usage():
@@ -326,14 +325,14 @@ class Governor:
 
     def _cost_ns(self, site: Site, use: _Use) -> float:
         own_ns = use.calls * self._costs_ns[self._recorder.shapes.get(site, "scope")]
-        # What a generator costs is measured with one step.
+        # The cost of a generator includes one step.
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _passed_of(self, site: Site) -> float:
         return self._passed_ns.get(self._recorder.shapes.get(site, ""), 0.0)
 
     def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Heaviest first: what muting a site spares, weighed by how little it tells (its cost over what it timed)."""
+        """Sort sites, the heaviest first: by their cost, weighted with its share in what they timed."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -344,7 +343,7 @@ class Governor:
     # ---------------------------------------------------------------- in words
 
     def notes(self) -> list[str]:
-        """A sentence for each site that was muted at any time: how many of its calls passed without a span."""
+        """Return a sentence per site that was ever muted, with the number of its calls without a span."""
         return [
             f"{_named(site)}: {calls} calls were not recorded, to stay within {self._words}"
             + ("" if site in self.muted else "; it is recorded again")
@@ -357,11 +356,7 @@ class Governor:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
     def notes_off(self) -> list[str]:
-        """A sentence for each site whose probe is taken off: since when, and how many calls were counted until then.
-
-        And for each that is over the budget and cannot be muted or taken off: what it costs; and for each whose spans
-        were ended early.
-        """
+        """Return sentences on detached probes, on spans that ended early, and on sites that stay over the budget."""
         return [
             *(
                 f"{_named(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
@@ -391,10 +386,10 @@ class Governor:
             return "its probe is off, but is called where it cannot be taken out, as by a local variable of a loop"
         if self._recorder.shapes.get(site) == "scope":
             return "a scope cannot be taken off: put it around the loop, or take it out"
-        return "its probe cannot be taken off where it is held: name it in a rule, or take it out"
+        return "its probe cannot be detached where it is referred to: name it in a rule, or take it out"
 
     def release(self) -> None:
-        """Bring every site back, at the end; `notes` still says what was muted until then."""
+        """Bring every site back, at the end; `notes` still has those muted until then."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:
@@ -402,7 +397,7 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """How long what may have come back at a time, after some wait, waits now."""
+    """Return the wait of a site, twice the last one where it came back recently."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < SETTLED * wait_ns else first_ns
 
@@ -414,7 +409,7 @@ def _named(site: Site) -> str:
 class Budget:
     """The `budget` of a profile, which a reload may change: a governor where there is one.
 
-    `costs_ns` and `passed_ns` are called when there is to be one: see `Governor`. Used by one thread at a time.
+    A new governor calls `costs_ns` and `passed_ns`: see `Governor`. Used by one thread at a time.
     """
 
     def __init__(
@@ -432,7 +427,7 @@ class Budget:
         self._stepped_ns = 0
 
     def change(self, share: float | None) -> None:
-        """Hold the probes within another share of each thread's time from now on; None is without bound."""
+        """Keep the probes within another share of each thread's time from now on; None is without bound."""
         self.release()
         self._governor = None
         if share is not None:
@@ -441,11 +436,11 @@ class Budget:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` is to be called soon."""
+        """True where `step` is needed soon."""
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
-        """Let the governor look, once in `STEP_NS`; sooner where there is reason to."""
+        """Have the governor look, once in `STEP_NS`, or sooner where it is busy."""
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return
@@ -455,12 +450,12 @@ class Budget:
             governor.step(now_ns)
 
     def release(self) -> None:
-        """Bring every site back that is muted; `notes` still says what was."""
+        """Bring every muted site back; `notes` still has them."""
         if self._governor is not None:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """A sentence for each site that was muted at any time, or only for those whose probe is off."""
+        """Return a sentence per site that was ever muted, or only per site whose probe is off."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

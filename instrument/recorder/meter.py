@@ -1,12 +1,11 @@
-"""The meter: what of a process are metrics, counted while it runs, for OTLP and for a scrape of Prometheus.
+"""The meter: the metrics of a process, counted while it runs, for OTLP and for a scrape of Prometheus.
 
-Requests are counted by endpoint, status and error as the reader of the rings meets their rows, so nothing is done for
-them on the service's threads. The tally counts the same requests exactly, whatever the rings have lost: those that the
-reader has never met are found by it, and told without a status. So the counts of all series add up to the requests
-that have ended.
+Requests are counted by endpoint, status and error as the reader of the rings reads their rows, so the service's threads
+do nothing for them. The tally counts the same requests exactly, even those that the rings have lost: they are added
+without a status. So the counts of all series add up to the requests that have ended.
 
-The session meters its own recorder, the agent of a run the recordings of its processes: by the same code, and one goes
-on from the `state` of the other.
+The session meters its own recorder, the agent of a run the recordings of its processes, by the same code. Each goes on
+from the `state` of the other.
 """
 
 from __future__ import annotations
@@ -65,31 +64,30 @@ from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Sp
 SCHEME = "url.scheme"
 
 Ended = Mapping[Labels, Mapping[int, int]]
-"""By endpoint the buckets of the requests that have ended."""
+"""The buckets of ended requests by endpoint."""
 
 
 class MeteredRows(Protocol):
-    """Where what is metered is recorded: a process's own recorder, or another's recording."""
+    """A source of rows: a process's own recorder, or another's recording."""
 
     def cursor(self) -> Any:
-        """What reads on, from now: all rows, or at least those that have attributes."""
+        """Return a cursor from now on, over all rows, or at least those with attributes."""
 
     def open_rows(self) -> Iterable[tuple[int, Row]]:
-        """The spans that are open now."""
+        """Return the rows of open spans."""
 
     def site_of(self, row: Row) -> Site:
-        """The site of a row."""
+        """Return the site of a row."""
 
     def lines(self, *, merged: bool = False) -> Lines:
-        """All totals up to now."""
+        """Return all totals up to now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the process alone knows, asked when a snapshot is taken.
+    """The counts that the process alone has, read for a snapshot.
 
-    `losses` counts what was not kept by reason, `costs_ns` tells what was spent so far by what for, and `queued` how
-    many tasks wait in executors, by what these are called.
+    `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by the executors' names.
     """
 
     losses: Callable[[], Mapping[str, int]]
@@ -98,11 +96,11 @@ class Books:
 
 
 class Meter:
-    """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
+    """Counts metrics. `count` and `snapshot` are for the one thread that reads the rings, in turn.
 
-    `generations` are the routes whose answers a model generates, as the profile has them; functions that do so are
-    watched where `watch` says so. Requests are grouped `by` an attribute, up to `at_most` values of it: the
-    `groups`. Several meters may share them where their sums are reported.
+    `generations` are the routes whose answers a model generates, as the profile has them; `watch` watches functions
+    that do so. Requests are grouped `by` an attribute, up to `at_most` values of it: the `groups`, which several meters
+    with common sums share.
     """
 
     def __init__(self, recorder: MeteredRows, books: Books) -> None:
@@ -118,7 +116,7 @@ class Meter:
         self._requests: dict[Labels, Distribution] = {}
         self._generated = GenerationTimes()
         self._met: dict[Labels, Counter[int]] = {}
-        """By endpoint the buckets of all that are counted in `_requests`."""
+        """The buckets of all requests in `_requests` by endpoint."""
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
         self._asked_for: set[str] = set()
@@ -130,31 +128,33 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count requests that have ended, by their rows: some 2 us each."""
+        """Count ended requests by their rows, at 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
             endpoint = endpoint_of(site_of(row))
             if not endpoint:
                 continue
-            told = row[ATTRIBUTES] or {}
+            attributes = row[ATTRIBUTES] or {}
             duration_ns = row[END_NS] - row[START_NS]
-            labels = (*_labels(endpoint, told, row[ERROR]), *self._group(told))
+            labels = (*_labels(endpoint, attributes, row[ERROR]), *self._group(attributes))
             _series(self._requests, labels).add(duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation(_of_route(endpoint), told, duration_ns, row[ERROR])
+                self._count_generation(_of_route(endpoint), attributes, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """A request that has ended is kept, as a span of these ids: an exemplar of its series, where it has one."""
+        """Take a kept request, as a span of these ids, for an exemplar of its series, where it has one."""
         endpoint = endpoint_of(request.site)
         labels = (*_labels(endpoint, request.attributes, request.error), *self._group(request.attributes))
         if endpoint and labels in self._requests:
-            one = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
-            self._exemplars.setdefault(labels, Exemplars()).add(one)
+            exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
+            self._exemplars.setdefault(labels, Exemplars()).add(exemplar)
             if self._is_generation(endpoint):
-                told = request.attributes
-                for name, its, value_ns in _generation(_of_route(endpoint), told, request.total_ns, request.error):
-                    self._generated.note(name, its, replace(one, value_ns=value_ns))
+                attributes = request.attributes
+                for name, of_generation, value_ns in _generation(
+                    _of_route(endpoint), attributes, request.total_ns, request.error
+                ):
+                    self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
         """Return the label of a request's group: one of the first `at_most` values of `by`, or that of all others."""
@@ -177,17 +177,18 @@ class Meter:
         *,
         streams: bool = False,
     ) -> None:
-        """Count how long a request was in the queue, and how many were in its batches on average, 0 without any.
+        """Count a request's time in the queue, and the mean size of its batches, 0 without any.
 
-        It is an exemplar where it is `kept`, under these ids. One that `streams` what several steps make is generated.
+        It is an exemplar where it is `kept`, under these ids. A request that `streams` what several steps make is
+        generated.
         """
-        site, told, error = request.site, request.attributes, request.error
+        site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
-        labels = generation_labels(labels, told) if is_generation else (*labels, *said_of_generation(told))
-        labels = (*labels, *_ending(told, error))
-        is_generation = is_generation or streams or says_generation((*told, *dict(site.attributes)))
+        labels = generation_labels(labels, attributes) if is_generation else (*labels, *said_of_generation(attributes))
+        labels = (*labels, *_ending(attributes, error))
+        is_generation = is_generation or streams or says_generation((*attributes, *dict(site.attributes)))
         values = {
             QUEUE_TIME if is_generation else OTHER_QUEUE_TIME: queue_ns,
             **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {}),
@@ -201,28 +202,28 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def watch(self, *, functions: bool) -> None:
-        """From now on, or no more, look for functions whose items a model generates, and for batches."""
+        """Begin or end to look for functions whose items a model generates, and for batches."""
         if not functions:
             self._watched = None
         elif self._watched is None:
             self._watched = self._recorder.cursor()
 
     def count_generators(self, marks: Callable[[], Collection[str]]) -> None:
-        """Count what generators have yielded since the last time: those of these marks, which are asked for if need be.
+        """Count the items of generators of these marks since the last time, and the sizes of batches.
 
-        And how many requests batches had. Goes through every row: they may lie below any other.
+        It reads every row, for they may be below any other. `marks` is called where there are generators.
         """
         if self._watched is not None:
             self.count_parts([row for _, rows in self._watched.read() for row in rows if row[ATTRIBUTES]], marks)
 
     def watch_from(self, places: Mapping[int, int]) -> None:
-        """Look for these from some rows of each thread on, by its native id: those before were counted elsewhere."""
+        """Look for these from a row of each thread on, by its native id: those before were counted elsewhere."""
         if self._watched is not None:
             self._watched = self._recorder.cursor()
             self._watched.go_on(places)
 
     def count_parts(self, rows: Sequence[Row], marks: Callable[[], Collection[str]]) -> None:
-        """Count what rows with attributes tell, where they are of generators or batches."""
+        """Count rows with attributes of generators and batches."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
         known = marks() if streams else ()
         counts = {site: mark_of(site) in known for site in map(self._recorder.site_of, streams)}
@@ -238,21 +239,22 @@ class Meter:
 
     @property
     def watches(self) -> bool:
-        """Whether it looks for functions whose items a model generates, and for batches."""
+        """True while it looks for functions whose items a model generates, and for batches."""
         return self._watched is not None
 
     @property
     def lost(self) -> int:
-        """Spans that were overwritten before it was seen whether they were of such generators."""
+        """The number of spans that were overwritten before the look for generators and batches."""
         return 0 if self._watched is None else int(self._watched.lost)
 
-    def _count_generation(self, known: Labels, told: Mapping[Any, Any], duration_ns: int, error: str | None) -> None:
-        for name, labels, value_ns in _generation(known, told, duration_ns, error):
+    def _count_generation(
+        self, known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
+    ) -> None:
+        for name, labels, value_ns in _generation(known, attributes, duration_ns, error):
             self._generated.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
-        """What the tally has counted: all requests that have ended by now, and perhaps some whose rows come later."""
-        found: dict[Labels, Counter[int]] = {}
+        """Return the tally's counts of all ended requests, perhaps with some whose rows come later."""
         lines = self._recorder.lines(merged=True)
         endpoints = lines.tree.by_site(endpoint_of)
         places: dict[Labels, list[int]] = {}
@@ -260,12 +262,10 @@ class Meter:
             endpoint = endpoints[lines.site_of[place]]
             if endpoint:
                 places.setdefault(endpoint, []).append(place)
-        for endpoint, known in places.items():
-            found[endpoint] = Counter(lines.histogram(known, None))
-        return found
+        return {endpoint: Counter(lines.histogram(known, None)) for endpoint, known in places.items()}
 
     def settle(self, ended: Ended) -> None:
-        """Count what the tally had counted before the reader's last look, and the reader has not met all the same."""
+        """Count requests that the tally had before the reader's last look, and that the reader has not met."""
         for endpoint, buckets in ended.items():
             known = self._met.setdefault(endpoint, Counter())
             missed = {index: count - known[index] for index, count in buckets.items() if count > known[index]}
@@ -274,7 +274,7 @@ class Meter:
                 known.update(missed)
 
     def _active_requests(self) -> Metric:
-        """Requests that are open now."""
+        """Return the metric of open requests."""
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
         for _, row in self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
@@ -293,7 +293,7 @@ class Meter:
         )
 
     def _queued_tasks(self) -> Metric | None:
-        """What waits in executors now, None where the process has none."""
+        """Return the metric of tasks that wait in executors, None where the process has none."""
         waiting = self._books.queued()
         if not waiting:
             return None
@@ -302,20 +302,20 @@ class Meter:
             labels: Labels = (("instrument.executor", name),)
             labels = labels if len(series) < SERIES_LIMIT else OVERFLOW
             series[labels] = series.get(labels, 0) + count
-        told = "Number of tasks that wait for a thread of an executor."
-        return Metric("instrument.executor.queue.length", "{task}", UPDOWN, told, series)
+        about = "Number of tasks that wait for a thread of an executor."
+        return Metric("instrument.executor.queue.length", "{task}", UPDOWN, about, series)
 
     # ---------------------------------------------------------------- calls of functions
 
     @property
     def marks(self) -> frozenset[str]:
-        """Of the sites whose calls were ever asked for."""
+        """The marks of the sites whose calls were ever asked for."""
         return frozenset(self._asked_for)
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Bring the distributions of these sites up to the tally: of all that were ever asked for, by their marks.
+        """Bring the distributions of all sites that were ever asked for, by their marks, up to the tally.
 
-        After a reload a function is another site, and its series goes on from what was counted of the one before.
+        After a reload a function is another site, and its series goes on from that of the one before.
         """
         self._asked_for.update(marks)
         if not marks:
@@ -342,7 +342,7 @@ class Meter:
     # ---------------------------------------------------------------- who goes on
 
     def state(self) -> dict[str, Any]:
-        """All that has been counted, as JSON has it, but for exemplars: for who goes on with it elsewhere."""
+        """Return all counts as JSON, without exemplars, for a meter that goes on with them."""
         return {
             "start_ns": self._start_ns,
             "requests": told_series(self._requests),
@@ -354,7 +354,7 @@ class Meter:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has counted. Raises one of `meter_place.DAMAGED` for what is none."""
+        """Begin with the counts of another meter. Raises one of `meter_place.DAMAGED` for a state that is none."""
         start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
         met = {
             labels_told(labels): Counter({int(index): int(count) for index, count in known})
@@ -364,23 +364,22 @@ class Meter:
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}
         self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
-        values = (its for labels in requests for name, its in labels if name == self.by)
-        self.groups.update(str(its) for its in values if its != OTHER)
+        values = (value for labels in requests for name, value in labels if name == self.by)
+        self.groups.update(str(value) for value in values if value != OTHER)
         self._generated, self._counters, self._asked_for = generated, counters, asked_for
 
     # ---------------------------------------------------------------- all together
 
     def snapshot(self, *, requests: bool, marks: Collection[str], joins: bool = False) -> Snapshot:
-        """All metrics as they are now: of `requests` where they are recorded, and of the calls of sites by marks.
+        """Return all metrics as they are now: of `requests`, where they are recorded, and of calls by sites' marks.
 
-        What only all processes of a run together tell is among them where the teller `joins` these: of others it would
-        stand still.
+        Metrics of requests over several processes are among them for a reader that `joins` these.
         """
         metrics = []
         if requests or self._requests:
-            told = "Duration of HTTP server requests."
+            about = "Duration of HTTP server requests."
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
-            metrics.append(_durations("http.server.request.duration", told, self._requests, exemplars))
+            metrics.append(_durations("http.server.request.duration", about, self._requests, exemplars))
             metrics.append(self._active_requests())
             if (queued := self._queued_tasks()) is not None:
                 metrics.append(queued)
@@ -389,34 +388,34 @@ class Meter:
         if joins:
             metrics += self.joined()
         if self._watched is not None:
-            metrics += [one for one in self._generated.metrics(BATCH_SIZE) if one.series]
+            metrics += [metric for metric in self._generated.metrics(BATCH_SIZE) if metric.series]
         self._count_calls(marks)
         if self._calls:
-            told = "Time of a call, of the device's work, too, where it is timed."
-            metrics.append(_durations("instrument.call.duration", told, self._calls))
-        told = "What was recorded and not kept, by reason."
-        metrics.append(self._counted("instrument.losses", "{loss}", told, "instrument.reason", self._books.losses()))
+            about = "Time of a call, of the device's work, too, where it is timed."
+            metrics.append(_durations("instrument.call.duration", about, self._calls))
+        about = "What was recorded and not kept, by reason."
+        metrics.append(self._counted("instrument.losses", "{loss}", about, "instrument.reason", self._books.losses()))
         spent_s = {part: spent_ns / 1e9 for part, spent_ns in self._books.costs_ns().items()}
-        told = "Processor time of the instrumentation itself, as measured on this machine."
-        metrics.append(self._counted("instrument.cost", "s", told, "instrument.part", spent_s))
+        about = "Processor time of the instrumentation itself, as measured on this machine."
+        metrics.append(self._counted("instrument.cost", "s", about, "instrument.part", spent_s))
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
     def joined(self) -> list[Metric]:
-        """What `count_served` has counted, where it has any."""
-        return [one for one in self._generated.metrics(*JOINED) if one.series]
+        """Return the metrics that `count_served` has counted."""
+        return [metric for metric in self._generated.metrics(*JOINED) if metric.series]
 
-    def _counted(self, name: str, unit: str, told: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A counter, which never falls, though what a thread has cost may be measured anew."""
+    def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+        """Return a counter, which never falls, even where a cost is measured anew."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
         series: dict[Labels, float] = {
             ((label, key),): value for (of, key), value in self._counters.items() if of == name
         }
-        return Metric(name, unit, COUNTER, told, series)
+        return Metric(name, unit, COUNTER, about, series)
 
 
 def _calls_of(lines: Lines, merged: Sequence[int], of: Sequence[int]) -> Distribution:
-    """The calls of some lines of the tally."""
+    """Return the distribution of calls of some lines of the tally."""
     buckets = lines.histogram([merged[at] for at in of], None)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -431,47 +430,47 @@ def _calls_of(lines: Lines, merged: Sequence[int], of: Sequence[int]) -> Distrib
 
 
 def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
-    """The distribution of a series, or that of all beyond the limit."""
+    """Return the distribution of a series, or that of all beyond the limit."""
     if labels not in series and len(series) >= SERIES_LIMIT:
         labels = OVERFLOW
     return series.setdefault(labels, Distribution())
 
 
 def queued_tasks() -> Mapping[str, int]:
-    """How many tasks wait in the queues of thread pools, by what the pools are called.
+    """Return the number of tasks in the queues of thread pools, by the pools' names.
 
-    Those of `concurrent.futures`, of which that module knows every thread and its queue: asyncio's default executor,
-    and what servers of gRPC and gunicorn's threads take requests from. Pools without a name of their own are one.
+    They are the pools of `concurrent.futures`, which knows every thread and its queue: asyncio's default executor, and
+    those of servers of gRPC and of gunicorn's threads. Pools without a name of their own are one.
     """
     known = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
     try:
         names = {id(queue): (thread.name, queue) for thread, queue in list((known or {}).items())}
     except RuntimeError:  # a thread has begun meanwhile
         return {}
-    found: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()
     for name, queue in names.values():
-        found[_OF_POOL.sub("", name)] += queue.qsize()
-    return dict(found)  # of a Counter `dataclasses.asdict` would count the pairs
+        waiting[_OF_POOL.sub("", name)] += queue.qsize()
+    return dict(waiting)  # of a Counter `dataclasses.asdict` would count the pairs
 
 
 _OF_POOL = re.compile(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""What the name of a pool's thread has behind that of the pool."""
+"""The end of a thread's name behind that of its pool."""
 
 
-def _labels(endpoint: Labels, told: Mapping[Any, Any], error: str | None) -> Labels:
-    """What tells the requests of an endpoint that ended the same way from others."""
-    if isinstance(scheme := told.get(SCHEME), str):
+def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
+    """Return the labels of requests of an endpoint that ended the same way."""
+    if isinstance(scheme := attributes.get(SCHEME), str):
         endpoint += ((SCHEME, scheme),)
-    if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
+    if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
         endpoint += ((STATUS, status),)
-    return (*endpoint, *_ending(told, error))
+    return (*endpoint, *_ending(attributes, error))
 
 
-def _ending(told: Mapping[Any, Any], error: str | None) -> Labels:
-    """What tells those that failed, and those that were broken off, from others."""
+def _ending(attributes: Mapping[Any, Any], error: str | None) -> Labels:
+    """Return the label of requests that failed or were broken off."""
     if error is not None:
         return (("error.type", error),)
-    return ((OUTCOME, outcome),) if isinstance(outcome := told.get(OUTCOME), str) else ()
+    return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
 
 
 def _durations(
@@ -480,19 +479,19 @@ def _durations(
     of: Mapping[Labels, Distribution],
     exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
 ) -> Metric:
-    series = {labels: one.copy() for labels, one in of.items()}
+    series = {labels: distribution.copy() for labels, distribution in of.items()}
     return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
 
 
 def _generation(
-    known: Labels, told: Mapping[Any, Any], duration_ns: int, error: str | None
+    known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """What metrics tell of a generation that has ended; each item of its stream is taken for a token."""
-    labels = generation_labels(known, told)
-    yield REQUEST_DURATION, (*labels, *_ending(told, error)), duration_ns
+    """Yield the metrics of a generation that has ended; each item of its stream counts as a token."""
+    labels = generation_labels(known, attributes)
+    yield REQUEST_DURATION, (*labels, *_ending(attributes, error)), duration_ns
     if error is not None:
         return
-    times = token_times(told)
+    times = token_times(attributes)
     if times is not None:
         yield FIRST_TOKEN, labels, times[0]
         if times[1] is not None:
@@ -500,11 +499,11 @@ def _generation(
 
 
 def _of_route(endpoint: Labels) -> Labels:
-    return tuple(one for one in endpoint if one[0] == "http.route")
+    return tuple(label for label in endpoint if label[0] == "http.route")
 
 
 def endpoint_of(site: Site) -> Labels:
-    """What tells the requests of a site from others, () where it has no requests over HTTP."""
+    """Return the labels of a site's requests, () where it has none over HTTP."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)
@@ -517,14 +516,14 @@ _ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEM
 
 
 def _without_route(endpoint: Labels) -> Labels:
-    return tuple(one for one in endpoint if one[0] != "http.route")
+    return tuple(label for label in endpoint if label[0] != "http.route")
 
 
 def mark_of(site: Site) -> str:
-    """What tells a site from others in few letters, in every process, whatever its spans are named."""
+    """Return a short id of a site, the same in every process and for every name of its spans."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 
 def _call_labels(site: Site) -> Labels:
-    told = (("instrument.span.name", site.name), ("code.function.name", site.function))
-    return tuple(one for one in told if one[1])
+    labels = (("instrument.span.name", site.name), ("code.function.name", site.function))
+    return tuple(label for label in labels if label[1])

@@ -1,4 +1,4 @@
-"""Rows and totals of a recorder read back: as spans, as lines and as a tally, with the call paths that they are of."""
+"""The rows and totals of a recorder, read back as spans, as lines and as a tally, with their call paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instrument.recording.tally import Tally, Totals
 
 
 class Readback(Core):
-    """What is known of all that was recorded."""
+    """A core whose recording can be read in its own process."""
 
     shapes: dict[Site, str]
     _shapes_noted: int
@@ -26,9 +26,9 @@ class Readback(Core):
     _reading: Any
 
     def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
-        """Thread id, site, calls, total ns and steps of every call path that was recorded: for a look at the load.
+        """Yield thread id, site, calls, total ns and steps of every recorded call path.
 
-        The steps are those of generators after their first, also of such as go on.
+        The steps are those of generators after their first, also of open ones.
         """
         for ring in self.rings():
             cells = ring.usage()
@@ -37,18 +37,18 @@ class Readback(Core):
                 yield ring.thread_id, site(index), calls, total_ns, steps
 
     def site_calls(self) -> dict[Site, int]:
-        """How often each site was called, on all threads together: what a report of the tally needs beside it."""
+        """Return the calls of each site, on all threads together."""
         tree = self.paths()
         site_of, count = tree.site_of, len(tree.sites)
         return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
 
     def shape_calls(self) -> dict[str, int]:
-        """How often probes of each shape were called, as `measure_costs` names them."""
+        """Return the calls of probes by shape, as `measure_costs` names them."""
         of_nodes, names = self._shapes_by_node()
         return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
 
     def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
-        """Of each call path the number of its probe's shape, and the shapes."""
+        """Return the number of each call path's shape, and the names of shapes."""
         tree, noted = self.paths(), self._shapes_noted
         if self._shapes_of_nodes[:2] != (noted, len(tree)):
             site_of = tree.site_of
@@ -57,7 +57,7 @@ class Readback(Core):
         return self._shapes_of_nodes[2:]
 
     def paths(self) -> CallTree:
-        """The call paths as columns, kept up with the core's."""
+        """Return the call paths as columns, brought up to the core's."""
         with self._reading:
             paths = self._paths
             first = len(paths)
@@ -70,9 +70,9 @@ class Readback(Core):
             return paths
 
     def learn_paths(self) -> None:
-        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 1 us each.
+        """Compute the facts of new call paths before a report needs them, at 1 us each.
 
-        That is done where they are an eighth more than those asked for, which are copied each time that any come.
+        It waits until they are an eighth more than the known ones, which are copied each time.
         """
         _, asked, *_ = self._shapes_of_nodes
         if self.node_count - asked > asked // 8:
@@ -85,11 +85,11 @@ class Readback(Core):
         return self._paths if row[NODE] < len(self._paths) else self.paths()
 
     def asks_for_device_time(self) -> bool:
-        """Whether a site that was called asks for device time."""
+        """Return True where any called site asks for device time."""
         return any(self.paths().by_site(_asks_for_device_time))
 
     def lines(self, *, merged: bool = False) -> Lines:
-        """All totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
+        """Return all totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
 
         It takes some 0.2 us for each call path, and for each thread that it ran on.
         """
@@ -103,17 +103,17 @@ class Readback(Core):
         return Lines(tree, threads, books, self._histogram)
 
     def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
-        """The histogram of places on a thread of theirs, or of all."""
+        """Return the histogram of places on a thread of theirs, or on all."""
         return unpacked([self.histogram_of(self._paths.nodes(nodes), thread_id)])
 
     def tally(self) -> Tally:
-        """A copy of all totals up to now, by call path and thread: 3 us for each pair of both."""
+        """Return a copy of all totals up to now, by call path and thread, at 3 us for each pair of both."""
         books = [(ring.thread_id, ring.name, _as_totals(ring.copied_totals())) for ring in self.rings()]
         books.append((0, "(ended threads)", _as_totals(self.ended_totals())))
         return tally_of(self.paths(), books)
 
     def firsts(self) -> dict[Site, tuple[int, int]]:
-        """When the first call of each site began that has ended, and how long it took on the host, in ns."""
+        """Return the begin of each site's first ended call, and its length on the host, in ns."""
         site_of = self.paths().site
         found: dict[Site, tuple[int, int]] = {}
         for index, first in self.firsts_by_node().items():
@@ -122,7 +122,7 @@ class Readback(Core):
         return found
 
     def firsts_by_node(self) -> dict[int, tuple[int, int]]:
-        """The same of each call node of `paths`."""
+        """Return the begin and length of the first ended call of each call node of `paths`."""
         found: dict[int, tuple[int, int]] = {}
         for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
             for index, first in book.items():
@@ -130,17 +130,17 @@ class Readback(Core):
         return found
 
     def span(self, row: Row, thread_id: int) -> Span:
-        """The span that a row stands for."""
+        """Return the span of a row."""
         return span_of(row, self.site_of(row), thread_id)
 
     def site_of(self, row: Row) -> Site:
-        """The site of a row."""
+        """Return the site of a row."""
         return self._paths_with(row).site(row[NODE])
 
     def spans(self) -> list[Span]:
-        """The spans that the rings still hold, and those that are open as far as they have come. Unordered.
+        """Return the spans in the rings, and the open ones as far as they have come. Unordered.
 
-        An object for each, at 2 us: for a look at a few. `take` is for many.
+        An object takes 2 us: it is for a few spans. `take` is for many.
         """
         open_rows = self.open_rows()
         found = [self.span(row, ring.thread_id) for ring in self.rings() for row in ring.newest(0)[0]]
@@ -152,18 +152,15 @@ class Readback(Core):
         return found
 
     def take(self, start_ns: int = 0) -> Taken:
-        """The rows that spans from that time on are made of: 10 ns a row, where the spans are made later.
-
-        They stay what they are when newer ones overwrite them in the rings.
-        """
+        """Copy the rows of spans from a time on, at 10 ns a row. Newer rows do not overwrite the copy."""
         open_rows = self.open_rows()
         blocks = [Block(ring.thread_id, *ring.copied(ring.first_after(start_ns))) for ring in self.rings()]
         return Taken(blocks, open_rows, self.paths())
 
     def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
-        """What spans the rings hold that ended after a time, and those that are open now, without making them.
+        """Count the spans in the rings that ended after a time, and the open ones, without making them.
 
-        Ended ones of the threads to `leave_out` are left out. Each row of a site that asks for device time takes 5 ns;
+        Ended spans of the threads in `leave_out` do not count. A row of a site that asks for device time takes 5 ns;
         other rows are not read.
         """
         tree, marks = self.paths(), b""
@@ -189,29 +186,29 @@ class Readback(Core):
         return Held(spans + len(still_open), oldest, asking)
 
     def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
-        """A reader that sees every row from now on once, as long as it comes before the ring wraps.
+        """Return a reader of every row from now on, once, if it comes before the ring wraps.
 
         `read_on` reads a ring from a row number on: all of its rows where it is left out.
         """
         return Cursor(self.rings, lambda: self.ended_rows, read_on or (lambda ring, since: ring.newest(since)))
 
     def threads(self) -> dict[int, str]:
-        """Native thread ids and names of the threads that recorded and whose rows are still held."""
+        """Return ids and names of the threads whose rows are still there."""
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """What timelines cannot show, by reason. The tally has counted all of it."""
+        """Count the spans that timelines do not have, by reason. The tally has counted them."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
-        """Irregular events, by what happened."""
+        """Return the irregular events with their counts."""
         return dict(self.irregular)
 
     @property
     def calls(self) -> int:
-        """Spans finished since the start, cheap to read."""
+        """The number of spans finished since the start. It is cheap."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
         return total + self._too_short
 

@@ -1,7 +1,7 @@
 """The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
 
 The hot path is in C (`native/_recorder.c`). Where that is missing (`native.WHY_MISSING`) nothing is recorded, and
-`absent` has what the service calls instead.
+`instrument.recorder.core` has a core that does nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from instrument.profile.model import Limits
 from instrument.recorder import annotation, core, wrapping
 from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.readback import Readback
-from instrument.recorder.renaming import Renaming
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS
+from instrument.recorder.sites import SiteCore
 from instrument.recorder.thread_names import thread_name
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
 from instrument.recording.paths import CallTree
@@ -45,7 +45,7 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return what gives the running loop, and the task that runs on one; None until asyncio has been imported."""
+    """Return calls for the running loop, and for the task that runs on one; None until asyncio is imported."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us
@@ -60,16 +60,8 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
     """Return the values of headers by their names; of several with one name the last counts."""
-    found: tuple[bytes | None, ...] = _native.header_values(headers, names)
-    return found
-
-
-def native_driver_calls() -> Any:
-    """The native module, which calls a device's driver by the addresses of its functions (`mark`, `measure`).
-
-    None where the native recorder is missing.
-    """
-    return native.MODULE
+    values: tuple[bytes | None, ...] = _native.header_values(headers, names)
+    return values
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -78,19 +70,19 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""Room for rings that a memory has at least: what is not touched takes nothing, and a later session may want more."""
+"""The least room for rings in a memory. Untouched memory takes nothing, and a later session may want more."""
 
 MANUAL = 2
-"""The state of a span that `end_manual` closes, as the core has it."""
+"""The core's state of a span that `end_manual` closes."""
 
 STEP = "step"
-"""The shape of what is no probe: a step of a generator after its first."""
+"""The shape of a generator's step after its first, which is no probe."""
 
 REQUEST = "request"
 """The shape of a request over ASGI."""
 
 
-class Recorder(Renaming, Readback):
+class Recorder(SiteCore, Readback):
     """The recorder of one process. `ring_bytes` bounds the memory of all rings together.
 
     `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
@@ -104,33 +96,33 @@ class Recorder(Renaming, Readback):
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
-        """Trace id, span id and flags by which others know a span, of what `current_trace` gives. None while off."""
+        """A call for a span's trace id, span id and flags for others, from `current_trace`. None while off."""
         self._renamed: dict[Site, dict[str, Site]] = {}
         self._place_of: dict[Site, Site] = {}
         self._manual_open = 0
         self._paths = CallTree()
         self._reading = RLock()
-        self._counters: dict[Site, Any] = {}  # what counts, or has counted, the calls of each muted site
+        self._counters: dict[Site, Any] = {}  # of the calls of each site that is or was muted
         self._mutable: dict[
             Site, weakref.WeakSet[Any] | None
         ] = {}  # with the functions that have a switch of their own
         self.shapes: dict[Site, str] = {}
-        """How the probe of a site is made, as `measure_costs` names it; `scope` where it is not said."""
+        """The shapes of sites' probes, as `measure_costs` names them; `scope` where there is none."""
         self.no_memory = "no session has begun"
-        """Why nobody else can read what is recorded, "" where they can."""
+        """The reason why no other process can read the recording, "" where it can."""
         self.memory_path = ""
-        """The file that it is recorded into, "" for one without a name."""
+        """The file of the recording, "" for one without a name."""
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
         self._memory_bytes = self._disk_bytes = 0
         self._facts: Mapping[str, Any] = {}
         self._begun_ns = 0
         self._is_off = False
         self._shapes_noted = 0
-        # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
+        # The number of shapes noted and of nodes; the number of each node's shape, and the shapes' names.
         self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
 
     def __reduce__(self) -> str:
-        """By name: a wrapper that is copied into another process, closure and all, is that one's recorder's."""
+        """Pickle the recorder by its name: a wrapper that is copied into another process records there."""
         return "RECORDER"
 
     # ---------------------------------------------------------------- functions and scopes
@@ -144,18 +136,18 @@ class Recorder(Renaming, Readback):
         works: wrapping.Attributes | None = None,
         results: wrapping.Results | None = None,
     ) -> Function:
-        """The function with a span around each call; see `instrument.recorder.wrapping`."""
+        """Return the function with a span around each call; see `instrument.recorder.wrapping`."""
         return wrapping.wrap(self, function, site, attributes, passes, works, results)
 
     def retire(self, function: Any) -> None:
-        """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
-        functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # which none has once retired
+        """Have a function that `wrap` has made behave as the bare one from now on, for all references to it."""
+        functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
         wrapping.retire(function)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """The site of a scope's name, made on first sight with the place of the code that opened it."""
+        """Return the site of a scope's name, made at its first use with the place of the code that opened it."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -182,7 +174,7 @@ class Recorder(Renaming, Readback):
         key: str | int | None = None,
         batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
     ) -> Scope:
-        """A scope by name. Raises `TargetError` for a name, kind, phase or stream that cannot be one."""
+        """Make a scope. Raises `TargetError` for a bad name, kind, phase or stream."""
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
         if phase is not None and (not isinstance(phase, str) or not phase):
@@ -197,12 +189,12 @@ class Recorder(Renaming, Readback):
             own = {**(own or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
-            told = {KEY: key} if is_plain else annotation.keys_told(key, batch, self._complain)
-            own = {**own, **told} if own else told
+            keys = {KEY: key} if is_plain else annotation.key_attributes(key, batch, self._complain)
+            own = {**own, **keys} if own else keys
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` will close; None when too many are open.
+        """Open a span that `end_manual` will close. Returns None when too many are open.
 
         Its site is never muted: `scope_end` would close another scope in place of one that did not begin.
         """
@@ -217,7 +209,7 @@ class Recorder(Renaming, Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close what `start_manual` opened. Nothing open is counted, not raised."""
+        """Close a span that `start_manual` opened. Without an open one it counts, and does not raise."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -231,14 +223,14 @@ class Recorder(Renaming, Readback):
         decide: Callable[[Any], Site | None],
         evaluate: Callable[[Any], Any] | None = None,
     ) -> Function:
-        """A method with a span around the calls of those instances that have a site, at most 60 ns for the others.
+        """Return a method with a span around the calls of instances with a site, at most 60 ns for the others.
 
-        `sites` tells by identity, None for an instance that is to pass. What is not there yet is asked of
-        `decide(instance)`, which enters its answer in `sites` where that is final, takes the entry out when the
-        instance goes, and raises nothing. `evaluate` sets what evaluates Python's frames (None: Python) and returns
-        what did, so that `decide` is run and not compiled.
+        `sites` has the site of an instance by its identity, None for one that passes. For a new instance
+        `decide(instance)` returns it, enters it in `sites` where it is final, takes the entry out when the instance
+        goes, and raises nothing. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the one
+        before, so that `decide` is run and not compiled.
         """
-        # What compiles a model takes the code of what a native function wraps, and never meets the probe.
+        # A compiler of models takes the code of the wrapped function, and never meets the probe.
         made: Function = _native.Function(self, function, None, sites, decide, evaluate)
         return made
 
@@ -270,7 +262,7 @@ class Recorder(Renaming, Readback):
         return Scope(self, site, attributes)
 
     def _turn(self, site: Site, passing: Any) -> None:
-        """Keep one object for a muted scope while no code holds it: making one costs more than passing."""
+        """Turn the site, and keep one object for a muted scope: making one costs more than passing."""
         super()._turn(site, passing)
         known = self.user_sites.get(site.name)
         if passing is not None and known is site:
@@ -298,11 +290,11 @@ class Recorder(Renaming, Readback):
         self._scope_sites.clear()
 
     def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
-        """As `reset`, and record into memory that others can read from now on: see `instrument.recording.memory`.
+        """Reset, and record into memory that other processes can read: see `instrument.recording.memory`.
 
-        With a directory it is a file there, which outlives the process without anybody's help; those that others have
-        left there take at most `disk_bytes` with it. `facts` are for whoever reads: what the process and its session
-        are. Where there can be no such memory `no_memory` says why, and what is recorded ends with the process.
+        With a directory it is a file there, which outlives the process; it and the files left there by others take
+        `disk_bytes` at most. `facts` describe the process and its session to readers. Where there can be no such memory
+        `no_memory` is the reason, and the recording ends with the process.
         """
         from instrument.recording import memory
 
@@ -326,11 +318,11 @@ class Recorder(Renaming, Readback):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What others were told last of the session that records, or has recorded."""
+        """The facts of the last session in the memory."""
         return self._facts
 
     def tell(self, facts: Mapping[str, Any]) -> None:
-        """Say in the memory that this process records into it, and what others are to know of its session."""
+        """Write into the memory that this process records, and the facts of its session."""
         self._facts = facts
         if self._memory_head is not None:
             from instrument.recording import memory
@@ -339,7 +331,7 @@ class Recorder(Renaming, Readback):
             memory.say_whose(self._memory_head, state, {**facts, "begun_ns": self._begun_ns})
 
     def switch(self, *, on: bool) -> None:
-        """Record from now on, or not; others are told so."""
+        """Record from now on, or not, and write that into the memory."""
         self.on, self._is_off = on, not on
         if self._memory_head is not None:
             from instrument.recording import memory
@@ -347,12 +339,12 @@ class Recorder(Renaming, Readback):
             memory.say_switched(self._memory_head, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
-        """Where a part of the recording lies that Python writes; None where nobody else can read what is recorded."""
+        """Return the room of a part of the recording that Python writes; None without a memory for other processes."""
         head, part = self._memory_head, self._memory_part(PARTS.index(name))
         return None if head is None or part is None else SlotRoom(head, name, part)
 
     def say_goodbye(self) -> None:
-        """Say in the memory that the session has ended in order; a file goes, for all was told that was to be."""
+        """Write into the memory that the session has ended in order, and remove its file."""
         if self._memory_head is not None:
             from instrument.recording import memory
 
@@ -363,7 +355,7 @@ class Recorder(Renaming, Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Start clean in a forked child: own rings, no parents from before the fork."""
+        """Begin anew in a forked child: with its own rings, and no parents from before the fork."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
@@ -402,28 +394,28 @@ class Scope(core.Scope):
             self._recorder.rename_open(self._frame, name)
 
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
-        """Say whether what the span times succeeded; see `instrument.set_status`."""
+        """Set the status of the span; see `instrument.set_status`."""
         if self._frame is not None:
             self._recorder.set_status_open(self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin; `end` closes."""
-        # A scope without a site stands for one that there was no memory for.
+        # A scope without a site is one without memory.
         if self._frame is None and self._site is not None and self._recorder.on:
             self._frame = self._recorder.start_manual(self._site, self._attributes)
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close what `start` opened, from any place; a scope that never began (switched off) is nothing."""
+        """Close the span from any place. A scope that never began (switched off) does nothing."""
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)
 
 
 def stream_handle(stream: Any) -> int:
-    """The handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
+    """Return the handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
 
-    Raises `TargetError` for what is none of these.
+    Raises `TargetError` for any other object.
     """
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
@@ -442,7 +434,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def _caller() -> tuple[str, str, str, int]:
-    """Module, qualified name, file and line of the nearest frame outside this package."""
+    """Return module, qualified name, file and line of the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
         frame = frame.f_back

@@ -32,17 +32,17 @@ def scope(
         with scope("tokenise", attributes={"model": "7b"}):
             tokens = tokenizer(text)
 
-    - `name`: what reports group by, of a small set; data belongs into `attributes`
+    - `name`: the name that reports group by, of a small set; data belongs into `attributes`
     - `attributes`: facts of this span; `annotate` adds more from within
-    - `kind`: what sort of work it is, "user" if left out; the error for a wrong one lists all
-    - `phase`: which part of the work it is, such as "prepare" or "post"; it makes the kind "phase"
+    - `kind`: the sort of work, "user" if left out; the error for a wrong one lists all
+    - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
     - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream, such as
       `torch.cuda.current_stream(1)`, or its address
-    - `key`: the id of the request that it serves, by which other processes know that, too
+    - `key`: the id of the request that it serves, which other processes have for it, too
     - `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes
 
     Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a
-    name, kind, phase or stream that cannot be one.
+    bad name, kind, phase or stream.
     """
     return RECORDER.make_scope(
         name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
@@ -67,9 +67,9 @@ def scope_start(
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
-    """Close what `scope_start` returned, or by name, or the innermost one that `scope_start` opened here.
+    """Close a scope that `scope_start` returned, or one by name, or the innermost one that it opened here.
 
-    Closing an outer scope before an inner one, or nothing, is counted in the summary and never raised.
+    The summary counts an outer scope closed before an inner one, and a call without an open scope. Never raises.
     """
     if isinstance(opened, Scope):
         opened.end(error)
@@ -82,7 +82,7 @@ def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) 
 
     The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.
     Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.
-    What is none of these is left out and counted; what is set again has the new value. Does nothing where no span is
+    Any other value is left out and counted; a name set again has the new value. Does nothing where no span is
     open or nothing is recorded. Never raises.
     """
     RECORDER.annotate_innermost(attributes, **more)

@@ -1,4 +1,4 @@
-"""The name of a thread that records its first span, and who waits for the first of any."""
+"""The names of threads that record, and an action at the first span of any."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _awaited: Callable[[], object] | None = None
 def await_first_span(action: Callable[[], object] | None) -> None:
     """Have an action called once, by the next thread that records its first span; None for none.
 
-    It runs within the service's own call, which may hold any lock: it is to be short and to wait for nothing.
+    It runs within the service's own call, perhaps under a lock: it must be short and wait for nothing.
     """
     global _awaited
     _awaited = action
 
 
 def thread_name() -> str:
-    """The name of this thread, asked for once, when it records its first span."""
+    """Return the name of this thread, once, when it records its first span."""
     global _awaited
     action, _awaited = _awaited, None
     if action is not None:

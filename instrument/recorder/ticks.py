@@ -1,4 +1,4 @@
-"""The time stamp counter as the clock of spans: taken up where it is sound, and given up when it strays."""
+"""The time stamp counter as the clock of spans: used where it is sound, and given up when it strays."""
 
 from __future__ import annotations
 
@@ -8,49 +8,41 @@ from instrument.recorder.recorder import Recorder
 
 CHECK_NS = 10**9
 LIMIT_NS = 50_000
-"""How far the time stamp counter may stray from the monotonic clock in a second before it is given up."""
+"""The most that the time stamp counter may stray from the monotonic clock in a second."""
 
 
 class Ticks:
-    """Whether a recorder times spans by the processor's time stamp counter, and how far it may be trusted."""
+    """The time stamp counter of a recorder: its use, and the checks of it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
     def start(self, now_ns: int) -> str:
-        """Time spans by it from now on. Returns why not, "" where it is so. `Recorder.stop_ticks` is the way back."""
-        unsound = use_ticks(self._recorder)
+        """Time spans by the counter. Returns why it cannot, "" where it does. `Recorder.stop_ticks` undoes it."""
+        unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
 
     @property
     def are_used(self) -> bool:
-        """Whether spans are timed by it, which `check` must look after."""
+        """True while spans are timed by the counter, and `check` is needed."""
         return self._checked_ns is not None
 
     @property
     def clock(self) -> str:
-        """What spans are timed by, in words."""
+        """The clock of spans, in words."""
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Hold it against the monotonic clock, once in `CHECK_NS`. Given up, it is counted by the recorder."""
+        """Compare the counter with the monotonic clock, once in `CHECK_NS`. The recorder counts where it strays."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(LIMIT_NS) is None else now_ns
 
 
-def use_ticks(recorder: Recorder) -> str:
-    """Time spans with the processor's time stamp counter from now on. Returns why not, "" where it is so."""
-    unsound = _unsound_ticks()
-    if not unsound and not recorder.start_ticks():
-        unsound = "the processor has none"
-    return unsound
-
-
 def _unsound_ticks() -> str:
-    """Why the time stamp counter cannot be trusted on this machine, "" where processor and kernel say it can."""
+    """Return why the time stamp counter is not sound here, "" where processor and kernel report that it is."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")

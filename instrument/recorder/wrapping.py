@@ -1,10 +1,9 @@
 """Functions, coroutines and generators with a span around them, each still of its own kind.
 
 A coroutine's span stays current while it is suspended, for its task has a context of its own: its wrapper steps it and
-tells what of its time it was suspended. A generator runs in the context of whoever resumes it, so its span is current
-only while its body runs.
+times its suspensions. A generator runs in the context of its caller, so its span is current only while its body runs.
 
-The recorder has no frame of its own: its wrapper, and what that gives, stand for the function and the coroutine or
+The recorder has no frame of its own: its wrapper, and the wrapper's result, replace the function and its coroutine or
 generator.
 """
 
@@ -22,17 +21,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
-"""Gives the attributes of a call's span from its arguments, None for none; never raises."""
+"""A call for the attributes of a call's span from its arguments, None for none; never raises."""
 
 
 Results = Callable[[Any], "dict[Any, Any] | None"]
-"""Gives attributes of a call's span from what the call gives, None for none; never raises."""
+"""A call for the attributes of a call's span from its result, None for none; never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
 """The forms of calls, in the order in which the recorder numbers them. The last two hand work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
-"""Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
+"""A test of a call's positional arguments: True for a call that goes to the bare function; never raises."""
 
 
 def wrap(
@@ -44,18 +43,17 @@ def wrap(
     works: Attributes | None = None,
     results: Results | None = None,
 ) -> Function:
-    """The function with a span of the recorder around each call.
+    """Return the function with a span of the recorder around each call.
 
-    The result looks as the function from outside: its kind, signature, names, code and attributes are those, and so is
-    its `__wrapped__` where it has one. It has its site as `__instrument__`. `attributes` is asked before each call,
-    whose span then carries them, and `results` of what it gives, which generators have not. `passes`, which is asked
-    first, takes a plain function off the fast path. `works` gives, as an attribute that no reader sees, what a
-    call works on whose device time is asked for.
+    The result looks as the function from outside: it has its kind, signature, names, code and attributes, and its
+    `__wrapped__` where there is one. It has its site as `__instrument__`. The span gets `attributes` before the call,
+    and `results` after it, except a generator's. `passes` comes first, and takes a plain function off the fast path.
+    `works` returns, as an attribute that no reader sees, the objects that a call with device time works on.
     """
     given = attributes or works
     if attributes is not None and works is not None:
         given = functools.partial(_both, attributes, works)
-    told_of_call = attributes is not None or results is not None
+    has_attributes = attributes is not None or results is not None
     made: Any
     if inspect.isasyncgenfunction(function):
         form, shape = "async generator", "generator"
@@ -66,7 +64,7 @@ def wrap(
     elif site.kind == "request" or passes is not None:
         form, shape = "scope", "wrapper"
     else:
-        form, shape = "call", "wrapper" if told_of_call else "call"  # which costs about as much
+        form, shape = "call", "wrapper" if has_attributes else "call"  # which costs about as much
     if form == "call":
         made = recorder.make_function(function, site, works, attributes, results)
     else:
@@ -79,7 +77,7 @@ def wrap(
 
 
 def bare_of(made: Any) -> Any:
-    """The function that `wrap` has made a wrapper of."""
+    """Return the bare function of a wrapper."""
     return made.__instrument_function__
 
 
@@ -88,9 +86,9 @@ def _both(attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwar
 
 
 def _is_marked(function: Any) -> bool:
-    """Whether a function is none of coroutines, but marked as one (`inspect.markcoroutinefunction`).
+    """Return True for a plain function that is marked as one of coroutines (`inspect.markcoroutinefunction`).
 
-    It runs when it is called and gives an awaitable of its own, which its callers are to get: the call is its span.
+    It runs when it is called and returns an awaitable of its own to its callers: the call is its span.
     """
     code = getattr(_innermost(function), "__code__", None)
     return isinstance(code, CodeType) and not code.co_flags & inspect.CO_COROUTINE
@@ -109,17 +107,17 @@ def _is_awaitable(function: Any) -> bool:
 
 
 def turn(made: Any, switch: Any) -> None:
-    """Let what `wrap` has made ask `switch` whether it is on, in place of its recorder, or that again.
+    """Have a wrapper ask `switch` in place of its recorder, or the recorder again.
 
-    One that is a muted site's `Pass` lets each call pass and counts it. To those calls it costs one branch and the
-    counting, to others nothing. Calls that are under way end as they began.
+    A muted site's `Pass` lets each call pass and counts it, at the cost of one branch and the count. Calls under way
+    end as they began.
     """
     made.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
 
 def retire(made: Any) -> None:
-    """Let what `wrap` has made pass every call to the bare function from now on, at the cost of one branch.
+    """Have a wrapper pass every call to the bare function from now on, at the cost of one branch.
 
-    For one that has been taken off and that somebody still holds. Calls that are under way end as they began.
+    It is for a wrapper that was detached and is still referred to. Calls under way end as they began.
     """
     turn(made, False)

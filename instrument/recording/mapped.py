@@ -193,11 +193,11 @@ class Mapped:
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
-    def _slot_of(self, addresses: NDArray[np.uint64], name: str, before: int = 0) -> NDArray[np.int64]:
+    def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
         """The slots of a part that addresses are of, -1 for those that are of none."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
-            off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset + before) % (1 << 64))
+            off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
         slots = off // np.uint64(part.stride)
         sound = (off % np.uint64(part.stride) == 0) & (slots < np.uint64(min(part.used, part.slots)))
         found: NDArray[np.int64] = np.where(sound, slots, np.uint64(0)).astype(np.int64) - ~sound

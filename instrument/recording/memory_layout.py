@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 4
+MAGIC, VERSION = b"instrrec", 5
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -74,17 +74,17 @@ def _in_order(**types: str) -> Record:
 
 HEADER = _in_order(
     magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
-    boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", is_python="Q", ended_rows="Q",
+    boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", ended_rows="Q",
     ended_too_short="Q", reasons="32Q", interval_slots="Q", settled_ns="Q",
     parts=f"{5 * len(PARTS)}Q",
 )  # fmt: skip
 PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
-    240,
+    232,
     {
         "rows": (0, "Q"), "mask": (8, "Q"), "head": (16, "Q"), "number": (24, "Q"), "capacity": (80, "Q"),
         "too_short": (88, "Q"), "thread_id": (96, "q"), "ended": (112, "B"), "generation": (136, "Q"),
-        "folded": (144, "Q"), "label": (152, f"{LABEL_BYTES}s"),
+        "label": (144, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
 """Behind the `object_bytes` that each begins with."""

@@ -115,9 +115,6 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 OUTCOME = "instrument.outcome"
 """The attribute of a span that was broken off: by what, such as `cancelled`. One without an error has not failed."""
 
-OTHER_ERROR = "_OTHER"
-"""The error of a span that failed and said no kind: OpenTelemetry's word."""
-
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 """Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
 

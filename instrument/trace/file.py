@@ -65,28 +65,6 @@ class Saved:
         except ValueError as problem:
             raise TraceError(f"cannot count the calls of the recording: {problem}") from problem
 
-    def to_arrow(self) -> Any:
-        """The spans as a `pyarrow.Table`, with their attributes and device intervals.
-
-        Wants the extra `instrument-sdk[query]` and pyarrow; so do the others, each with its own package.
-        """
-        return self._frame().to_arrow_table()
-
-    def to_polars(self) -> Any:
-        """The same as a `polars.DataFrame`."""
-        return self._frame().pl()
-
-    def to_pandas(self) -> Any:
-        """The same as a `pandas.DataFrame`."""
-        from instrument.trace import tables
-
-        return tables.as_pandas(self._frame())
-
-    def _frame(self) -> Any:
-        from instrument.trace import tables
-
-        return tables.frame(self.columns, self.facts)
-
 
 # Written
 

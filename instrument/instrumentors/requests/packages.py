@@ -45,10 +45,6 @@ PACKAGES: tuple[Package, ...] = (
 )
 
 
-NOTED = frozenset(package.name for package in PACKAGES if package.role in ("unrouted", "unmet", "queue"))
-"""The packages whose requests are not recorded, or are recorded without their routes."""
-
-
 OF_ALL = frozenset({"http.server"})
 """Servers that many programs import and do not run."""
 
