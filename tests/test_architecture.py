@@ -326,17 +326,17 @@ LINES_AND_FILES = {
     "cli": (2_416, 20),
     "compat": (1_374, 7),
     "device": (3_738, 16),
-    "instrumentors": (11_632, 62),
+    "instrumentors": (11_545, 61),
     "native": (10_120, 29),
-    "otlp": (8_312, 36),
+    "otlp": (8_343, 39),
     "profile": (2_590, 10),
     "proposal": (1_498, 6),
     "recorder": (3_277, 17),
     "recording": (4_135, 24),
-    "report": (12_310, 48),
+    "report": (12_329, 48),
     "runtime": (2_245, 18),
     "sessions": (8_049, 35),
-    "trace": (7_397, 36),
+    "trace": (7_446, 41),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_209, 1_223
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 1_198, 1_218
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

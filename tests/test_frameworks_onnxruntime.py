@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.instrumentors.frameworks.onnxruntime import METHODS, MODULE
+from instrument.instrumentors.frameworks import ONNXRUNTIME as MODULE
+from instrument.instrumentors.frameworks import ONNXRUNTIME_METHODS as METHODS
 from instrument.instrumentors.selection import Selection
 from instrument.recorder.recorder import Recorder
 

@@ -17,9 +17,9 @@ import pytest
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.instrumentors import functions
-from instrument.instrumentors.functions import attach, is_held_elsewhere
-from instrument.instrumentors.holders import loaded_modules, rebind
+from instrument.instrumentors.functions import Probe, references_elsewhere
+from instrument.instrumentors.namespaces import loaded_modules
+from instrument.instrumentors.references import rebind
 from instrument.instrumentors.targets import Target, Unreachable, find, matches, site_of
 from instrument.recorder.recorder import Recorder
 
@@ -376,7 +376,9 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
         for target in find(module, match)
         if isinstance(target, Target)
     ]
-    undos = [attach(target, site_of(target.function), recorder)[1] for target in targets]
+    probes = [Probe(target, site_of(target.function), recorder) for target in targets]
+    for probe in probes:
+        probe.set()
     assert module.Fast().step() == 2
     assert module.Fast.make().__class__ is module.Fast
     assert module.Engine.fixed() == module.Engine().fixed() == 2
@@ -399,8 +401,8 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
         coroutine
         """
     )
-    for undo in reversed(undos):
-        undo()
+    for probe in reversed(probes):
+        probe.undo()
     assert namespace(module) == before
     assert "_inner" not in vars(module.Fast)
 
@@ -446,7 +448,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
 def test_a_function_that_something_else_holds_is_told_by_its_references(module: types.ModuleType) -> None:
     def held() -> list[str]:
         found = [thing for thing in find(module, "some_service:*") if isinstance(thing, Target)]
-        return [target.qualname for target in found if is_held_elsewhere(target)]
+        return [target.qualname for target in found if references_elsewhere(target) > 0]
 
     assert held() == []
     table = {"/": module.plain}
@@ -458,13 +460,14 @@ def test_a_function_that_something_else_holds_is_told_by_its_references(module: 
 def test_undo_leaves_alone_what_somebody_else_has_set_since(module: types.ModuleType, recorder: Recorder) -> None:
     (target,) = find(module, "some_service:plain")
     assert isinstance(target, Target)
-    _, undo = attach(target, site_of(target.function), recorder)
+    probe = Probe(target, site_of(target.function), recorder)
+    probe.set()
 
     def other(value: int) -> int:
         return value
 
     module.plain = other  # type: ignore[attr-defined]
-    undo()
+    probe.undo()
     assert module.plain is other
 
 
@@ -475,10 +478,11 @@ def test_abstract_methods_stay_abstract(recorder: Recorder) -> None:
 
     owner = sys.modules[__name__]
     target = Target(Base, "must", vars(Base)["must"], Base.must, owner.__name__, "Base.must")
-    _, undo = functions.attach(target, site_of(Base.must), recorder)
+    probe = Probe(target, site_of(Base.must), recorder)
+    probe.set()
     with pytest.raises(TypeError, match="abstract"):
         Base()  # type: ignore[abstract]
-    undo()
+    probe.undo()
 
 
 DECORATED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -205,16 +206,20 @@ def test_what_other_modules_bound_by_name_follows_both_ways() -> None:
 
 
 @pytest.mark.parametrize("what", ["first", "wait"])
-def test_a_table_that_took_over_a_probe_has_the_bare_function_when_the_rule_is_gone(what: str, folder: Path) -> None:
+def test_a_table_that_took_over_a_probe_calls_the_bare_function_when_the_rule_is_gone(what: str, folder: Path) -> None:
     with (folder / "reloaded.py").open("a") as file:
-        file.write("\nasync def wait(): return 1\n")
+        file.write("\nasync def wait(arg): return arg\n")
     module = work()
     bare = getattr(module, what)
     session = begin(f'functions: [{{match: "reloaded:{what}"}}]')
     routes = [getattr(module, what)]
     assert routes[0] is not bare
     session.reload(loads("", environ={}))
-    assert routes[0] is getattr(module, what) is bare
+    assert getattr(module, what) is bare
+    made = routes[0](1)
+    if what == "wait":
+        assert asyncio.run(made) == 1
+    assert calls(session) == {}
 
 
 def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder: Any, torch: Any) -> None:

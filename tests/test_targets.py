@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,8 @@ import pytest
 from trees import tree
 
 from instrument import TargetError, profiled, scope
-from instrument.instrumentors import holders
+from instrument.instrumentors import references
+from instrument.instrumentors.rules import Functions
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
@@ -104,22 +106,33 @@ def cached_with_its_methods(shapes: Any) -> Any:
     return found, tuple(shapes.cached.cache_info())[:2], shapes.cached.cache_parameters()["maxsize"]
 
 
+BOUND = "a method in tests/targets/shapes.py:167 (bound)"
+TWICE = "a partialmethod in tests/targets/shapes.py:157 (twice)"
 CASES = [
-    Case("function", lambda m: m.function(1), 2, "function"),
+    Case("function", lambda m: m.function(1), 2, "function", state="partly", why="(FROZEN)"),
     Case("lam", lambda m: m.lam(1), 3, "lam"),
     Case("coroutine", lambda m: asyncio.run(m.coroutine(1)), 2, "coroutine"),
     Case("generator", lambda m: list(m.generator(2)), [0, 1], "generator"),
     Case("async_generator", lambda m: asyncio.run(collected(m.async_generator(2))), [0, 1], "async_generator"),
     Case("dispatched", lambda m: (m.dispatched(""), m.dispatched(1)), ("object", "int"), "dispatched\ndispatched"),
-    Case("dispatched_int", lambda m: (m.dispatched(""), m.dispatched(1)), ("object", "int"), "dispatched_int"),
+    Case(
+        "dispatched_int",
+        lambda m: (m.dispatched(1), m.dispatched_int(1)),
+        ("int", "int"),
+        "dispatched_int",
+        state="partly",
+        why="also referenced by the function dispatched in ",
+    ),
     Case("cached", cached_with_its_methods, ((2, 2), (1, 1), 8), "cached\ncached"),
     Case("managed", lambda m: inside(m.managed(1)), 2, "managed"),
     Case("async_managed", lambda m: asyncio.run(entered(m.async_managed(1))), 2, "async_managed"),
     Case("overloaded", lambda m: m.overloaded("a"), "a", "overloaded"),
     Case("decorated", lambda m: m.decorated(1), 2, "decorated"),
     Case("root", lambda m: m.root(4.0), 2.0, "sqrt"),
-    Case("partial", lambda m: m.partial(), 5, "function"),
-    Case("Engine.method", lambda m: m.Engine().method(1), 2, "Engine.method"),
+    Case("partial", lambda m: m.partial(), 5, "function", state="partly", why="(FROZEN)"),
+    Case(
+        "Engine.method", lambda m: m.Engine().method(1), 2, "Engine.method", state="partly", why=f"{BOUND} and {TWICE}"
+    ),
     Case("Engine.class_method", lambda m: m.Derived.class_method(1), "Derived 1", "Engine.class_method"),
     Case("Engine.static_method", lambda m: m.Engine().static_method(1), 2, "Engine.static_method"),
     Case(
@@ -138,7 +151,7 @@ CASES = [
     ),
     Case("Engine.looked_up", lambda m: m.Engine().looked_up(1), 2, "Engine.looked_up"),
     Case("Engine.session", lambda m: inside(m.Engine().session(3)), 3, "Engine.session"),
-    Case("Engine.twice", lambda m: m.Engine().twice(), 3, "Engine.method"),
+    Case("Engine.twice", lambda m: m.Engine().twice(), 3, "Engine.method", state="partly", why=BOUND),
     Case("Derived.method", lambda m: m.Derived().method(1), 3, "Derived.method"),
     Case(
         "Derived.static_method",
@@ -153,7 +166,14 @@ CASES = [
         "Engine.__call__",
         why="as Engine.__call__, for all objects of that class",
     ),
-    Case("instance.method", lambda m: m.instance.method(1), 2, "Engine.method"),
+    Case(
+        "instance.method",
+        lambda m: m.instance.method(1),
+        2,
+        "Engine.method",
+        state="partly",
+        why=f"{BOUND} and {TWICE}",
+    ),
     Case("Slotted.go", lambda m: m.Slotted().go(1), 2, "Slotted.go"),
     Case("Meta.make", lambda m: m.Made.make(1), "Made 1", "Meta.make"),
     Case("Data.doubled", lambda m: m.Data(2).doubled(), 4, "Data.doubled"),
@@ -259,10 +279,19 @@ def registries() -> Any:
     return sys.modules["targets.registries"]
 
 
+WHERE = {
+    "an OrderedDict": ("ORDERED", 66), "a dict": ("NESTED", 65), "a set": ("SET", 71), "a deque": ("QUEUE", 70),
+    "an Observed": ("OBSERVED", 69), "a list": ("LIST", 68), "a frozenset": ("FROZEN_SET", 72),
+    "a tuple": ("TUPLE", 73), "a Route": ("ROUTE", 74), "a partial": ("PARTIAL", 75), "a Slotted": ("SLOTTED", 76),
+    "a Frozen": ("FROZEN", 77), "a Plain": ("PLAIN", 78), "the function fill.<locals>.default": ("", 110),
+    "the function fill.<locals>.closure": ("", 113),
+}  # fmt: skip
+"""Kinds of objects in `targets.registries` that refer to the function, each with its name and line."""
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
-@pytest.mark.slow
-def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
+def test_names_in_modules_and_classes_record_and_every_other_reference_stays_and_is_named(
     late: bool,
     many: bool,
     shapes: ModuleType,
@@ -270,147 +299,88 @@ def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    others: list[str] = []
+    monkeypatch.setattr(Functions, "_note_references", lambda _, __, ___, found: others.extend(found))
     if many:
-        monkeypatch.setattr(holders, "MANY", 0)
+        monkeypatch.setattr(references, "MANY", 0)
     if not late:
         del sys.modules["targets.shapes"], sys.modules["targets.registries"]
-        selection = select("targets.shapes:function")
+        select("targets.shapes:function")
         shapes = importlib.import_module("targets.shapes")
-        containers = None
-    else:
-        containers = registries().containers()
-        selection = select("targets.shapes:function")
-    assert [str(verdict) for verdict in selection.verdicts()] == ["targets.shapes:function: attached"]
-    held = registries().held()
-    assert [place for place, value in held.items() if value is not shapes.function] == []
-    for value in held.values():
-        value(1)
-    assert tree(recorder).split("\n") == ["function"] * len(held)
-    assert list(registries().BY_FUNCTION) == [len, shapes.function, print]
-    assert [key for key in registries().TABLE if key in ("before", "after")] == ["before", "after"]
-    selection.undo()
-    held = registries().held()
-    assert [place for place, value in held.items() if value is not shapes.function] == []
-    assert type(shapes.function) is type(lambda: None)
-    assert not hasattr(shapes.function, "__instrument__")
-    assert list(registries().BY_FUNCTION) == [len, shapes.function, print]
-    if containers is not None:
-        assert [name for name, thing in registries().containers().items() if thing is not containers[name]] == []
+    elsewhere = ModuleType("elsewhere")
+    elsewhere.taken = shapes.function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    selection = select("targets.shapes:function") if late else None
+    found = {words.partition(" in ")[0]: words for words in others if "registries" in words}
+    for kind, (name, line) in WHERE.items():
+        assert found[kind] == f"{kind} in tests/targets/registries.py:{line}" + (f" ({name})" if name else "")
+    bare = shapes.function.__instrument_function__
+    assert shapes.function is elsewhere.taken is registries().held()["class"] is not bare  # type: ignore[attr-defined]
+    assert {place for place, value in registries().held().items() if value is not bare} == {"class"}
+    shapes.function(1)
+    elsewhere.taken(1)  # type: ignore[attr-defined]
+    registries().Table.alias(1)
+    assert tree(recorder) == "function\nfunction\nfunction"
+    if selection is not None:
+        selection.undo()
+        assert elsewhere.taken is shapes.function is bare  # type: ignore[attr-defined]
+        assert {place for place, value in registries().held().items() if value is not bare} == set()
 
 
-def test_bound_methods_and_other_names_of_methods_record_and_come_back(
-    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+def test_a_reference_to_a_probe_of_before_is_named(shapes: ModuleType, select: Callable[..., Selection]) -> None:
+    first = select("targets.shapes:lam")
+    registries().TABLE["lam"] = shapes.lam
+    first.undo()
+    assert registries().TABLE["lam"](1) == 3
+    assert registries().TABLE["lam"] is not shapes.lam
+    (verdict,) = select("targets.shapes:lam").verdicts()
+    assert verdict.state == "partly"
+    assert verdict.why.startswith("also referenced by a dict in tests/targets/registries.py:64 (TABLE), and calls ")
+
+
+def test_references_that_have_no_name_are_named_by_their_kind(
+    shapes: ModuleType, select: Callable[..., Selection]
 ) -> None:
-    service = registries().Service()
-    table = {"handle": service.handle}
-    shapes.table, shapes.other = table, (shapes.bound,)  # type: ignore[attr-defined]
-    before = table["handle"], shapes.bound, shapes.other
-    selection = select("targets.registries:Service.handle", "targets.shapes:Engine.method")
-    assert (table["handle"](1), shapes.bound(1), shapes.other[0](2)) == (2, 2, 3)
-    assert tree(recorder) == "Service.handle\nEngine.method\nEngine.method"
-    selection.undo()
-    assert (table["handle"] is before[0], shapes.bound is before[1], shapes.other is before[2]) == (True, True, True)
-
-
-def escapes(shapes: ModuleType) -> dict[str, tuple[Callable[[], Any], str]]:
-    """Holders that cannot be changed: how each comes to hold the function, and how the verdict names it."""
-
     def suspended() -> Iterator[Any]:
-        handler = shapes.function
+        handler = shapes.lam
         yield
         handler(1)
 
-    def begun() -> Any:
-        running = suspended()
-        next(running)
-        return running
-
-    def hostile() -> Any:
-        registries().HOSTILE[registries().Hostile()] = shapes.function
-        return registries().HOSTILE
-
-    def cached() -> Any:
-        registries().CACHED = functools.lru_cache(shapes.function)
-        return registries().CACHED
-
-    return {
-        "a key whose hash is the host's code": (hostile, "a dict in module targets.registries: HOSTILE"),
-        "an object made in C": (cached, "a _lru_cache_wrapper in module targets.registries: CACHED"),
-        "an iterator made in C": (lambda: map(shapes.function, [1]), "a map"),
-        "a suspended call": (begun, "a local variable of escapes.<locals>.suspended, which is suspended"),
-    }
+    running, mapped = suspended(), map(shapes.lam, [1])
+    next(running)
+    (verdict,) = select("targets.shapes:lam").verdicts()
+    here = Path(__file__).relative_to(Path.cwd())
+    line = suspended.__code__.co_firstlineno + 2
+    assert f"also referenced by a call of suspended in {here}:{line} and a map, and calls through " in verdict.why
+    del running, mapped
 
 
-@pytest.mark.parametrize("make_recorder", [Recorder], indirect=True, ids=["whichever is in use"])
-@pytest.mark.parametrize(
-    "place", ["a key whose hash is the host's code", "an object made in C", "an iterator made in C", "a suspended call"]
-)
-def test_what_cannot_be_changed_is_named_with_where_it_is(
-    place: str, shapes: ModuleType, select: Callable[..., Selection]
+def test_a_reference_that_the_collector_does_not_show_is_reported(
+    shapes: ModuleType, select: Callable[..., Selection]
 ) -> None:
-    hold, words = escapes(shapes)[place]
-    kept = hold()
-    (verdict,) = select("targets.shapes:function").verdicts()
-    assert verdict.state == "partly"
-    assert verdict.why.startswith(words + " "), verdict.why
-    assert verdict.why.endswith("holds it as it was and cannot be changed, calls through that are not seen")
-    del kept
-
-
-def test_what_the_collector_does_not_show_is_told(shapes: ModuleType, select: Callable[..., Selection]) -> None:
-    before = signal.signal(signal.SIGUSR2, shapes.function)  # C code keeps it, where nothing can look
+    before = signal.signal(signal.SIGUSR2, shapes.lam)  # C code keeps it, where nothing can look
     try:
-        (verdict,) = select("targets.shapes:function").verdicts()
+        (verdict,) = select("targets.shapes:lam").verdicts()
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert verdict.state == "partly"
-    assert verdict.why.startswith("something that the collector does not show")
+    assert "something that Python does not show" in verdict.why
 
 
-def test_a_call_that_is_running_is_no_copy(shapes: ModuleType, select: Callable[..., Selection]) -> None:
+def test_a_call_that_is_running_is_no_other_reference(shapes: ModuleType, select: Callable[..., Selection]) -> None:
     states = []
 
     class Calls:
         def __add__(self, other: int) -> int:
-            states.extend(str(verdict) for verdict in select("targets.shapes:function").verdicts())
+            states.extend(str(verdict) for verdict in select("targets.shapes:lam").verdicts())
             return other
 
-    result = shapes.function(Calls())
-    assert result == 1
-    assert states == ["targets.shapes:function: attached"]
-
-
-def test_a_local_variable_of_a_call_under_way_is_named(shapes: ModuleType, select: Callable[..., Selection]) -> None:
-    handler = shapes.function
-    (verdict,) = select("targets.shapes:function").verdicts()
-    assert verdict.why.startswith(f"a local variable handler of {__name__}.test_a_local_variable_of_a_call_under_way")
-    assert handler(1) == 2
-
-
-def test_a_call_of_the_function_itself_that_is_under_way_is_no_copy(
-    shapes: ModuleType, select: Callable[..., Selection]
-) -> None:
+    assert shapes.lam(Calls()) == 2
+    assert states == ["targets.shapes:lam: attached"]
     running = shapes.generator(3)
     next(running)
-    assert [str(verdict) for verdict in select("targets.shapes:generator").verdicts()] == [
-        "targets.shapes:generator: attached"
-    ]
+    assert [verdict.state for verdict in select("targets.shapes:generator").verdicts()] == ["attached"]
     assert list(running) == [1, 2]
-
-
-def test_names_bound_while_the_probe_is_there_go_back(
-    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
-) -> None:
-    original = shapes.function
-    selection = select("targets.shapes:function")
-    bound = shapes.function
-    table, nested, method = {"f": bound}, [({"f": (bound, 1)},)], types.MethodType(bound, 1)
-    keeping = functools.partial(bound, 1)
-    holder = registries().Slotted()
-    holder.handler = [method]
-    del bound, method
-    selection.undo()
-    assert table["f"] is nested[0][0]["f"][0] is keeping.func is holder.handler[0].__func__ is original
 
 
 @pytest.mark.parametrize(
@@ -422,26 +392,21 @@ def test_names_bound_while_the_probe_is_there_go_back(
         ("async_generator", lambda made: asyncio.run(collected(made(2))), [0, 1]),
     ],
 )
-def test_a_probe_left_where_nothing_can_be_changed_is_the_bare_function_and_is_named(
+def test_a_probe_that_others_took_over_is_the_bare_function_when_its_rule_is_gone(
     target: str,
     call: Callable[[Any], Any],
     result: Any,
     shapes: ModuleType,
     select: Callable[..., Selection],
     recorder: Recorder,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     selection = select(f"targets.shapes:{target}")
-    registries().HOSTILE[registries().Hostile()] = vars(shapes)[target]
-    with caplog.at_level("INFO", logger="instrument"):
-        selection.undo()
-    (left,) = registries().HOSTILE.values()
+    registries().TABLE["taken"] = left = vars(shapes)[target]
+    selection.undo()
     assert left is not vars(shapes)[target]
     assert call(left) == result
     assert (tree(recorder), recorder.muted_calls()) == ("", {})
-    assert f"the probe of targets.shapes:{target} is off; a dict in module targets.registries: HOSTILE" in caplog.text
-    again = select(f"targets.shapes:{target}")
-    assert {verdict.state for verdict in again.verdicts()} <= {"attached", "partly"}
+    select(f"targets.shapes:{target}")
     assert call(vars(shapes)[target]) == result
     assert tree(recorder) == target
 
@@ -460,10 +425,8 @@ def test_a_call_that_is_under_way_when_its_probe_goes_ends_as_it_began(
 def test_a_function_that_a_class_inherits_is_recorded_for_that_class_alone(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
-    table = {"f": shapes.Engine.static_method}
     select("targets.shapes:Derived.static_method")
     shapes.Engine.static_method(1)
-    table["f"](1)
     assert tree(recorder) == ""
     shapes.Derived.static_method(1)
     assert tree(recorder) == "Engine.static_method"
@@ -473,31 +436,31 @@ def test_a_function_that_a_class_inherits_is_recorded_for_that_class_alone(
 def test_a_second_name_for_the_same_function_is_recorded_once(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
-    shapes.renamed = shapes.function  # type: ignore[attr-defined]
-    selection = select("targets.shapes:function", "targets.shapes:renamed")
+    shapes.renamed = shapes.lam  # type: ignore[attr-defined]
+    selection = select("targets.shapes:lam", "targets.shapes:renamed")
     shapes.renamed(1)
-    assert tree(recorder) == "function"
+    assert tree(recorder) == "lam"
     assert [verdict.why for verdict in selection.verdicts()] == [
         "",
-        "it is the same function as targets.shapes:function",
+        "it is the same function as targets.shapes:lam",
     ]
     selection.undo()
-    assert shapes.renamed is shapes.function
+    assert shapes.renamed is shapes.lam
 
 
 @pytest.mark.usefixtures("small_heap")
 def test_a_second_name_in_a_module_imported_later_is_told_as_such(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
-    selection = select("targets.shapes:function", "targets.registries:handler")
-    registries().handler = shapes.function
+    selection = select("targets.shapes:lam", "targets.registries:handler")
+    registries().handler = shapes.lam
     selection.imported(registries())
     assert [verdict.why for verdict in selection.verdicts()] == [
         "",
-        "it is the same function as targets.shapes:function",
+        "it is the same function as targets.shapes:lam",
     ]
     registries().handler(1)
-    assert tree(recorder) == "function"
+    assert tree(recorder) == "lam"
 
 
 def test_results_errors_signatures_and_pickles_are_as_before(

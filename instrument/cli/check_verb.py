@@ -17,7 +17,7 @@ from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
-from instrument.otlp.connection import proxy_for
+from instrument.otlp.proxies import proxy_for
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
@@ -107,7 +107,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     host_of("check", host)
     from tempfile import TemporaryDirectory
 
-    with TemporaryDirectory(prefix="instrument-check-") as folder:
+    with TemporaryDirectory(prefix="instrument-check-", ignore_cleanup_errors=True) as folder:
         with running(profile, host, {CHECK_FOLDER: folder}, [], to_stderr=to_stderr) as child:
             code = child.wait()
         reports = reports_to_check(folder)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from instrument.instrumentors.holders import isinstance_of
+from instrument.instrumentors.namespaces import isinstance_of
 from instrument.profile.model import Argument
 from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import VALUE_LIMIT, AttributeValue

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.holders import rebind
+from instrument.instrumentors.references import rebind
 from instrument.recorder.recorder import RECORDER, Recorder
 
 

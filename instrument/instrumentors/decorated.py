@@ -1,8 +1,8 @@
-"""Functions that `@profiled` has decorated, taken off for a while and put on again wherever they are held.
+"""Functions that `@profiled` has decorated, taken off their names for a while and put on again.
 
-What the service's module holds is the wrapper. While it is off its holders have a twin of the bare function in its
-place, which nobody else can have taken, so that the way back finds all of them and nothing besides. The twin has the
-wrapper's attributes: what is set on one is set on the other.
+The names of the service are for the wrapper. While it is off they are for a twin of the bare function, which no other
+name can be for, so that the way back finds all of them and no other. The twin has the wrapper's attributes: what is set
+on one is set on the other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors import holders
+from instrument.instrumentors.namespaces import own_names, type_namespace
+from instrument.instrumentors.references import rebind
+from instrument.instrumentors.targets import parts_of
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.spans import Site
 
@@ -51,33 +54,31 @@ def withdraw_hint() -> None:
     atexit.unregister(_say_hint)
 
 
-def detach(site: Site) -> Callable[[], None] | None:
-    """Take the wrapper of a site off for a while; gives what puts it on again.
+def detach(site: Site) -> Callable[[], object] | None:
+    """Take the wrapper of a site off its names for a while; returns the way back.
 
-    None where there is none that can be taken off: where a function is not made in Python, or nothing that can be
-    changed holds its wrapper. A holder that cannot be changed, such as a local variable of a call that runs, goes on
-    calling the wrapper.
+    None where it has no name that can be changed, or where a function is not made in Python. Other references to it go
+    on calling the wrapper.
     """
     wrapper = _decorated.get(site)
     bare = None if wrapper is None else bare_of(wrapper)
     if type(bare) is not FunctionType:
         return None
-    taken = _TakenOff(wrapper, _twin(bare, wrapper))
-    return taken.attach if _swapped(taken.wrapper, taken.twin) else None
+    twin = _twin(bare, wrapper)
+    return partial(_rename, twin, wrapper) if _rename(wrapper, twin) else None
 
 
-class _TakenOff:
-    """A wrapper and its twin, where a look for their holders passes over them."""
-
-    __slots__ = ("twin", "wrapper")
-
-    def __init__(self, wrapper: Any, twin: Any) -> None:
-        self.wrapper = wrapper
-        self.twin = twin
-
-    def attach(self) -> None:
-        """Put the wrapper on again."""
-        _swapped(self.twin, self.wrapper)
+def _rename(first: Any, second: Any) -> bool:
+    """Give all names of the first in modules, and its own in a class, to the second. Return True where it had one."""
+    owner: Any = sys.modules.get(first.__module__)
+    *path, last = first.__qualname__.split(".")
+    for name in path:
+        owner = (type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}).get(name)
+    names = type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}
+    part = next((part for part in parts_of(names.get(last)) if part.function is first), None)
+    if part is not None and (made := part.put(second)) is not names[last]:
+        setattr(owner, last, made)
+    return rebind([(first, second)]) or part is not None
 
 
 def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
@@ -86,34 +87,3 @@ def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
     functools.update_wrapper(twin, bare)
     twin.__dict__ = vars(wrapper)
     return twin
-
-
-def _swapped(first: Any, second: Any) -> bool:
-    """Put the second in the place of the first wherever that is held. Whether it was anywhere.
-
-    Most functions are held where their names say; only for others is the heap worth a look, at 70 ns an object.
-    """
-    owner: Any = sys.modules.get(first.__module__)
-    *path, last = first.__qualname__.split(".")
-    for name in path:
-        owner = (holders.type_namespace(owner) if isinstance(owner, type) else holders.own_names(owner) or {}).get(name)
-    names = holders.type_namespace(owner) if isinstance(owner, type) else holders.own_names(owner) or {}
-    is_found = names.get(last) is first
-    if is_found:
-        setattr(owner, last, second)
-    if sys.getrefcount(first) > _references_left():
-        swap = holders.Swap(holders.Kept([first]))
-        is_found |= swap.has_found
-        swap.to(holders.Kept([second]))
-    return is_found
-
-
-@functools.lru_cache(maxsize=1)
-def _references_left() -> int:
-    """References to a twin that nobody but we hold, as `_swapped` meets it."""
-    taken = _TakenOff(None, FunctionType((lambda: None).__code__, {}))
-    return _references(taken.twin, None)
-
-
-def _references(first: Any, _: Any) -> int:
-    return sys.getrefcount(first)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from functools import lru_cache, singledispatchmethod
+from types import FunctionType, ModuleType, NoneType
 from typing import Any, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors import decorated, holders
-from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_namespace
+from instrument.instrumentors import decorated
+from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
 from instrument.profile.kinds import KINDS, PHASES
@@ -20,6 +20,9 @@ from instrument.recorder.wrapping import Attributes, Passes, Results
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
+_IMMORTAL = 1 << 28
+"""Reference counts beyond this count nothing: the object is never freed."""
+
 Undo = Callable[[], None]
 T = TypeVar("T")
 
@@ -27,7 +30,7 @@ T = TypeVar("T")
 class Probe:
     """One target made to record, and the way back: `undo` leaves alone what somebody else has set since."""
 
-    __slots__ = ("_place", "is_set", "site", "target", "wrapped")
+    __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
     def __init__(
         self,
@@ -42,44 +45,41 @@ class Probe:
         self.site = site
         works = CallWork.of(recorder, target.function) if site.device else None
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works, results)
-        self._place: Assignment | None = None
+        self._aliases: list[tuple[type, str]] = []
+        self._places: list[Assignment] = []
         self.is_set = False
 
     def set(self) -> None:
-        """Put it where the target lies. Raises what the owner raises that lets nothing be set."""
-        target, made = self.target, self.wrapped
+        """Put it into the target's place. Raises what the owner raises that lets nothing be set."""
+        target = self.target
         self.is_set = True
-        if target.raw is None:
-            return
-        if target.raw is not target.function:
-            made = holders.change(target.raw, target.function, self.wrapped)
-            self._name_property()
-        if made is not target.raw:
-            self._place = Assignment(target.owner, target.attribute, made)
+        made = self._put(self.wrapped)
+        if target.raw is not None and made is not target.raw:
+            self._places.append(Assignment(target.owner, target.attribute, made))
+        for owner, attribute in self._aliases:
+            self._places.append(Assignment(owner, attribute, self.wrapped))
 
-    def undo(self) -> None:
-        """Put the very object that lay there back."""
-        if not self.is_set:
-            return
-        raw, place = self.target.raw, self._place
-        self._place, self.is_set = None, False
-        if place is not None:
-            place.undo()
-        elif raw is not None:
-            holders.change(raw, self.wrapped, self.target.function)
-            self._name_property()
-
-    @property
-    def parts(self) -> Iterator[Any]:
-        """What holds the function in what was made of it."""
-        if type(self.wrapped) is FunctionType:
-            yield vars(self.wrapped)
-            yield from self.wrapped.__closure__ or ()
-
-    def _name_property(self) -> None:
-        """A property that gets another function forgets its name, which stands in its error messages."""
+    def _put(self, function: Any) -> Any:
+        """Put a function into the target's place. A property forgets its name then, which error messages show."""
+        made = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
+        return made
+
+    def set_in_class(self, owner: type, attribute: str) -> None:
+        """Put it where another class has a name for the function."""
+        if type_namespace(owner).get(attribute) is self.target.function:
+            self._aliases.append((owner, attribute))
+            self._places.append(Assignment(owner, attribute, self.wrapped))
+
+    def undo(self) -> None:
+        """Put the very object of before back."""
+        if not self.is_set:
+            return
+        self.is_set = False
+        self._put(self.target.function)
+        while self._places:
+            self._places.pop().undo()
 
 
 class Assignment:
@@ -106,16 +106,6 @@ class Assignment:
             delattr(self._owner, self._attribute)
 
 
-def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> tuple[Any, Undo]:
-    """Replace the function where it lies by one that records. Returns that and the way back.
-
-    Copies of it that others hold are the business of `holders.Swap`.
-    """
-    probe = Probe(target, site, recorder)
-    probe.set()
-    return probe.wrapped, probe.undo
-
-
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
     """Set an attribute of a module or class; the way back leaves alone what somebody else has set since."""
     return Assignment(owner, attribute, new).undo
@@ -130,40 +120,34 @@ def undo_all(undos: list[Undo]) -> None:
             FAULTS.note("way back of a probe", fault)
 
 
-def is_held_elsewhere(target: Target) -> bool:
-    """Whether something besides the target's own place holds its function. Costs a look at the reference count.
+def references_elsewhere(target: Target) -> int:
+    """Return the number of references to a function besides that of the target's own place.
 
-    A name that a class inherits means the class alone, so the function stays where it is defined.
+    A name that a class inherits means the class alone, so the function stays where it is defined. Functions in a
+    `singledispatchmethod` are called by way of it alone.
     """
-    if target.raw is None:
-        return True
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
-    if names is None or names.get(target.attribute) is not target.raw:
-        return False
-    return _references(target) > _usual_references()
+    if (
+        isinstance_of(target.raw, (NoneType, singledispatchmethod))
+        or (names or {}).get(target.attribute) is not target.raw
+    ):
+        return 0
+    return _references(target) - _usual_references()
 
 
-def is_still_held(probe: Probe) -> bool:
-    """Whether somebody holds what a probe that is off had put in a function's place."""
-    return sys.getrefcount(probe.wrapped) > _references_left()
-
-
-@lru_cache(maxsize=1)
-def _references_left() -> int:
-    """References to what a probe had made and nobody else holds, as `is_still_held` meets it."""
-    module = ModuleType("usual")
-    namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
-    (target,) = find(module, "usual:usual")
-    return sys.getrefcount(Probe(target, Site("usual"), Recorder(1 << 16)).wrapped) if isinstance(target, Target) else 0
+def references(target: Target) -> int:
+    """Return the number of references to a function by objects, the target's own among them."""
+    return references_elsewhere(target) + 1 + (target.raw is target.function)
 
 
 def _references(target: Target) -> int:
-    return sys.getrefcount(target.function) - (target.raw is target.function)
+    count = sys.getrefcount(target.function) - (target.raw is target.function)
+    return count if count < _IMMORTAL else 0
 
 
 @lru_cache(maxsize=1)
 def _usual_references() -> int:
-    """References to a function that nobody but its module holds, as `is_held_elsewhere` meets it."""
+    """Return the references to a function that nobody but its module has, as `references_elsewhere` meets it."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
@@ -212,14 +196,14 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
                 setattr(target, attribute, _profile(raw, label, kind, device, phase))
         return target
     parts = list(parts_of(target))
-    for suffix, function in parts:
+    for suffix, function, put in parts:
         own = name + suffix if name else qualname_of(function) + suffix if suffix else None
         site = site_of(function, name=own, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
         decorated.note(site, wrapped)
         if function is target:
             return wrapped
-        target = holders.change(target, function, wrapped)
+        target = put(wrapped)
     if not parts:
         raise TargetError(
             f"profiled takes a function, method or class; found {target!r} of type {type(target).__name__}. "

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.holders import isinstance_of, type_attribute, type_namespace
+from instrument.instrumentors.namespaces import isinstance_of, type_attribute, type_namespace
 from instrument.instrumentors.targets import parts_of, site_on
 from instrument.runtime.faults import FAULTS
 
@@ -112,10 +112,12 @@ def _passes_none(args: tuple[Any, ...]) -> bool:
 
 
 def is_reached(cls: type[Any], attribute: str) -> bool:
-    """Whether calls of a method that a class defines are seen: by a probe on it, or because each goes on to `super`."""
+    """Return True where a probe sees the calls of a method, its own or that of `super`, to which each goes on."""
     return any(
-        site_on(part) is not None or hasattr(part, "__instrument_layers__") or _goes_to_super(part, attribute)
-        for _, part in parts_of(type_attribute(cls, attribute))
+        site_on(function) is not None
+        or hasattr(function, "__instrument_layers__")
+        or _goes_to_super(function, attribute)
+        for _, function, _ in parts_of(type_attribute(cls, attribute))
     )
 
 

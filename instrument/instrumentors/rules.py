@@ -1,21 +1,23 @@
 """The function rules of a profile: which targets each has matched, and how they are made to record.
 
 The first rule that matches a target has it. A function that carries a probe already, by `@profiled` or of a framework,
-keeps that one. What else holds a function when its probe comes is changed with it; what cannot be changed is named.
+keeps that one. Its names in modules and classes are the probe's from then on. Other references to it are named.
 """
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors import arguments, functions, holders, targets
-from instrument.instrumentors.functions import Probe
+from instrument.instrumentors import arguments, functions, registrations, targets
+from instrument.instrumentors.functions import Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
+from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
+from instrument.instrumentors.references import Kept, Name, Search, is_of_package, names_in_modules, rebind
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
@@ -31,8 +33,6 @@ from instrument.runtime.unpatched import RLock
 if TYPE_CHECKING:
     from instrument.instrumentors.argument_watch import ArgumentWatch
 
-logger = logging.getLogger("instrument")
-
 
 def _argument_watch(wants: Callable[[str], bool]) -> ArgumentWatch:
     from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
@@ -45,9 +45,11 @@ class Functions:
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
-        self.watch = _argument_watch(self.wants) if watches else None
+        self.watch = _argument_watch(self._is_named) if watches else None
         self._probes: dict[Probe, FunctionRule] = {}
-        self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
+        self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
+        self._seams: list[functions.Undo] = []
+        self._pickling: list[functions.Undo] = []
         self._modules: dict[str, ModuleType] = {}
         self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
         self._lock = RLock()  # classes are defined on threads of the host
@@ -72,8 +74,12 @@ class Functions:
     def _change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
         self._take_on(rules)
+        undo_all(self._seams)
+        modules = list(modules)
+        for module in modules if rules else ():
+            self._take_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
-        modules = [module for module in modules if any(map(self.wants, names_of(module)))]
+        modules = [module for module in modules if any(map(self._is_named, names_of(module)))]
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
@@ -97,7 +103,7 @@ class Functions:
             known = before.get(label) or Verdict("", "attached", label, site=probe.site)
             self._found[owner][label] = replace(known, rule=self.rules[owner].text)
         # In this order, for a fork in between: the child must know of every probe that is there.
-        self._take_off(gone, restore=not stay)
+        self._take_off(gone)
         self._probes = stay
         for key, lineage in before_lineages.items():
             if key in self._lineages:
@@ -121,43 +127,80 @@ class Functions:
         return {verdict.site for verdict in found if verdict is not None and verdict.site is not None}
 
     def wants(self, module_name: str) -> bool:
-        """Whether a rule could have a target in that module."""
+        """Return True where a rule could have a target in that module, or where its functions take handlers."""
+        return module_name in registrations.SEAMS or self._is_named(module_name)
+
+    def _is_named(self, module_name: str) -> bool:
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach what the rules name in a module. Whether there was anything that others may hold, too."""
+        """Attach to the functions of a module that rules name. Return True where other objects may have them, too."""
         with self._lock:
-            return self._imported(module)
+            self._take_registrations(module)
+            return any(map(self._is_named, names_of(module))) and self._imported(module)
+
+    def _take_registrations(self, module: ModuleType) -> None:
+        if names_of(module)[0] in registrations.SEAMS:
+            self._seams += registrations.install(module, self._registered)
 
     def _imported(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
         attachable = list(self._attachable(self._selected(module)))
-        shared = [target for _, target in attachable if functions.is_held_elsewhere(target)]
-        # Looked for before the probes are made, which hold the functions, too.
-        ours = (part for probe in self._probes for part in probe.parts) if shared else ()
-        swap = holders.Swap((target.function for target in shared), ours)
-        probes = {id(target): self._attach(index, target) for index, target in attachable}
-        shown = holders.Kept(probe.wrapped if (probe := probes[id(target)]) else target.function for target in shared)
-        escaped = swap.to(shown)
-        self._olds.extend(swap.olds)
-        self._made.extend(swap.made)
+        shared = [target for _, target in attachable if functions.references_elsewhere(target) > 0]
+        names = names_in_modules(target.function for target in shared)
+        left = [target for target in shared if functions.references_elsewhere(target) > _count_others(target, names)]
+        counts = {id(target.function): functions.references(target) - _count_others(target, names) for target in left}
+        raws = {id(target.raw) for target in left}
+        search = Search(Kept(target.function for target in left), counts, lambda one: id(one) in raws or _is_ours(one))
+        probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
-            where = escaped.get(id(target.function))
-            if where and probes[id(target)] and any(target is one for one in shared):
-                self._note_escaped(index, target, where)
-        return any(probes.values())
+            others = search.others.get(id(target.function), ())
+            if others and id(target.function) not in self._early and self._is_swept(index, target):
+                why = f"{_references(others)}, which code may compare: a rule without * in its module's name takes it"
+                self._tell(index, "unreachable", target.label, why)
+            elif (probe := self._attach(index, target)) is not None:
+                probes.setdefault(id(target.function), (index, probe))
+        for owner, name, key in names:
+            if key in probes and id(namespace(owner).get(name)) == key:
+                namespace(owner)[name] = probes[key][1].wrapped
+        for owner, name, key in search.in_classes:
+            if key in probes:
+                probes[key][1].set_in_class(owner, name)
+        for key in probes.keys() & search.others.keys():
+            self._note_references(*probes[key], search.others[key])
+        return bool(probes)
+
+    def _registered(self, function: FunctionType) -> Any:
+        """Return the probe of a function that a rule names, for a table that takes it, else the function itself."""
+        module: Any = sys.modules.get(function.__module__)
+        with self._lock:
+            known = next((probe for probe in self._probes if probe.target.function is function), None)
+            if known is not None or not self._seams or not isinstance_of(module, ModuleType):
+                return function if known is None else known.wrapped
+            found = {}
+            for index, rule in enumerate(self.rules):
+                for text in rule.match:
+                    for name in _called_by(text, module):
+                        target = Target(module, function.__name__, None, function, name, function.__qualname__)
+                        wanted = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
+                        if matches(wanted, target.qualname) and not _is_excluded(rule, target):
+                            found[index, target.label] = target
+            for index, target in list(self._attachable(found)):
+                if (probe := self._attach(index, target)) is not None:
+                    self._early[id(function)] = probe
+                    return probe.wrapped
+            return function
 
     def undo(self) -> None:
-        """Take every probe off, last first, wherever it has got to meanwhile.
-
-        What cannot be taken out of where it is behaves as the bare function from now on, and is named in the log.
-        """
+        """Take every probe off its names, last first. Other references to a probe call the bare function."""
         with self._lock:
+            undo_all(self._seams)
+            undo_all(self._pickling)
             lineages, self._lineages = self._lineages, {}
             for lineage in lineages.values():
                 lineage.end()
             probes, self._probes = list(self._probes), {}
-            self._take_off(probes, restore=True)
+            self._take_off(probes)
 
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
@@ -166,48 +209,32 @@ class Functions:
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Take the probes of a site off for a while; gives what puts them on again, None where there are none.
+        """Take the probes of a site off their names for a while; returns the way back, None where there are none.
 
-        A copy of one that cannot be changed, such as a local variable of a call that runs, goes on calling it.
+        Other references to a probe go on calling it.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
             probe.undo()
-            if functions.is_still_held(probe):
-                holders.Swap(holders.Kept([probe.wrapped])).to(holders.Kept([probe.target.function]))
+        rebind((probe.wrapped, probe.target.function) for probe in probes)
         return partial(self._put_on, probes) if probes else None
 
     def _put_on(self, probes: Sequence[Probe]) -> None:
         """Put probes on again that are off for a while, and that nobody has given up since."""
-        for probe in probes:
-            if probe.is_set or probe not in self._probes:
-                continue
-            swap = holders.Swap(holders.Kept([probe.target.function]), probe.parts)
+        off = [probe for probe in probes if not probe.is_set and probe in self._probes]
+        for probe in off:
             probe.set()
-            swap.to(holders.Kept([probe.wrapped]))
+        rebind((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
 
-    def _take_off(self, probes: Sequence[Probe], *, restore: bool) -> None:
-        """Take these off; where no other is left, `restore` the host's own containers, too."""
+    def _take_off(self, probes: Sequence[Probe]) -> None:
         for probe in reversed(probes):
             try:
                 probe.undo()
             except Exception as fault:
                 FAULTS.note("way back of a probe", fault)
             self._recorder.retire(probe.wrapped)
-        left = [probe for probe in probes if functions.is_still_held(probe)]
-        made, olds = (self._made, self._olds) if restore else ((), ())
-        try:
-            swap = holders.Swap(holders.Kept([*(probe.wrapped for probe in left), *made]))
-            escaped = swap.to(holders.Kept([*(probe.target.function for probe in left), *olds]))
-        except Exception as fault:
-            FAULTS.note("way back of a probe", fault)
-            escaped = {}
-        for probe in left:
-            for words in escaped.get(id(probe.wrapped), ()):
-                logger.info("the probe of %s is off; %s still holds what it has left", probe.target.label, words)
-        if restore:
-            self._olds.clear()
-            self._made.clear()
+        rebind((probe.wrapped, probe.target.function) for probe in probes)
+        self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
         """What the rules name in a module, and below its classes, by index of the rule and label."""
@@ -223,7 +250,7 @@ class Functions:
 
     def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
         """What overrides a method in subclasses. The lineage of the method is made where it is new."""
-        if not isinstance(thing, Target) or not holders.isinstance_of(thing.owner, type):
+        if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
         if key not in self._lineages:
@@ -252,7 +279,7 @@ class Functions:
         """The methods that a class defines itself and that a rule wants there, as overrides of what it names."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
-            if is_below and index in self._wanting.get(key, ()) and lineage.attribute in holders.type_namespace(cls):
+            if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
@@ -290,12 +317,18 @@ class Functions:
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
-            inner = (holders.own_names(inner) or {}).get("__wrapped__")
+            inner = (own_names(inner) or {}).get("__wrapped__")
             if id(inner) in probes:
                 return probes[id(inner)].site
         return None
 
     def _attach(self, index: int, target: Target) -> Probe | None:
+        early = self._early.get(id(target.function))
+        if early is not None and early.target.label == target.label:
+            del self._early[id(target.function)]
+            early.target = target
+            early.set()
+            return early
         rule = self.rules[index]
         site = targets.site_of(
             target.function,
@@ -348,11 +381,20 @@ class Functions:
     def _tell(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
-    def _note_escaped(self, index: int, target: Target, where: Sequence[str]) -> None:
-        held = " and ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        why = f"{held} holds it as it was and cannot be changed, calls through that are not seen"
-        why = "; ".join(filter(None, [why, self._found[index][target.label].why]))
-        self._found[index][target.label] = replace(self._found[index][target.label], state="partly", why=why)
+    def _is_swept(self, index: int, target: Target) -> bool:
+        """Return True for a function of a module, where only patterns with a wildcard for the module find it."""
+        found = [text for text in self.rules[index].match if _means(text, target.label)]
+        return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in found)
+
+    def _note_references(self, index: int, probe: Probe, others: Sequence[str]) -> None:
+        """Name other references to a function in the verdict on it. They can be pickled as before."""
+        if not self._pickling:
+            self._pickling.append(registrations.keep_picklable())
+        why = f"{_references(others)}, and calls through {'it are' if len(others) == 1 else 'them are'} not recorded: "
+        why += "use @profiled where it is defined, or a rule for a function that it calls"
+        verdict = self._found[index][probe.target.label]
+        why = "; ".join(filter(None, [why, verdict.why]))
+        self._found[index][probe.target.label] = replace(verdict, state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
@@ -373,14 +415,14 @@ class Functions:
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
             return verdict
         owner, attribute = probe.target.owner, probe.target.attribute
-        if not holders.isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
+        if not isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
             return verdict
         labels = [
             targets.override_label(cls, attribute)
             for cls in subclasses(owner)
-            if attribute in holders.type_namespace(cls) and not is_reached(cls, attribute)
+            if attribute in type_namespace(cls) and not is_reached(cls, attribute)
         ]
-        missed = [label for label in sorted(labels) if not any(_excludes(text, label) for text in rule.exclude)]
+        missed = [label for label in sorted(labels) if not any(_means(text, label) for text in rule.exclude)]
         if not missed:
             return verdict
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
@@ -427,6 +469,23 @@ class Functions:
         return any(isinstance(thing, Target) for thing in found)
 
 
+def _count_others(target: Target, names: Sequence[Name]) -> int:
+    """Return how many of the names for a target's function are not the target's own."""
+    own = None if isinstance_of(target.owner, type) else own_names(target.owner)
+    of_function = [name for name in names if name.key == id(target.function)]
+    return sum(namespace(name.owner) is not own or name.name != target.attribute for name in of_function)
+
+
+def _is_ours(holder: Any) -> bool:
+    """Return True where an object is the instrumentation's, and no probe that is off and that others still have."""
+    return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
+
+
+def _references(others: Sequence[str]) -> str:
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f"also referenced by {' and '.join(sorted(others)[:3])}{more}"
+
+
 def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
     """Whether two rules make the very same probe of a target."""
     return replace(rule, match=other.match, exclude=other.exclude, text=other.text) == other
@@ -438,9 +497,9 @@ def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
 
 
 def _is_excluded(rule: FunctionRule, thing: Target | Unreachable) -> bool:
-    return any(_excludes(text, thing.label) for text in rule.exclude)
+    return any(_means(text, thing.label) for text in rule.exclude)
 
 
-def _excludes(text: str, label: str) -> bool:
+def _means(text: str, label: str) -> bool:
     module, _, qualname = label.partition(":")
     return matches(text.partition(":")[0], module) and matches(text.partition(":")[2], qualname)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from instrument.instrumentors import decorated
 from instrument.instrumentors.functions import Undo
-from instrument.instrumentors.holders import loaded_modules, namespace
+from instrument.instrumentors.namespaces import loaded_modules, namespace
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -409,10 +409,10 @@ class Selection:
                 family: Functions | Layers | None = self._families.get(key)
                 if family is not None and (attach := family.detach(site)) is not None:
                     return partial(self._attach_again, attach)
-            attach = decorated.detach(site)
-            return None if attach is None else partial(self._attach_again, attach)
+            put_on = decorated.detach(site)
+            return None if put_on is None else partial(self._attach_again, put_on)
 
-    def _attach_again(self, attach: Undo) -> None:
+    def _attach_again(self, attach: Callable[[], object]) -> None:
         with self._lock:
             attach()
 

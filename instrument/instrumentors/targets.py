@@ -9,7 +9,8 @@ without wildcards that ends in `+` means a method and its overrides in subclasse
 A function is found inside what a decorator of the standard library, wrapt or a framework has made of it: a property
 is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
 passes over properties and partial objects, which their users take for data; a name without wildcards means them.
-A wildcard in the module's name passes over functions made in C: other code in C may ask for their exact type.
+A wildcard in the module's name passes over functions made in C: other code in C may ask for their exact type. It passes
+over functions of the module that other objects refer to: code may compare them with what the module has.
 """
 
 from __future__ import annotations
@@ -20,18 +21,30 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from re import Pattern, escape
 from re import compile as compile_pattern
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
 
 from instrument import native
-from instrument.instrumentors import holders
-from instrument.instrumentors.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
+from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_attribute, type_namespace
+from instrument.instrumentors.references import Kept
 from instrument.recording.spans import Site
 from instrument.runtime.main_module import names_of
+
+Put = Callable[[Any], Any]
+"""Puts another function in the place of one that an object holds. Returns the object, or one made anew."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -57,8 +70,9 @@ INSIDE = 200
 class Target:
     """A function where it can be replaced.
 
-    `raw` is what an attribute of a module or class holds: the function itself or what holds it in turn. A target whose
-    `raw` is None lies deeper, and is replaced wherever it is held. `note` says what a user would not expect.
+    `raw` is the value of the attribute of a module or class: the function itself, or an object with the function, in
+    which `put` replaces it. A target whose `raw` is None is deeper, and `put` does all. `note` says what a user would
+    not expect.
     """
 
     owner: Any
@@ -68,6 +82,7 @@ class Target:
     module: str
     qualname: str
     note: str = ""
+    put: Put = field(default=lambda new: new, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -257,7 +272,7 @@ def _walk(
             continue
         if _is_called_by_python(attribute) and not wanted.rpartition(".")[2].startswith("__"):
             continue
-        if isinstance_of(raw, (property, functools.cached_property, functools.partial, functools.partialmethod)):
+        if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
         for thing in _targets(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
             if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
@@ -310,20 +325,20 @@ def _targets(
     """The functions in what an attribute holds that lies in the module `home`."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
-    for suffix, function in parts:
-        if isinstance(owner, type) and type(function) is BuiltinFunctionType and raw is function:
-            yield Unreachable(label + suffix, "it is a method made in C")
+    for part in parts:
+        if isinstance(owner, type) and type(part.function) is BuiltinFunctionType and raw is part.function:
+            yield Unreachable(label + part.suffix, "it is a method made in C")
         else:
-            yield Target(owner, attribute, raw, function, module, qualname + suffix)
+            yield Target(owner, attribute, raw, part.function, module, qualname + part.suffix, put=part.put)
     if parts or not explicit:
         return
     if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
         yield Unreachable(label, "it is a method made in C")
         return
-    inside = _inside(raw, home, qualname)
+    inside, put = _inside(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
-        yield Target(owner, attribute, None, inside, module, qualname, note)
+        yield Target(owner, attribute, None, inside, module, qualname, note, put)
         return
     kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
     call = None if kind is None else type_namespace(kind)["__call__"]
@@ -335,47 +350,100 @@ def _targets(
     yield Unreachable(label, f"it is a {type(raw).__name__}, not a function")
 
 
-def parts_of(raw: Any) -> Iterator[tuple[str, Any]]:
-    """The functions in what a decorator has made, each with what its name ends in."""
-    function: Any = None
-    if type(raw) is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and not _records(raw):
-        cells: dict[str, Any] = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))
-        function = cells["func"].cell_contents
+class DecoratedPart(NamedTuple):
+    """A function in an object that a decorator has made, the end of its name, and how another takes its place."""
+
+    suffix: str
+    function: Any
+    put: Put
+
+
+def parts_of(raw: Any) -> Iterator[DecoratedPart]:
+    """Yield the functions in an object that a decorator has made, or the function itself."""
+    kind = type(raw)
+    parts: list[tuple[str, Any, Put]]
+    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and not _records(raw):
+        cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
+        parts = [("", cell.cell_contents, partial(_set, raw, cell, "cell_contents"))]
     elif _is_function(raw):
-        function = raw
-    elif isinstance_of(raw, (staticmethod, classmethod)):
-        function = raw.__func__
-    elif isinstance_of(raw, property):
-        for suffix, part in (("", raw.fget), (".setter", raw.fset), (".deleter", raw.fdel)):
-            if _is_function(part):
-                yield suffix, part
-    elif isinstance_of(raw, functools.partial):
-        state: Any = functools.partial.__reduce__(raw)[2]
-        function = state[0]
-    elif isinstance_of(raw, (functools.cached_property, functools.partialmethod)):
-        function = (own_names(raw) or {}).get("func")
-    elif isinstance_of(raw, functools.singledispatchmethod):
-        for kind, part in dict((own_names(raw) or {})["dispatcher"].registry).items():
-            if _is_function(part):
-                yield ("" if kind is object else f"[{kind.__name__}]"), part
+        parts = [("", raw, lambda new: new)]
+    elif issubclass(kind, (staticmethod, classmethod)):
+        parts = [("", raw.__func__, kind)]
+    elif issubclass(kind, property):
+        sides = ((0, "", raw.fget), (1, ".setter", raw.fset), (2, ".deleter", raw.fdel))
+        parts = [(suffix, side, partial(_set_side, raw, index)) for index, suffix, side in sides]
+    elif issubclass(kind, partial):
+        state: Any = partial.__reduce__(raw)[2]
+        parts = [("", state[0], partial(_set_partial, raw))]
+    elif issubclass(kind, (functools.cached_property, functools.partialmethod)):
+        names = own_names(raw) or {}
+        parts = [("", names.get("func"), partial(_set_item, raw, names, "func"))]
+    elif issubclass(kind, functools.singledispatchmethod):
+        dispatcher = (own_names(raw) or {})["dispatcher"]
+        parts = [
+            ("" if of is object else f"[{of.__name__}]", part, partial(_register, raw, dispatcher, of))
+            for of, part in dict(dispatcher.registry).items()
+        ]
     else:
-        proxied = holders.wrapped_slot(type(raw))
-        function = None if proxied is None else proxied.__get__(raw)
-    if _is_function(function):
-        yield "", function
+        proxied = _wrapped_slot(kind)
+        parts = [] if proxied is None else [("", proxied.__get__(raw), partial(_set_slot, raw, proxied))]
+    yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
+
+
+def _set(raw: Any, owner: Any, attribute: str, new: Any) -> Any:
+    setattr(owner, attribute, new)
+    return raw
+
+
+def _set_item(raw: Any, names: dict[str, Any], name: str, new: Any) -> Any:
+    names[name] = new
+    return raw
+
+
+def _set_slot(raw: Any, slot: Any, new: Any) -> Any:
+    slot.__set__(raw, new)
+    return raw
+
+
+def _register(raw: Any, dispatcher: Any, of: type, new: Any) -> Any:
+    dispatcher.register(of, new)
+    return raw
+
+
+def _set_partial(raw: Any, new: Any) -> Any:
+    state: Any = partial.__reduce__(raw)[2]
+    _, arguments, words, names = state
+    partial.__setstate__(raw, (new, arguments, words, names))  # type: ignore[attr-defined]
+    return raw
+
+
+def _set_side(raw: property, index: int, new: Any) -> property:
+    sides: list[Any] = [raw.fget, raw.fset, raw.fdel]
+    sides[index] = new
+    property.__init__(raw, sides[0], sides[1], sides[2], property.__dict__["__doc__"].__get__(raw))
+    return raw
+
+
+def _wrapped_slot(kind: type) -> Any:
+    """Return the slot of a function wrapper of wrapt. Another proxy of it may run code to find that."""
+    if type_attribute(kind, "_self_wrapper") is None:
+        return None
+    found = type_attribute(kind, "__wrapped__")
+    return found if type(found) in (GetSetDescriptorType, MemberDescriptorType) else None
 
 
 def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
     """The class of that very name inside what a decorator of a framework has made of it (a deployment, an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
-    found: type[Any] | None = _inside(raw, module, qualname, type)
+    found: type[Any] | None = _inside(raw, module, qualname, type)[0]
     return found
 
 
-def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> Any:
-    """The function, or class, of that very name inside what a decorator of a framework has made of it."""
-    seen, near = {id(raw)}, holders.Kept([raw])
+def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put]:
+    """Return the function, or class, of that very name inside an object that a decorator of a framework has made."""
+    seen, near = {id(raw)}, Kept([raw])
+    found: Any = None
     for thing in near:
         for part in gc.get_referents(thing):
             if id(part) in seen or len(near) > INSIDE:
@@ -383,16 +451,33 @@ def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
             seen.add(id(part))
             if type(part) is FunctionType:
                 if kind is FunctionType and (part.__module__, part.__qualname__) == (module, qualname):
-                    return part
+                    found = part
             elif isinstance_of(part, type):
                 if type_attribute(part, "__module__") != module:
                     continue
                 if kind is type and type.__dict__["__qualname__"].__get__(part) == qualname:
-                    return part
+                    return part, lambda new: new
                 near.append(part)  # a class that was made for the function
             elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
                 near.append(part)
-    return None
+    return found, partial(_put_in, near, Kept([found]))
+
+
+def _put_in(near: Kept, now: Kept, new: Any) -> None:
+    """Replace the function that `now` has in the attributes of objects and classes, and in dicts."""
+    for thing in near:
+        names = (
+            type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
+        )
+        for name, value in list((names or {}).items()):
+            made = next((part.put(new) for part in parts_of(value) if part.function is now[0]), value)
+            if made is value or type(name) is not str:
+                continue
+            if isinstance_of(thing, type):
+                type.__setattr__(thing, name, made)
+            else:
+                names[name] = made  # type: ignore[index]
+    now[0] = new
 
 
 def _is_globals(thing: Any) -> bool:

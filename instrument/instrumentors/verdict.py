@@ -20,7 +20,7 @@ CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 
 STATES: Mapping[str, str] = {
     "attached": "it records",
-    "partly": "it records, but not all calls: a copy of the function has escaped, or a subclass overrides it",
+    "partly": "it records, but not all calls: other objects refer to the function, or a subclass overrides it",
     "uncalled": "it would record, but nothing has called it",
     "unmet": "requests or jobs came, and none of them was recorded",
     "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",

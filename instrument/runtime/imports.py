@@ -139,7 +139,7 @@ def install(
     """
     finder = Finder(wants, imported, asked_for_code, begins)
     sys.meta_path.insert(0, finder)
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if is_asleep(module) and wants(name):
             finder.watch(object.__getattribute__(module, "__spec__"))
 

@@ -192,7 +192,7 @@ class Account:
             notes.append(
                 "started after the import of "
                 + ", ".join(self.selection.late)
-                + ": what other modules had taken from there records, too; what cannot is named with its rule"
+                + ": names in modules and classes record; other references are named with their rule: start earlier"
             )
         if not SUB_INTERPRETERS.isdisjoint(sys.modules):
             notes.append("sub-interpreters: the main interpreter of each process is recorded, and no other")

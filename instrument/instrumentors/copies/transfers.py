@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.holders import rebind
+from instrument.instrumentors.references import rebind
 from instrument.profile.model import CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
 from instrument.recording.rows import STREAM

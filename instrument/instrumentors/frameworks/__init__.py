@@ -1,13 +1,19 @@
-"""Frameworks whose own entry points record: one room each. None is ever imported by us, only met when the host has."""
+"""Frameworks whose own entry points record. None is ever imported by us, only met when the host has.
+
+Three have a table of entry points here. A span of ONNX Runtime's `run_async` is that of the call, which only hands the
+work over. A pipeline of transformers that is called with a data set returns at once and works as its result is read:
+its span is that of the call alone, while `generate` and layers record as they run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks import jax, keras, onnxruntime, sentence_transformers, sklearn, transformers
-from instrument.instrumentors.frameworks.entries import Entries
+from instrument.instrumentors.frameworks import jax, keras, sklearn
+from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
@@ -20,11 +26,60 @@ def _none() -> None:
     return None
 
 
+ONNXRUNTIME = "onnxruntime.capi.onnxruntime_inference_collection"
+ONNXRUNTIME_METHODS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector", "run_async")
+_ENCODERS = (
+    ("sentence_transformer", "SentenceTransformer", "SentenceTransformer", "encode"),
+    ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
+    ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
+)
+"""The package of a class of sentence-transformers, its module in older versions, its name and method."""
+
+
+def _of_session(session: Any) -> Facts:
+    """Return the name of the file that a model was loaded from, and the providers that its session was given."""
+    path = getattr(session, "_model_path", None)
+    return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
+
+
+def _of_model(subject: Any) -> Facts:
+    """Return the task of a pipeline, the class of a model."""
+    task = getattr(subject, "task", None)
+    return task if isinstance(task, str) and task else type(subject).__name__, ()
+
+
+def _entries(entries: Sequence[Entry], facts_of: Callable[[Any], Facts], by_class: bool) -> Callable[..., Entries]:
+    return lambda rule, recorder: Entries(rule, entries, facts_of, by_class=by_class, recorder=recorder)
+
+
 ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
     "jax": jax.probes,
-    "onnxruntime": onnxruntime.probes,
-    "transformers": transformers.probes,
-    "sentence_transformers": sentence_transformers.probes,
+    "onnxruntime": _entries(
+        [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
+        _of_session,
+        by_class=False,
+    ),
+    "transformers": _entries(
+        [
+            Entry(("transformers.generation.utils",), "GenerationMixin", "generate", "transformers.generate"),
+            Entry(("transformers.pipelines.base",), "Pipeline", "__call__", "transformers.pipeline"),
+        ],
+        _of_model,
+        by_class=False,
+    ),
+    "sentence_transformers": _entries(
+        [
+            Entry(
+                (f"sentence_transformers.{package}.model", f"sentence_transformers.{older}"),
+                owner,
+                method,
+                f"sentence_transformers.{method}",
+            )
+            for package, older, owner, method in _ENCODERS
+        ],
+        _of_model,
+        by_class=True,
+    ),
     "sklearn": sklearn.probes,
 }
 
@@ -59,7 +114,7 @@ class Frameworks:
         return [room for rule in self.rules for room in self._rooms[rule]]
 
     def wants(self, module_name: str) -> bool:
-        """Whether a framework has an entry point in that module."""
+        """Return True where a framework has an entry point in that module."""
         return any(room.wants(module_name) for room in self.rooms)
 
     def imported(self, module: ModuleType) -> bool:
@@ -92,5 +147,5 @@ class Frameworks:
             room.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule up to now, in the order of the profile."""
         return [verdict for room in self.rooms for verdict in room.verdicts()]

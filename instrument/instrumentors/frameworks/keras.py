@@ -17,9 +17,9 @@ from typing import Any
 from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing, taken
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.layers import Layers, Paths
 from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.namespaces import namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder

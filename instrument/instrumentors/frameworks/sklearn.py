@@ -16,8 +16,8 @@ from typing import Any
 
 from instrument.instrumentors.frameworks.entries import missing
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.namespaces import namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule

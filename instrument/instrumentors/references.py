@@ -1,0 +1,223 @@
+"""References: the names that functions have in modules and classes, and the other objects that refer to them.
+
+A probe replaces its function where a module or a class has a name for it. Other objects keep the function as it is:
+tables that decorators fill, tuples, closures, defaults. The verdict on the rule names them with their place.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from linecache import getlines
+from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any, NamedTuple
+
+from instrument.instrumentors.namespaces import isinstance_of, loaded_modules, namespace, type_namespace
+
+DEPTH = 4
+"""The most objects between a function and a name that leads to it."""
+
+WIDTH = 200
+"""The most objects of one depth that are followed."""
+
+MANY = 200
+"""The collector compares each object of the heap with each one looked for; for more of them a set is faster."""
+
+HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
+
+_SUSPENDED = (GeneratorType, CoroutineType, AsyncGeneratorType)
+_FRAMES = ("gi_frame", "cr_frame", "ag_frame")
+
+
+class Kept(list[Any]):
+    """A list of the instrumentation, which is not reported as a reference."""
+
+
+class Name(NamedTuple):
+    """A name that a module or class has for one of the things, by the thing's identity."""
+
+    owner: Any
+    name: str
+    key: int
+
+
+def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
+    """Return the names that modules imported so far have for things, except modules of the packages in `spared`.
+
+    One pass over all names, some milliseconds in a large process.
+    """
+    wanted, spared = set(map(id, things)), {"instrument", *spared}
+    found: list[Name] = []
+    for name, module in loaded_modules() if wanted else ():
+        names = namespace(module)
+        # One loop in C, for hardly any module has such a name.
+        if not wanted.isdisjoint(map(id, list(names.values()))) and name.partition(".")[0] not in spared:
+            found += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in wanted]
+    return found
+
+
+def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
+    """In all modules imported so far, bind the names of the first thing of a pair to the second.
+
+    Modules of the packages in `spared`, and our own, keep theirs. Returns True where there was such a name.
+    """
+    pairs = list(pairs)
+    seconds = {id(first): second for first, second in pairs}
+    names = names_in_modules((first for first, _ in pairs), spared)
+    for module, bound, key in names:
+        if id(namespace(module).get(bound)) == key:
+            namespace(module)[bound] = seconds[key]
+    return bool(names)
+
+
+class Search:
+    """A search of the heap for what refers to things besides names in modules.
+
+    `in_classes` are the names in classes. `others` has, by identity of the thing, the other objects in words. One pass
+    over the heap for each depth, about 70 ns an object. `counts` are the references besides those of names in modules,
+    by identity of the thing; `is_ours` says which objects are the instrumentation's.
+    """
+
+    def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
+        self.in_classes: list[Name] = []
+        self.others: dict[int, list[str]] = {}
+        roots = {id(thing): {id(thing)} for thing in things}
+        kinds: dict[int, str] = {}
+        visited, level = Kept(things), things
+        running = {None, *_running_codes()} if things else set()
+        unknown = {id(thing) for thing in things if getattr(thing, "__code__", None) in running}
+        shown: Counter[int] = Counter()
+        for depth in range(DEPTH + 1) if things else ():
+            wanted, above = set(map(id, level)), Kept()
+            for holder in _referrers(level):
+                if type(holder) is Kept or _is_frame_of_ours(holder):
+                    continue
+                parts = Kept(part for part in gc.get_referents(holder) if id(part) in wanted)
+                shown.update(map(id, parts if depth or not _is_namespace(holder) else ()))
+                if is_ours(holder) or not parts:
+                    continue
+                if _is_namespace(holder) or (depth and _is_of_class(holder)):
+                    for part in parts if depth else ():
+                        self._note(roots[id(part)], _named(holder, part))
+                    continue
+                if id(holder) in roots:
+                    continue
+                reached = set().union(*(roots[id(part)] for part in parts))
+                if isinstance_of(holder, type) and depth == 1:
+                    names = type_namespace(holder).items()
+                    self.in_classes += [Name(holder, name, id(value)) for name, value in names if id(value) in reached]
+                    continue
+                words = _place(holder, parts)
+                kinds[id(holder)] = kinds.get(id(parts[0]), _kind(holder))
+                if words is not None or depth == DEPTH or len(above) == WIDTH:
+                    self._note(reached, kinds[id(holder)] if words is None else words)
+                    continue
+                roots[id(holder)] = reached
+                above.append(holder)
+                visited.append(holder)
+            for key in wanted:
+                if shown[key] < counts.get(key, 1) and key not in unknown:
+                    self._note(roots[key], kinds.get(key, HIDDEN))
+            level = above
+            if not level:
+                break
+
+    def _note(self, reached: Iterable[int], words: str) -> None:
+        for key in reached if words else ():
+            if words not in (known := self.others.setdefault(key, [])):
+                known.append(words)
+
+
+def _referrers(things: Kept) -> list[Any]:
+    """Return the objects that refer to the things. From 3.13 the tuple of the arguments is among them, too."""
+    arguments = tuple(things)
+    if len(arguments) <= MANY:
+        return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
+    wanted = set(map(id, arguments))
+    return [
+        thing
+        for thing in gc.get_objects()
+        if thing is not arguments and not wanted.isdisjoint(map(id, gc.get_referents(thing)))
+    ]
+
+
+def _is_namespace(holder: Any) -> bool:
+    return type(holder) is dict and "__name__" in holder and "__spec__" in holder
+
+
+def _is_of_class(holder: Any) -> bool:
+    return type(holder) is dict and "__module__" in holder and "__doc__" in holder
+
+
+def _named(names: dict[str, Any], part: Any) -> str:
+    """Return an object in words by the name that a module or class has for it."""
+    name = next((name for name, value in list(names.items()) if value is part), "")
+    module = sys.modules.get(names.get("__module__", ""))
+    of_module = names if module is None else namespace(module)
+    file = str(of_module.get("__file__") or of_module.get("__name__"))
+    line = line_of(name, getlines(file, of_module), is_indented=module is not None)
+    return f"{_kind(part)} in {_shown(file, line)} ({name})"
+
+
+def _kind(thing: Any) -> str:
+    name = type(thing).__name__
+    return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
+
+
+def _place(holder: Any, parts: Kept) -> str | None:
+    """Return an object in words with its place; None where the objects that refer to it say more."""
+    if type(holder) is FunctionType:
+        code = holder.__code__
+        return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"
+    if isinstance_of(holder, type):
+        return f"the class {type.__dict__['__qualname__'].__get__(holder)}"
+    if isinstance_of(holder, _SUSPENDED):
+        holder = next((frame for name in _FRAMES if (frame := getattr(holder, name, None)) is not None), None)
+    if type(holder) is not FrameType:
+        return "" if holder is None else None
+    is_own = any(getattr(part, "__code__", None) is holder.f_code for part in parts)  # a call of the function itself
+    return (
+        "" if is_own else f"a call of {holder.f_code.co_name} in {_shown(holder.f_code.co_filename, holder.f_lineno)}"
+    )
+
+
+def _shown(file: str, line: int) -> str:
+    here = f"{Path.cwd()}/"
+    return file.removeprefix(here) + (f":{line}" if line else "")
+
+
+def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
+    """Return the number of the first line that begins with a name, or defines it; 0 where there is none."""
+    indent = r"[ \t]+" if is_indented else ""
+    begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
+    return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
+
+
+def _running_codes() -> set[Any]:
+    """Return the code of all calls under way, each of which refers to its own function."""
+    return {frame.f_code for top in sys._current_frames().values() for frame in _stack(top)}
+
+
+def _stack(top: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = top
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_frame_of_ours(holder: Any) -> bool:
+    name = str(holder.f_globals.get("__name__")) if type(holder) is FrameType else ""
+    return name.partition(".")[0] in ("instrument", "importlib")
+
+
+def is_of_package(holder: Any) -> bool:
+    """Return True where an object is of a class of this package, or has the names of one of its modules."""
+    if isinstance_of(holder, ModuleType):
+        return False
+    home = type.__dict__["__module__"].__get__(type(holder))
+    name = holder.get("__name__") if _is_namespace(holder) else home
+    return type(name) is str and name.partition(".")[0] == "instrument"

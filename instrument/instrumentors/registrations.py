@@ -1,0 +1,101 @@
+"""Registrations: tables of handlers get the probe of a function that a rule names; others stay picklable.
+
+A decorator such as `@app.get` hands the function to its table before a module has a name for it. So does a list of
+routes below the handlers, in their own module. A function in any other table is not the one that its module has a name
+for then, which pickling it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.runtime.faults import FAULTS
+
+
+class Seam(NamedTuple):
+    """A method by which a framework takes a handler, and the name and position of that argument."""
+
+    owner: str
+    method: str
+    argument: str
+    position: int
+
+
+SEAMS: Mapping[str, tuple[Seam, ...]] = {
+    "starlette.routing": (
+        Seam("Route", "__init__", "endpoint", 2),
+        Seam("WebSocketRoute", "__init__", "endpoint", 2),
+    ),
+    "fastapi.routing": (
+        Seam("APIRoute", "__init__", "endpoint", 2),
+        Seam("APIWebSocketRoute", "__init__", "endpoint", 2),
+    ),
+    "fastapi.params": (Seam("Depends", "__init__", "dependency", 1),),
+    "flask.sansio.app": (Seam("App", "add_url_rule", "view_func", 3),),  # of Quart, too
+    "flask.sansio.blueprints": (Seam("Blueprint", "add_url_rule", "view_func", 3),),
+    "aiohttp.web_routedef": (Seam("RouteDef", "__init__", "handler", 3),),
+    "aiohttp.web_urldispatcher": (Seam("AbstractRoute", "__init__", "handler", 2),),
+    "django.urls.resolvers": (Seam("URLPattern", "__init__", "callback", 2),),
+    "litestar.handlers.base": (Seam("BaseRouteHandler", "__call__", "fn", 1),),
+    "bottle": (Seam("Route", "__init__", "callback", 4),),
+}
+"""The seams of each module of a framework."""
+
+
+def install(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
+    """Have each handler replaced by what `registered` returns for it, as its framework takes it."""
+    undos = []
+    for seam in SEAMS[module.__name__]:
+        owner = getattr(module, seam.owner, None)
+        if isinstance(getattr(owner, seam.method, None), FunctionType):
+            undos.append(replace(owner, seam.method, _taking(seam, getattr(owner, seam.method), registered)))
+    return undos
+
+
+def _taking(seam: Seam, original: FunctionType, registered: Callable[[FunctionType], Any]) -> Any:
+    @functools.wraps(original)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if seam.argument in kwargs:
+                kwargs[seam.argument] = _probed(kwargs[seam.argument], registered)
+            elif len(args) > seam.position:
+                made = _probed(args[seam.position], registered)
+                args = (*args[: seam.position], made, *args[seam.position + 1 :])
+        except Exception as fault:
+            FAULTS.note("registration of a handler", fault)
+        return original(*args, **kwargs)
+
+    return take
+
+
+def _probed(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:
+    if type(handler) is MethodType and type(handler.__func__) is FunctionType:
+        made = registered(handler.__func__)
+        return handler if made is handler.__func__ else MethodType(made, handler.__self__)
+    return registered(handler) if type(handler) is FunctionType else handler
+
+
+def keep_picklable() -> Undo:
+    """Have pools of processes pickle a function by its name, though its module has the probe of it there."""
+    from multiprocessing.reduction import ForkingPickler
+
+    if hasattr(ForkingPickler, "reducer_override"):
+        return lambda: None
+    return replace(ForkingPickler, "reducer_override", _reduced)
+
+
+def _reduced(_: Any, thing: Any) -> Any:
+    if isinstance(thing, FunctionType):
+        named: Any = sys.modules.get(thing.__module__)
+        path: str = thing.__qualname__
+        for name in path.split("."):
+            named = getattr(named, name, None)
+        if getattr(named, "__instrument_function__", None) is thing:
+            return resolve_name, (f"{thing.__module__}:{path}",)
+    return NotImplemented
