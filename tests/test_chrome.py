@@ -23,7 +23,7 @@ from raw_spans import counted
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.profile.kinds import KINDS
+from instrument.profile.model import KINDS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     BATCH_KEYS,

@@ -333,7 +333,7 @@ p.stop()
     def test_what_it_is_asked_for_and_does_not_record_is_said_once(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        paddle._told.clear()
+        paddle._logged.clear()
         session = instrument.start(loads("", environ={}))
         assert session is not None
         for _ in range(2):

@@ -150,7 +150,7 @@ def test_it_is_told_what_came_from_the_preset() -> None:
         "export.summary.to", "export.chrome.path",
     }  # fmt: skip
     assert profile.origins["service"] == "OTEL_SERVICE_NAME"
-    assert profile.told["copies"] == "[{directions: [h2d, d2h]}]"
+    assert profile.shown["copies"] == "[{directions: [h2d, d2h]}]"
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import keys as module
 from instrument.profile import schema
 from instrument.profile.keys import KEYS, load, loads
-from instrument.profile.kinds import KINDS
 from instrument.profile.model import (
     COMPRESSIONS,
     COPY_FRAMEWORKS,
     DEVICE_DIRECTIONS,
     DIRECTIONS,
     FRAMEWORKS,
+    KINDS,
     PROTOCOLS,
     SORT_KEYS,
     STATES,

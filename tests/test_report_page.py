@@ -21,7 +21,7 @@ from test_report_views import TRACES
 
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.profile.kinds import KINDS
+from instrument.profile.model import KINDS
 from instrument.recording.spans import KEY, Origin, Site, Span, Trace
 from instrument.report.page import device_lanes, html_page, kept_spans
 from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page

@@ -18,8 +18,7 @@ from raw_spans import counted
 import instrument
 from instrument import scope
 from instrument.profile.keys import loads
-from instrument.profile.kinds import KINDS
-from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.profile.model import KINDS, SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (

@@ -17,7 +17,7 @@ from instrument.chrome.events import TraceEvent, lane_of, text_of
 from instrument.chrome.json_text import LeftOut
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
-from instrument.profile.kinds import KINDS
+from instrument.profile.model import KINDS
 from instrument.recording import spans
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_told

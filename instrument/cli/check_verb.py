@@ -212,7 +212,7 @@ def _why_no_files(profile: Profile) -> str:
 
 
 def _service_of(profile: Profile) -> str:
-    return profile.told.get("service", profile.service)
+    return profile.shown.get("service", profile.service)
 
 
 def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
@@ -223,7 +223,7 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
         if name.endswith(".headers"):
             value = [header for header, _ in value or ()]
         elif value is not None or origin == "preset":
-            value = profile.told.get(name, value)
+            value = profile.shown.get(name, value)
         if value is not None or origin != "default":
             settings.append((name, value, origin))
     for variable, (name, _) in BESIDE.items():

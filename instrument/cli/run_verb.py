@@ -142,7 +142,7 @@ def _environment_of_host() -> dict[str, str]:
 def _remarks(profile: Profile) -> list[str]:
     """Return remarks on variables, and the collector that one of them names where the profile names none."""
     remarks, otlp, switch = [*profile.remarks], profile.export.otlp, os.environ.get("INSTRUMENT", "").strip().lower()
-    if otlp is not None and profile.told.get("export.otlp") == "auto":
+    if otlp is not None and profile.shown.get("export.otlp") == "auto":
         variable = profile.origins["export.otlp.endpoint"]
         remarks.insert(0, f"exports to the collector at {without_secrets(otlp.endpoint)} (from {variable})")
     if switch not in ("", "on", "1", "true", "yes"):

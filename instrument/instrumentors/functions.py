@@ -13,7 +13,7 @@ from instrument.instrumentors import decorated
 from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
-from instrument.profile.kinds import KINDS, PHASES
+from instrument.profile.model import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.scopes import OFF
 from instrument.recorder.wrapping import Attributes, Passes, Results

@@ -1,57 +1,97 @@
 """A YAML document as nodes that know their place, and the readers of its plain values.
 
-A reader is a function of one `Node`: it gives the node's value, or notes what is wrong with it and refuses the node,
-and the reading goes on beside it. So `Document.read` finds every problem of a text at once, each told as
+A reader is a function of one `YamlNode`: it returns the node's value, or notes a problem and refuses the node, and the
+reading goes on with other nodes. So `Document.read` finds every problem of a text at once, each as
 ``file:line:column: where: found ...; allowed: ...``.
 
 Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
-OpenTelemetry's configuration files: in values only, never in keys, and what a variable holds is never structure.
-What one holds may be a secret: nothing that is shown has it, but for OpenTelemetry's own variables.
+OpenTelemetry's configuration files: in values only, never in keys, and a variable's value is never structure. It may
+be a secret: no message shows it, except for OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from instrument.errors import ProfileError
 
 if TYPE_CHECKING:
     import yaml
 
+FILE_BYTES = 2**20
+"""The largest file that is read."""
 NODES = 10_000
-"""The most values that one document may hold, each alias counted as often as it is used."""
+"""The most values of a document, with each use of an alias."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The beginnings of variables whose values, where they are not understood, do not keep a service from starting."""
+"""The prefixes of variables whose values, if not understood, do not prevent the start of a service."""
 DEPTH = 32
-"""The deepest nesting of lists and mappings that is read."""
+"""The deepest nesting of lists and mappings."""
 
 
 class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the problems are noted, the reading goes on
     """Ends the reading of one node whose problems have been noted."""
 
 
-class Document:
-    """One YAML text: what it is called, the variables that it may name, and the problems found so far.
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read the text of a profile's file. Raises `ProfileError` with the reason why it cannot be read."""
+    name = os.fspath(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
+        raise _unreadable(name, f"no such file; {advice}") from error
+    except IsADirectoryError as error:
+        raise _unreadable(name, "a directory; give the path of the file in it") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
+    if len(data) > FILE_BYTES:
+        raise _unreadable(name, _TOO_LARGE)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
+        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
 
-    `faults` counts the problems, and each broken node that was tried. `origins` and `told` are for readers that take
-    values from variables: by path, where the value came from, and how it is shown where that is not as it is.
+
+def _unreadable(name: str, found: str) -> ProfileError:
+    return ProfileError([f"{name}: asked to read a profile, found {found}"])
+
+
+_TOO_LARGE = "more than 1 MiB; is this the right file?"
+
+
+class Document:
+    """A YAML text: its name, the variables that it may refer to, and the problems found so far.
+
+    `faults` counts the problems, and each broken node that was tried. Readers of variables note by path the value's
+    source in `origins`, and the text that messages show in its place in `shown`.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
+        if len(text) > FILE_BYTES:
+            raise _unreadable(name, _TOO_LARGE)
         self.text = text
         self.name = name
         self.environ = environ
         self.origins: dict[str, str] = {}
-        self.told: dict[str, str] = {}
+        self.shown: dict[str, str] = {}
         self.faults = 0
         self.noted: list[tuple[int, int, str]] = []
         self.remarks: list[str] = []
-        """Sentences on variables of the environment whose values are not followed."""
+        """Sentences on variables of the environment that are not followed."""
 
     def read(self, read: Read) -> Any:
-        """What `read` makes of the root, which for an empty text is an empty mapping; nothing if it was refused."""
+        """Read the root, an empty mapping for an empty text. Returns None where it was refused."""
         with suppress(_Refused):
             return _root(self).attempt(read)
         return None
@@ -75,9 +115,9 @@ class YamlNode:
     """One value of a document, and its place: the path `where`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
-    is as written, references replaced; `plain` says that it stood without quotes, `variable` which one it consists of.
-    `written` is the text with the references still in it where a variable is set that may hold a secret, else "".
-    `unset` is the node as it is where that variable is not set, None unless it is one of `STANDARD`.
+    is as written, references replaced; it is `plain` without quotes, and `variable` is the one that it consists of.
+    `written` is the text with the references in it where a variable may have a secret, else "". `unset` is the node
+    without that variable, None unless it is one of `STANDARD`.
     `items` are a list's values; `pairs` a mapping's keys and values by name.
     """
 
@@ -96,35 +136,35 @@ class YamlNode:
 
     @property
     def shown(self) -> str:
-        """The value as messages show it."""
+        """The value in messages."""
         text = clip(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
         return words.get(self.kind) or f"the {names.get(self.kind, 'number')} {text}"
 
     @property
-    def told(self) -> str:
-        """A scalar's text as it may be shown wherever its value is."""
+    def public_text(self) -> str:
+        """A scalar's text without secrets."""
         return without_secrets(self.written or self.text)
 
     @property
     def place(self) -> str:
-        """Where it stands: the document's name, the line and the column."""
+        """Its place: the document's name, the line and the column."""
         return f"{self.document.name}:{self.line}:{self.column}"
 
     @property
     def is_off(self) -> bool:
-        """Whether the value is the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
+        """True for the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
         if self.kind == "bool":
             return self.text.lower() in ("false", "no", "off")
         return self.kind == "text" and self.text == "off"
 
     def path(self, name: str) -> str:
-        """The path of a key of this mapping."""
+        """Return the path of a key of this mapping."""
         return f"{self.where}.{name}" if self.where else name
 
     def note(self, allowed: str, *, found: str = "", near: str = "") -> None:
-        """Note one problem: what is allowed here, what was found (else the value), and what was perhaps meant."""
+        """Note a problem: the values allowed here, the one found (else this one), and the one perhaps meant."""
         document, where = self.document, self.where
         where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
         meant = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
@@ -133,12 +173,12 @@ class YamlNode:
         document.faults += 1
 
     def refuse(self, allowed: str, *, found: str = "", near: str = "") -> NoReturn:
-        """Note one problem and end the reading of this node."""
+        """Note a problem and end the reading of this node."""
         self.note(allowed, found=found, near=near)
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return whether a value from a variable is understood; if not, a remark says what is done `instead`."""
+        """Return True for a value of a variable that is understood; else a remark says what is done `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:
@@ -151,7 +191,7 @@ class YamlNode:
         return False
 
     def attempt(self, read: Read) -> Any:
-        """What `read` makes of the node, or None once its problems are noted."""
+        """Read the node. Returns None where it has problems, which are noted."""
         if self.kind == "broken":
             self.document.faults += 1
             return None
@@ -163,13 +203,13 @@ class YamlNode:
 
 
 Read = Callable[[YamlNode], Any]
-"""What gives a node's value, or refuses the node."""
+"""A reader: a call for a node's value, which may refuse the node."""
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Text without the credentials and the query of a URL, if it is one or was meant to be."""
+    """Remove the credentials and the query of a URL from a text."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -178,13 +218,13 @@ def without_secrets(text: str) -> str:
 
 
 def clip(text: str) -> str:
-    """Text fit for a message: short, and without secrets."""
+    """Return a text for a message: short, and without secrets."""
     text = without_secrets(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word that is spelled most like this one, or nothing if none is close."""
+    """Return the known word with the closest spelling, "" if none is close."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in known}
@@ -245,7 +285,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = re.compile(r"![^!].*")
 _EXCLUDING = re.compile(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""Where a plain value begins with an exclamation mark, by which YAML means a tag."""
+"""The begin of a plain value by an exclamation mark, which is a tag for YAML."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -260,7 +300,7 @@ _REFERENCE = re.compile(
 class _Tree:
     """Makes our nodes of YAML's: aliases expanded, merge keys merged, references replaced by their variables.
 
-    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` tells a plain scalar's tag.
+    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` returns a plain scalar's tag.
     """
 
     def __init__(self, document: Document, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
@@ -341,7 +381,7 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def resolved(self, source: Any, text: str, quoted: str) -> str:
-        """Return the kind of a text as YAML has it without quotes, where the source has none."""
+        """Return YAML's kind of a text without quotes, where the source has none, else `quoted`."""
         return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:
@@ -350,7 +390,7 @@ class _Tree:
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
     def is_secret(self, reference: re.Match[str]) -> bool:
-        """Whether what a reference stands for is not to be shown: what the file says itself is, and what OTEL_* say."""
+        """Return True for a variable's value that must not be shown, except OTEL_* without headers."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
@@ -365,7 +405,7 @@ class _Tree:
 Shape = Mapping[str, Any]
 
 SHAPES: dict[Read, Shape] = {}
-"""What readers take, as JSON Schema says it: what `schema` makes `profile.schema.json` of."""
+"""The JSON Schema of readers, of which `schema` makes `profile.schema.json`."""
 
 REFERENCE: Shape = {"$ref": "#/$defs/reference"}
 
@@ -376,7 +416,7 @@ Reading = TypeVar("Reading", bound=Callable[..., Any])
 
 
 def shaped(shape: Shape) -> Callable[[Reading], Reading]:
-    """Says of a reader what it takes."""
+    """Decorate a reader with its JSON Schema."""
 
     def known(read: Reading) -> Reading:
         SHAPES[read] = shape
@@ -386,13 +426,13 @@ def shaped(shape: Shape) -> Callable[[Reading], Reading]:
 
 
 def syntax_shape(syntax: str) -> Shape:
-    """Text of one syntax."""
+    """Return the JSON Schema of text of a syntax."""
     return {"type": "string", "pattern": f"^(?:{syntax})$"}
 
 
 @shaped({"type": "string", "minLength": 1})
 def string(node: YamlNode) -> str:
-    """Text that is not empty."""
+    """Read text that is not empty."""
     if node.kind != "text":
         node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
     if not node.text:
@@ -402,14 +442,14 @@ def string(node: YamlNode) -> str:
 
 @shaped({"type": "boolean"})
 def flag(node: YamlNode) -> bool:
-    """A boolean."""
+    """Read a boolean."""
     if node.kind != "bool":
         node.refuse("true, false", near=nearest(node.text, ("true", "false")))
     return node.text.lower() in ("true", "yes", "on")
 
 
 def one_of(*words: str) -> Read:
-    """Reads one of these words."""
+    """Make a reader of one of these words."""
 
     @shaped({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
@@ -425,7 +465,7 @@ _WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole(least: int) -> Read:
-    """Reads a whole number that is at least `least`."""
+    """Make a reader of a whole number that is at least `least`."""
 
     @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
@@ -438,14 +478,14 @@ def whole(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit that is taken for one of bytes where a unit is suggested."""
+"""The least number without a unit for which bytes are suggested."""
 
 _QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def _amount(text: str, units: Mapping[str, int]) -> int | None:
-    """A number with one of the units in the smallest one, rounded down."""
+    """Convert a number with a unit to the smallest unit, rounded down; None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
         return None
@@ -454,9 +494,9 @@ def _amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Reads a number with one of the units, in the smallest of them; a bare 0 needs no unit.
+    """Make a reader of a number with a unit, in the smallest unit; a bare 0 needs none.
 
-    `also` is what messages say that the caller takes besides, such as `auto, or `.
+    `also` are the caller's other values in messages, such as `auto, or `.
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
@@ -483,7 +523,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 
 
 def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
+    """Make a reader of text of a syntax; `suggest` returns the text perhaps meant by one that does not follow it."""
 
     @shaped(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
@@ -497,7 +537,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
 
 
 def each(read_item: Read, allowed: str) -> Read:
-    """Reads a list, every item of it with `read_item`; `allowed` is what a node that is no list should have been."""
+    """Make a reader of a list, every item by `read_item`; `allowed` is for the message on a node that is no list."""
 
     @shaped({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
@@ -510,7 +550,7 @@ def each(read_item: Read, allowed: str) -> Read:
 
 
 def one_or_more(read_item: Read) -> Read:
-    """Reads a list of at least one, or the one by itself; each different value once."""
+    """Make a reader of a list of at least one item, or of an item by itself; each different value once."""
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

@@ -1,6 +1,6 @@
-"""A profile as `instrument run` has read it, for the processes of its run: none of them reads YAML once more.
+"""A profile that `instrument run` has read, for the processes of its run, which need not read YAML again.
 
-It holds for a process in which the variables that its values came from are as they were, while its file is as it was.
+It is valid in a process with the same values of the variables that it used, while its file is unchanged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from instrument.runtime import atomic
 from instrument.runtime.environment import settings
 
 NAME = "profile"
-"""The file of it in the folder of a run."""
+"""The name of its file in the folder of a run."""
 
 _CLASS = ""
 """The key of a plain mapping that names the class of a dataclass; no field is called so."""
 
 _ITERATED = "OTEL_"
-"""The prefix of the variables of which a profile asks for all that there are."""
+"""The prefix of variables that a profile iterates over."""
 
 
 class Consulted(Mapping[str, str]):
-    """An environment that notes which variables are asked for."""
+    """An environment that notes the variables that are read."""
 
     def __init__(self) -> None:
         self._environ = settings()
@@ -46,7 +46,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Hand a profile down by a file. One with a secret for a collector is not. Raises nothing."""
+    """Write a profile for other processes, unless it has a secret for a collector. Raises nothing."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -57,7 +57,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
 
 
 def read(path: Path | None, source: str) -> Profile | None:
-    """The profile of a file, as it was handed down; None where there is none, or it would be another one here."""
+    """Read a profile of another process; None where there is none, or its file or variables differ here."""
     if path is None:
         return None
     try:
@@ -72,7 +72,7 @@ def read(path: Path | None, source: str) -> Profile | None:
 
 def _values(names: Any) -> dict[str, str | None]:
     environ = settings()
-    return {name: environ.get(name) for name in {*names, *(one for one in environ if one.startswith(_ITERATED))}}
+    return {name: environ.get(name) for name in {*names, *(known for known in environ if known.startswith(_ITERATED))}}
 
 
 def _state_of(source: str) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def _state_of(source: str) -> tuple[int, int]:
 
 
 def _plain(thing: Any) -> Any:
-    """A dataclass of the model, with what it holds, as JSON takes it."""
+    """Turn a dataclass of the model and its fields into plain values for JSON."""
     if is_dataclass(thing):
         known = {field.name: _plain(getattr(thing, field.name)) for field in fields(thing)}
         return {_CLASS: type(thing).__name__, **known}

@@ -1,4 +1,4 @@
-"""The schema of `profile.yaml`: every key, how it is read, and how the sections and rules are that it stands in.
+"""The schema of `profile.yaml`: every key with its reader, and the readers of sections and rules.
 
 `load` and `loads` give a frozen `Profile` or raise one `ProfileError` that holds every mistake of the file, each as
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key;
@@ -6,8 +6,8 @@
 reading.
 
 A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
-variables, as `document` tells. What the profile leaves out comes from the `OTEL_*` variable of `values.VARIABLES`, then
-from the default; `Profile.origins` says which it was. `presets` tells what a preset gives.
+variables, see `document`. A setting that the profile leaves out comes from the `OTEL_*` variable of
+`variables.VARIABLES`, then from the default; `Profile.origins` has the source. `presets` merges a preset.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from instrument.errors import ProfileError
+from instrument.profile import values as readers
 from instrument.profile.document import (
     REFERENCE,
     SHAPES,
@@ -34,17 +34,18 @@ from instrument.profile.document import (
     nearest,
     one_of,
     one_or_more,
+    read_text,
     shaped,
     string,
     whole,
 )
-from instrument.profile.kinds import KINDS
 from instrument.profile.model import (
     CLOCKS,
     COMPRESSIONS,
     COPY_FRAMEWORKS,
     DIRECTIONS,
     FRAMEWORKS,
+    KINDS,
     PROTOCOLS,
     RECORDED,
     SERVERS,
@@ -74,56 +75,15 @@ from instrument.profile.model import (
     Summary,
 )
 from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
-from instrument.profile.values import (
-    REQUEST_ATTRIBUTE_SYNTAX,
-    address,
-    argument_path,
-    attribute_name,
-    capture,
-    chrome_path,
-    class_name,
-    conditions,
-    duration,
-    duration_or_off,
-    expression,
-    folder_or_off,
-    folder_path,
-    function_name,
-    function_pattern,
-    headers,
-    interval,
-    key_path,
-    keys_path,
-    layer_pattern,
-    path_pattern,
-    percent,
-    rate,
-    readable_file,
-    recording_path,
-    request_attribute,
-    request_name,
-    ring_folder_or_off,
-    ring_size,
-    share,
-    sides,
-    size,
-    slow_limit,
-    summary_target,
-    texts_told,
-    traces_url,
-    url,
-)
+from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, public_texts, sides, traces_url
 from instrument.profile.variables import VARIABLES, switched
 from instrument.runtime.environment import settings
 
-FILE_BYTES = 2**20
-"""The largest file that is read."""
-
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> Profile:
-    """Read a profile from a file. `environ` stands in for `os.environ`.
+    """Read a profile from a file. `environ` replaces `os.environ`.
 
-    The file of a preset is read as a profile that names it and says no more.
+    The file of a preset is read as a profile that only names it.
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
     given: object = path
@@ -134,36 +94,14 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
     name = os.fspath(path)
     if preset := named_by(path):
         return loads(f"preset: {preset}", name=name, environ=environ)
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
-        raise _unreadable(name, f"no such file; {advice}") from error
-    except IsADirectoryError as error:
-        raise _unreadable(name, "a directory; give the path of the file in it") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
-    if len(data) > FILE_BYTES:
-        raise _unreadable(name, _TOO_LARGE)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
-        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
-    return loads(text, name=name, environ=environ)
+    return loads(read_text(path), name=name, environ=environ)
 
 
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> Profile:
-    """Read a profile from text; `name` stands for the file in messages, `environ` stands in for `os.environ`.
+    """Read a profile from text; `name` is the file in messages, `environ` replaces `os.environ`.
 
     Raises `ProfileError` with every mistake of the text.
     """
-    if len(text) > FILE_BYTES:
-        raise _unreadable(name, _TOO_LARGE)
     document = Document(text, name=name, environ=settings() if environ is None else environ)
     given: dict[str, str] = {}
 
@@ -176,7 +114,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     if document.problems:
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(given, "preset")}
-    profile = Profile(**values, source=name, origins=origins, told={**document.told, **given})
+    profile = Profile(**values, source=name, origins=origins, shown={**document.shown, **given})
     profile = switched(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
@@ -192,11 +130,11 @@ REMOVED: Mapping[tuple[str, str], str] = {
         "nodes",
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
 }
-"""The keys that an earlier version had, by section and name, with what replaces each."""
+"""The keys of earlier versions, by section and name, with their replacements."""
 
 
 def with_engine(profile: Profile, package: str) -> Profile:
-    """A profile with what the preset for an engine has on its functions and requests; its own rules come first."""
+    """Add the rules of functions and requests of an engine's preset to a profile, after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
@@ -212,15 +150,8 @@ def with_engine(profile: Profile, package: str) -> Profile:
     return replace(profile, functions=(*profile.functions, *functions), requests=requests)
 
 
-_TOO_LARGE = "more than 1 MiB; is this the right file?"
-
-
-def _unreadable(name: str, found: str) -> ProfileError:
-    return ProfileError([f"{name}: asked to read a profile, found {found}"])
-
-
 def _fields(node: YamlNode, section: str) -> dict[str, Any]:
-    """The fields that one mapping gives to its type, once all its keys are read and none was refused."""
+    """Read all keys of a mapping as the fields of its type. Refuses the node where any was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"a mapping of {', '.join(keys)}")
@@ -242,8 +173,8 @@ def _fields(node: YamlNode, section: str) -> dict[str, Any]:
                 source, read, value = _variable(node, path)
             if path in VARIABLES:
                 node.document.origins[path] = source
-                if value is not None and value.told != value.text:
-                    node.document.told[path] = value.told
+                if value is not None and value.public_text != value.text:
+                    node.document.shown[path] = value.public_text
             if value:
                 values[key.field] = value.attempt(read)
             elif key.required:
@@ -252,7 +183,7 @@ def _fields(node: YamlNode, section: str) -> dict[str, Any]:
 
 
 def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
-    """The variable that gives a setting which the mapping leaves out, how to read it, and its value."""
+    """Return the variable of a setting that the mapping leaves out, with its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
@@ -265,7 +196,7 @@ _INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
 
 
 def section_shape(section: str) -> Shape:
-    """A mapping of the keys of a section."""
+    """Return the JSON Schema of a mapping of a section's keys."""
     return {"$ref": f"#/$defs/{section}"}
 
 
@@ -279,7 +210,7 @@ PAIR_OF_STEPS: Shape = {
 
 
 def _unless_off(read: Read, section: str) -> Read:
-    """Reads an export, or the word `off`, which takes away what a preset has."""
+    """Make a reader of an export, or of the word `off`, which removes that of a preset."""
 
     @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_unless_off(node: YamlNode) -> Any:
@@ -310,18 +241,19 @@ def _function_rule(node: YamlNode) -> FunctionRule:
     if "kind" not in values and "phase" in values:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
-    told = ", ".join(texts_told(node, "match"))
-    return FunctionRule(match, exclude, line=node.line, place=node.place, text=told, **values)
+    text = ", ".join(public_texts(node, "match"))
+    return FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
 
 
 @shaped(section_shape("functions.attributes"))
 def _argument(node: YamlNode) -> Argument:
-    one = Argument(**_fields(node, "functions.attributes"))
-    return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
+    argument = Argument(**_fields(node, "functions.attributes"))
+    suffix = "" if argument.record == "value" else f".{argument.record}"
+    return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
 
 def _request_keys(section: str, path: Read) -> Read:
-    """A path, or a mapping that has one."""
+    """Make a reader of a path, or of a mapping that has one."""
 
     @shaped({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> RequestKeys:
@@ -338,9 +270,9 @@ def _layer_rule(node: YamlNode) -> LayerRule:
     written, types = values.pop("match", ()), values.get("types", ())
     match, exclude = sides(written)
     if not match and not types:
-        found = "only patterns with '!' and no type" if written else "neither match nor type"
-        node.refuse("a match, a type, or both", found=found)
-    text = ", ".join(texts_told(node, "match") + [f"type {' '.join(texts_told(node, 'type'))}"] * bool(types))
+        missing = "only patterns with '!' and no type" if written else "neither match nor type"
+        node.refuse("a match, a type, or both", found=missing)
+    text = ", ".join(public_texts(node, "match") + [f"type {' '.join(public_texts(node, 'type'))}"] * bool(types))
     return LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
@@ -409,8 +341,8 @@ def _schedule(node: YamlNode) -> Schedule:
         return Schedule(**_fields(node, "schedule"))
     steps = each(whole(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
-        found = f"[{', '.join(item.told for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
-        node.refuse("[start, end] with 0 <= start < end, or a mapping", found=found)
+        shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
+        node.refuse("[start, end] with 0 <= start < end, or a mapping", found=shown)
     return Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
 
 
@@ -419,9 +351,9 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> Otlp | None:
-    """Return where spans go; None for nowhere, as where a variable asks for what cannot be.
+    """Read the collector; None for none, also where a variable asks for one that cannot be.
 
-    With `auto` they go where a variable names a collector.
+    With `auto` it is the collector that a variable names.
     """
     if node.is_off:
         return None
@@ -448,7 +380,7 @@ def _otlp(node: YamlNode) -> Otlp | None:
             where.refuse("a key with its client_certificate", found="a key alone")
         document.remarks.append(f"{where.where}: found a key without its client_certificate; it is not followed")
         del values["client_key"]
-    # A profile that only hands on the base variable means what the variable means: its path is a prefix.
+    # In a profile that only refers to the base variable, the path is a prefix, as in the variable.
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
     if http and origin != "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT":
         endpoint = traces_url(endpoint, prefix=handed_on or origin == _BASE_VARIABLE)
@@ -456,7 +388,7 @@ def _otlp(node: YamlNode) -> Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return whether the profile itself says the value of a key, and no variable does."""
+    """Return True where the profile itself has the value of a key, and no variable does."""
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -465,7 +397,7 @@ _exports = one_or_more(one_of(*(way.name for way in fields(Export))))
 
 @shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> Export:
-    """Return the ways out: a mapping of them, or the names of those that are as by default."""
+    """Read the exports: a mapping of them, or the names of those with defaults."""
     if node.kind in ("text", "list"):
         ways = {name: (node, replace(node, where=node.path(name), kind="mapping", items=())) for name in _exports(node)}
         node = replace(node, kind="mapping", pairs=ways)
@@ -474,9 +406,9 @@ def _export(node: YamlNode) -> Export:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the file: the field that it fills, how it is read, and what a missing one should have been.
+    """A key of the file: its field, its reader, and the allowed values in the message on a missing key.
 
-    With `blank`, a null value is not the same as leaving the key out.
+    With `blank`, a null value differs from a key that is left out.
     """
 
     field: str
@@ -494,7 +426,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
         "state": Key("state", one_of(*STATES)),
         "clock": Key("clock", one_of(*CLOCKS)),
-        "budget": Key("budget", percent),
+        "budget": Key("budget", readers.percent),
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),
@@ -506,7 +438,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "requests": Key("requests", _requests),
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
-        "capture": Key("capture", _part("capture", capture)),
+        "capture": Key("capture", _part("capture", readers.capture)),
         "limits": Key("limits", _part("limits", Limits)),
         "device": Key("device", _part("device", Device)),
         "agent": Key("agent", one_of("auto", "off")),
@@ -514,7 +446,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "export": Key("export", _export),
     },
     "functions": {
-        "match": Key("match", one_or_more(function_pattern), required="module:qualname, or a list of such patterns"),
+        "match": Key(
+            "match", one_or_more(readers.function_pattern), required="module:qualname, or a list of such patterns"
+        ),
         "name": Key("name", string),
         "kind": Key("kind", one_of(*KINDS)),
         "phase": Key("phase", string),
@@ -524,35 +458,35 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "gen_ai": Key("gen_ai", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
-        "key": Key("key", _request_keys("functions.key", key_path)),
-        "batch": Key("batch", _request_keys("functions.batch", keys_path)),
+        "key": Key("key", _request_keys("functions.key", readers.key_path)),
+        "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
     },
     "functions.key": {
-        "argument": Key("argument", key_path, required="where the key is, such as request.request_id"),
-        "cut": Key("cut", expression),
+        "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
+        "cut": Key("cut", readers.expression),
     },
     "functions.batch": {
-        "argument": Key("argument", keys_path, required="where the keys are, such as requests[].request_id"),
-        "weights": Key("weights", keys_path),
-        "cut": Key("cut", expression),
+        "argument": Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
+        "weights": Key("weights", readers.keys_path),
+        "cut": Key("cut", readers.expression),
     },
     "functions.where": {
-        "min_duration": Key("min_ns", duration("50us")),
+        "min_duration": Key("min_ns", readers.duration("50us")),
     },
     "functions.attributes": {
-        "argument": Key("argument", argument_path, required="a parameter of the function, such as prompt"),
+        "argument": Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
         "record": Key("record", one_of(*RECORDED)),
         "name": Key("name", string),
     },
     "layers": {
-        "match": Key("match", one_or_more(layer_pattern)),
-        "type": Key("types", one_or_more(class_name)),
+        "match": Key("match", one_or_more(readers.layer_pattern)),
+        "type": Key("types", one_or_more(readers.class_name)),
         "name": Key("name", string),
         "device": Key("device", flag),
     },
     "copies": {
         "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
-        "min_bytes": Key("min_bytes", size("64KiB")),
+        "min_bytes": Key("min_bytes", readers.size("64KiB")),
         "frameworks": Key("frameworks", one_or_more(one_of(*COPY_FRAMEWORKS))),
     },
     "frameworks": {
@@ -560,12 +494,12 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "requests": {
         "servers": Key("servers", one_or_more(one_of(*SERVERS))),
-        "ignore": Key("ignore", one_or_more(path_pattern)),
-        "name": Key("name", request_name),
-        "attributes": Key("attributes", one_or_more(request_attribute)),
+        "ignore": Key("ignore", one_or_more(readers.path_pattern)),
+        "name": Key("name", readers.request_name),
+        "attributes": Key("attributes", one_or_more(readers.request_attribute)),
         "traceparent": Key("traceparent", one_of(*TRACEPARENT)),
-        "gen_ai": Key("gen_ai", one_or_more(path_pattern)),
-        "by": Key("by", attribute_name),
+        "gen_ai": Key("gen_ai", one_or_more(readers.path_pattern)),
+        "by": Key("by", readers.attribute_name),
         "at_most": Key("at_most", whole(1)),
     },
     "schedule": {
@@ -574,33 +508,33 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "ready": Key("ready", whole(0)),
         "record": Key("record", whole(1), required="how many steps to record, from 1"),
         "repeat": Key("repeat", whole(0)),
-        "step": Key("step", function_name),
+        "step": Key("step", readers.function_name),
     },
     "capture": {
-        "sample": Key("sample", share),
-        "slow": Key("slow", slow_limit),
+        "sample": Key("sample", readers.share),
+        "slow": Key("slow", readers.slow_limit),
         "errors": Key("errors", flag),
-        "where": Key("where", conditions),
-        "limit": Key("limit", rate),
-        "before": Key("before_ns", duration("2s")),
-        "to": Key("to", folder_path),
+        "where": Key("where", readers.conditions),
+        "limit": Key("limit", readers.rate),
+        "before": Key("before_ns", readers.duration("2s")),
+        "to": Key("to", readers.folder_path),
     },
     "limits": {
-        "ring": Key("ring_bytes", ring_size),
-        "ring_dir": Key("ring_folder", ring_folder_or_off),
+        "ring": Key("ring_bytes", readers.ring_size),
+        "ring_dir": Key("ring_folder", readers.ring_folder_or_off),
         "spans_per_request": Key("spans_per_request", whole(1)),
-        "disk": Key("disk_bytes", size("1GiB")),
-        "blocked": Key("blocked_ns", duration_or_off),
+        "disk": Key("disk_bytes", readers.size("1GiB")),
+        "blocked": Key("blocked_ns", readers.duration_or_off),
     },
     "device": {
         "cuda": Key("cuda", one_of("auto", "off")),
         "gil": Key("gil", one_of("hold", "release")),
-        "nvml": Key("nvml_ns", interval),
-        "host": Key("host_ns", interval),
+        "nvml": Key("nvml_ns", readers.interval),
+        "host": Key("host_ns", readers.interval),
     },
     "control": {
         "watch": Key("watch", flag),
-        "socket": Key("socket", folder_or_off),
+        "socket": Key("socket", readers.folder_or_off),
     },
     "export": {
         "recording": Key(
@@ -614,41 +548,41 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
     },
     "export.recording": {
-        "path": Key("path", recording_path),
+        "path": Key("path", readers.recording_path),
     },
     "export.chrome": {
-        "path": Key("path", chrome_path),
+        "path": Key("path", readers.chrome_path),
     },
     "export.otlp": {
-        "endpoint": Key("endpoint", url),
+        "endpoint": Key("endpoint", readers.url),
         "protocol": Key("protocol", one_of(*PROTOCOLS)),
-        "headers": Key("headers", headers),
-        "timeout": Key("timeout_ns", duration("10s", least="1ms")),
+        "headers": Key("headers", readers.headers),
+        "timeout": Key("timeout_ns", readers.duration("10s", least="1ms")),
         "compression": Key("compression", one_of(*COMPRESSIONS)),
-        "certificate": Key("certificate", readable_file),
-        "client_certificate": Key("client_certificate", readable_file),
-        "client_key": Key("client_key", readable_file),
+        "certificate": Key("certificate", readers.readable_file),
+        "client_certificate": Key("client_certificate", readers.readable_file),
+        "client_key": Key("client_key", readers.readable_file),
     },
     "export.prometheus": {
-        "listen": Key("listen", address),
+        "listen": Key("listen", readers.address),
     },
     "export.summary": {
-        "to": Key("to", summary_target),
+        "to": Key("to", readers.summary_target),
         "views": Key("views", one_or_more(one_of(*VIEWS))),
         "sorted_by": Key("sorted_by", one_of(*SORT_KEYS)),
         "rows": Key("rows", whole(1)),
-        "least": Key("least_ns", duration("50us")),
+        "least": Key("least_ns", readers.duration("50us")),
         "unit": Key("unit", one_of(*TIME_UNITS)),
         "per_thread": Key("per_thread", flag),
         "corrected": Key("corrected", flag),
         "skip_first": Key("skip_first", whole(0)),
     },
 }
-"""Every key that a profile may hold, by section."""
+"""Every key of a profile, by section."""
 
 
 def setting(profile: Profile, path: str) -> Any:
-    """The value of a setting by its path in the file, such as `limits.ring`; None where its section is off."""
+    """Return a setting by its path in the file, such as `limits.ring`; None where its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

@@ -1,7 +1,7 @@
-"""What a profile is: which functions, layers and copies are instrumented, what is kept, and where it goes.
+"""The model of a profile: the functions, layers and copies to instrument, and what is kept and exported.
 
-A `Profile` and its parts are frozen and hold plain values, times in ns and sizes in bytes. `keys` reads one from a
-file, and refuses what is no value of it; one made in code is taken as it is.
+A `Profile` and its parts are frozen and have plain values, times in ns and sizes in bytes. `keys` reads one from a
+file, and refuses bad values; one made in code is not checked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
+
+KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
+"""Every kind of span."""
+
+PREPARING: tuple[str, ...] = ("load", "compile")
+"""The phases that make a service ready: to load a model, and to compile it."""
+
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
+"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -30,7 +39,7 @@ SERVERS: Mapping[str, str] = {
     "mosec": "batches of mosec's workers",
     "triton": "models of Triton's Python backend",
 }
-"""What `requests:` meets, and whose requests or batches these are."""
+"""The servers of `requests:`, with the owners of their requests or batches."""
 
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",
@@ -53,10 +62,10 @@ VIEWS: Mapping[str, str] = {
     "benchmark": "steps of a loop: reader cost, batch cost, how many a second",
     "cost": "what the instrumentation cost, by probe and thread; what was lost and what was not observed",
 }
-"""The reports that there are, and what each shows."""
+"""The views, with a description of each."""
 
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-"""In ns: what times in text may be in."""
+"""The units of times in text, in ns."""
 
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -70,9 +79,9 @@ AUTO_NS = 0
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One attribute of a call's span: the `size`, `type` or `value` (`record`) of an argument, or of a part of it.
+    """An attribute of a call's span: the `size`, `type` or `value` (`record`) of an argument, or of a part of it.
 
-    `argument` is a parameter's name, or a dotted path that begins with one; `name` is what the attribute is called.
+    `argument` is a parameter's name, or a dotted path that begins with one; `name` is the attribute's name.
     """
 
     argument: str
@@ -82,9 +91,9 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """Where a call says which request its span serves, or which ones: `argument` is a path, see
-    `instrument.instrumentors.request_keys`. `weights` is where it says how much of it each takes, perhaps in another
-    parameter, or by key. What the regular expression `cut` finds in a key is taken out of it.
+    """The place of a call's key, or of its batch's keys: `argument` is a path, see
+    `instrument.instrumentors.request_keys`. `weights` is the path of the members' weights, perhaps in another
+    parameter, or by key. The matches of the regular expression `cut` are removed from keys.
     """
 
     argument: str
@@ -96,17 +105,16 @@ class RequestKeys:
 class FunctionRule:
     """Functions to instrument: the `module:qualname` patterns that select and that exclude them.
 
-    In a pattern `*` stands for any part of one dotted segment and `**`, a segment of its own, for any number of them.
-    `name` replaces the function's own name, its fields {module}, {qualname}, {class} and {function} filled in;
-    `device` asks for device time too. `phase` says what part of the work it is, and where a file gives no kind makes it
-    `phase`. Of calls shorter than `min_ns` only the tally knows. `attributes` name what is recorded of the
-    arguments. `text` is how messages call the rule, `line` (from 1) is where it stands, `place` the file's name, line
-    and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
-    that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
-    one with `first_request` is what the view `startup` takes for the first request. How long calls take is a metric of
-    each function with `metrics`. What those with `gen_ai` yield is generated, item by item. `key` names the request
-    that a span serves, `batch` the requests of one that serves several. `engine` is the package of an engine that the
-    host has imported, and whose preset has the rule.
+    In a pattern `*` matches any part of a dotted segment and `**`, a segment of its own, any number of segments. `name`
+    replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` asks for
+    device time too. `phase` is a part of the work, and makes the kind `phase` where a file gives none. Calls shorter
+    than `min_ns` are in the tally alone. `attributes` are recorded of the arguments. `text` is the rule's name in
+    messages, `line` (from 1) and `place` are its place in the file; neither is compared, so a rule that only moved is
+    the same rule. `counted` is that of the function that `schedule.step` names: another rule may have it, but one of
+    kind `op` records it as `step`. The first call of one with `first_request` is the first request of the view
+    `startup`. A function with `metrics` has a metric of its calls' times. The items of one with `gen_ai` are
+    generated. `key` is the key of a span's request, `batch` those of a span that serves several. `engine` is the
+    package of an engine that the host has imported, and whose preset has the rule.
     """
 
     match: tuple[str, ...]
@@ -174,7 +182,7 @@ class FrameworkRule:
 
     @property
     def text(self) -> str:
-        """How messages call the rule."""
+        """The rule's name in messages."""
         return self.name
 
 
@@ -183,12 +191,11 @@ class RequestsRule:
     """Requests of the servers that the host imports, by endpoint and without a rule for any of them.
 
     `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
-    is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
-    what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
-    (`traceparent`). Reports and metrics group requests `by` an attribute, such as one that names a tenant:
-    by up to `at_most` values, and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end,
-    are generated, item by item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to
-    work.
+    is the name of spans, with {method} and {route}. `attributes` are those of OpenTelemetry's that may have data of a
+    caller, recorded because they are named. The caller's trace is followed, linked to, or left alone (`traceparent`).
+    Reports and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values,
+    and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by
+    item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is attached.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -206,7 +213,7 @@ class RequestsRule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which steps are recorded: `skip_first` once, then `closed`, `ready` and `record` steps, `repeat` times.
+    """The recorded steps: after `skip_first` once, the last of `closed`, `ready` and `record` steps, `repeat` times.
 
     `repeat` 0 means for ever. In a file ``[start, end]`` is short for skipping `start` steps and recording up to
     `end`, once. A call of the function `step` (`module:qualname`) is a step, or a request where it is left out.
@@ -230,14 +237,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """A time by what is usual: `factor` times that below which a `fraction` of an endpoint's requests lie."""
+    """A limit relative to an endpoint's usual times: `factor` times the percentile of a `fraction`."""
 
     fraction: float
     factor: float
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""How an attribute must be to a value: `=`, `>=`, `>`, `<=` or `<`, all but the first for numbers alone."""
+"""A comparison of an attribute with a value: `=`, `>=`, `>`, `<=` or `<`, all but the first for numbers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +257,12 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Which requests are kept in full: a share of all, those that are slow, those that failed, and those that bear
-    attributes.
+    """The requests that are kept in full: a share of all, and the slow, failed and matching ones.
 
-    A request is slow that takes longer than `slow_ns`, or than `slow_over` says of its endpoint. It bears attributes
-    when every condition of `where` holds for its own span as it ends, whatever the spans below it bear. `limit` bounds
-    how many are kept, `before_ns` adds what came before the request. What is kept is written into the folder `to`, by
-    the agent of the run while the service runs; None for nowhere. Where it `is_off` by a variable of OpenTelemetry
-    none is kept, whatever callers ask for.
+    A request is slow that takes longer than `slow_ns`, or than `slow_over` of its endpoint. It matches where every
+    condition of `where` is true for its own span as it ends. `limit` bounds the number of kept requests, `before_ns`
+    adds those before one. The agent of the run writes kept requests into the folder `to` while the service runs; None
+    for no folder. Where it `is_off` by a variable of OpenTelemetry none is kept, even if a caller asks.
     """
 
     sample: float = 1.0
@@ -273,13 +278,12 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the instrumentation may use at most: memory of the rings, spans of one request, disk of its files.
+    """The bounds of the instrumentation: memory of the rings, spans of a request, disk of its files.
 
-    `ring_folder` is where each process has its recording in a file, which outlives it without anybody's help; None for
-    memory that lives as long as some process has it.
-    `disk_bytes` is for the trace and summary files that the profile's paths name, of all processes that share them.
-    `blocked_ns` is how long a callback may keep an event loop from open requests, or a garbage collection all threads
-    from going on, before it is recorded; None for any time.
+    `ring_folder` is the folder of files in which each process has its recording, which outlive it; None for memory that
+    ends with its last process. `disk_bytes` is for the trace and summary files that the profile's paths name, of all
+    processes that share them. `blocked_ns` is the least recorded time for which a callback blocks an event loop with
+    open requests, or a garbage collection all threads; None for none.
     """
 
     ring_bytes: int = 64 * 2**20
@@ -291,13 +295,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is asked of the device: `cuda` is `auto` or `off`; gauges are read every so many ns, or never if None.
+    """The settings of devices: `cuda` is `auto` or `off`; gauges have intervals, None for never.
 
-    `gil` says whether a thread of the service keeps the interpreter's lock while it records an event: `hold` or
-    `release`.
-    `nvml_ns` is for those of GPUs: `AUTO_NS` means every second where there is an NVIDIA driver, without a word where
-    there is none. `host_ns` is for those of process and machine, and of torch's allocator: `AUTO_NS` means whenever
-    GPUs are read, as often.
+    `gil` is `hold` where a thread of the service keeps the interpreter's lock while it records an event, else
+    `release`. `nvml_ns` is for gauges of GPUs: `AUTO_NS` is every second where there is an NVIDIA driver, and silence
+    where there is none. `host_ns` is for those of process, machine and torch's allocator: `AUTO_NS` is the interval of
+    GPUs, where these are read.
     """
 
     cuda: str = "auto"
@@ -308,7 +311,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """How a running process learns of a changed profile: neither way unless it is asked for.
+    """The ways by which a running process gets a changed profile, off by default.
 
     `watch` looks at the file every 100 ms. `socket` is the folder in which each process listens on `<pid>.sock`, or
     `auto` for the user's own.
@@ -336,8 +339,8 @@ class Recordings:
 class Otlp:
     """Spans to an OpenTelemetry collector; `endpoint` is the final URL, `headers` stay out of the repr.
 
-    `certificate` is a file of those that the collector is trusted by, `client_certificate` and `client_key` are those
-    by which it trusts us; all in PEM, and only for https.
+    `certificate` is a file of those that verify the collector, `client_certificate` and `client_key` are those by which
+    it verifies us; all in PEM, and only for https.
     """
 
     endpoint: str = "http://localhost:4318/v1/traces"
@@ -377,7 +380,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The ways out; one that is None is off."""
+    """The exports; one that is None is off."""
 
     recording: Recordings | None = None
     chrome: Chrome | None = None
@@ -387,26 +390,25 @@ class Export:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none, so that nothing is written by itself."""
+        """True where all are off, so that nothing is written by itself."""
         return all(getattr(self, way.name) is None for way in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One `profile.yaml`. `Profile()` is what an empty file gives; `schedule` None means always on.
+    """One `profile.yaml`. `Profile()` is that of an empty file; `schedule` None means always on.
 
     `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
-    what a training loop does with torch (forward, backward, optimizer), `comm`, for what torch.distributed does, and
-    `startup`, for the time of imports and what loads and compiles models. With `engines: auto` the rules of the preset
-    that is made for an engine are added where the host imports it. `agent` is `auto`, for one of each run, or
-    `off`.
+    torch's training loops (forward, backward, optimizer), `comm`, for torch.distributed, and `startup`, for imports and
+    the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added where the host
+    imports it. `agent` is `auto`, for one per run, or `off`.
 
-    `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
-    `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
-    can give, where its value came from: ``profile``, the variable's name, or ``default``, and for each that the preset
-    gave ``preset``. `told` has how it is shown, where its value may hold a secret or is of the preset. `remarks` are
-    sentences on variables of the environment that are not followed, or that switch something off. Two profiles are
-    equal when they ask for the same, wherever they were written.
+    `preset` is the one that the file names; its values are in the other fields, as if they were in the file. `source`
+    is the file's path, or the name given to `loads`. `origins` has the source of each setting that a variable can give:
+    ``profile``, the variable's name, or ``default``, and ``preset`` for each of the preset. `shown` has the text of a
+    value for messages, where it may have a secret or is of the preset. `remarks` are sentences on variables of the
+    environment that are not followed, or that switch something off. Two profiles are equal when they ask for the same,
+    in any file.
     """
 
     service: str = "unknown_service"
@@ -435,7 +437,7 @@ class Profile:
     source: str = field(default="<profile>", compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    told: Mapping[str, str] = field(default_factory=dict, compare=False)
+    shown: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def leaves_nothing(self) -> bool:
@@ -444,12 +446,12 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits: the same for profiles that ask for the same, headers of exports left out."""
+        """Twelve hexadecimal digits: equal for equal profiles, without the headers of exports."""
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 
 def _compared(thing: Any) -> Any:
-    """The fields of a dataclass that count when it is compared and that its repr shows, as plain values."""
+    """Return the fields of a dataclass that are compared and in its repr, as plain values."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
     if not is_dataclass(thing):
@@ -467,4 +469,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""What a loop records whose author gave no profile. The path "" is that of a whole model."""
+"""The profile of a loop without one. The path "" is that of a whole model."""

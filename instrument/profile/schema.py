@@ -1,9 +1,9 @@
-"""The JSON Schema of `profile.yaml`, which editors complete it by, made of what reads it.
+"""The JSON Schema of `profile.yaml`, for completion in editors, made of its readers.
 
     python -m instrument.profile.schema    # writes profile.schema.json, beside this file
 
-Keys, and which of them are needed, come from `keys.KEYS`; words, patterns and bounds from the readers, as `shaped` says
-of each; defaults from `model`. What a key means to whoever writes it stands in the file alone, and stays there.
+Keys, and the required ones, come from `keys.KEYS`; words, patterns and bounds from the readers by `shaped`; defaults
+from `model`. The descriptions of keys are in the file alone, and stay there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from instrument.profile import model
 from instrument.profile.document import REFERENCE, SHAPES, Shape, syntax_shape
 from instrument.profile.keys import KEYS, Key
-from instrument.profile.kinds import PHASES
+from instrument.profile.model import PHASES
 from instrument.profile.values import (
     DURATION,
     DURATION_UNITS,
@@ -58,10 +58,10 @@ FILLED_BY: Mapping[str, type] = {
     "export.prometheus": model.Prometheus,
     "export.summary": model.Summary,
 }
-"""What the keys of each section fill, which has their defaults."""
+"""The classes of sections, which have the defaults of keys."""
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""A pattern that takes something in."""
+"""A pattern that selects something."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -77,7 +77,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""Those of keys of which a rule says more than the reader of the key does."""
+"""The shapes of keys whose rule has more conditions than the reader."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -90,19 +90,19 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
         ]
     },
 }
-"""Those of values against each other."""
+"""The shapes of sections with conditions on several keys."""
 
 _SERVERS = ", ".join(f"{name} ({whose})" for name, whose in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Whose requests: {_SERVERS}."}
-"""Those that other modules have the words of."""
+"""The descriptions with words of other modules."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""Those that the reader of a section completes."""
+"""The defaults that the reader of a section completes."""
 
 
 def schema() -> dict[str, Any]:
-    """The schema, as JSON takes it."""
+    """Return the schema as plain values."""
     known = json.loads(FILE.read_text("utf-8"))
     sections = {section: _section(section, known["$defs"].get(section, {}) if section else known) for section in KEYS}
     return {
@@ -154,7 +154,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """A section, with the descriptions of its keys that are known; new ones are to be written into the file."""
+    """Return a section with the known descriptions of its keys; new ones are written into the file by hand."""
     keys, described = KEYS[section], known.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
@@ -180,13 +180,13 @@ def _key(section: str, name: str, key: Key, known: Mapping[str, Any]) -> dict[st
 
 
 def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """The default of a key, as a profile says it; nothing where that is to leave it out."""
-    if told := TEXTS_OF_DEFAULTS.get((section, name)):
-        return {"default": told}
-    found = {one.name: one.default for one in fields(FILLED_BY[section]) if one.init}
-    value = found.get(key.field)
+    """Return the default of a key as a profile has it; nothing for a key that is left out."""
+    if text := TEXTS_OF_DEFAULTS.get((section, name)):
+        return {"default": text}
+    defaults = {known.name: known.default for known in fields(FILLED_BY[section]) if known.init}
+    value = defaults.get(key.field)
     choices = [shape, *shape.get("anyOf", ())]
-    words = [word for one in choices for word in one.get("enum", ())]
+    words = [word for choice in choices for word in choice.get("enum", ())]
     if value == model.AUTO_NS and "auto" in words:
         return {"default": "auto"}
     if value is None and False in words and not key.blank:
@@ -195,20 +195,20 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
         return {"default": [*value]} if value else {}
     for unit, units in ((DURATION, DURATION_UNITS), (SIZE, SIZE_UNITS)):
         if unit in choices and type(value) is int:
-            return {"default": _told(value, units)}
+            return {"default": _quantity_text(value, units)}
     return {"default": value} if isinstance(value, (bool, int, float, str)) and value != "" else {}
 
 
-def _told(value: int, units: Mapping[str, int]) -> str:
-    """A number with the largest unit of which it is a whole number; 0 with that of the examples."""
+def _quantity_text(value: int, units: Mapping[str, int]) -> str:
+    """Write a number in the largest unit of which it is a whole number; 0 in that of the examples."""
     if not value:
         return "0B" if "B" in units else "0s"
-    name, unit = max((one for one in units.items() if value % one[1] == 0), key=lambda one: one[1])
+    name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])
     return f"{value // unit}{name}"
 
 
 def text() -> str:
-    """The file."""
+    """Return the text of the file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Readers of single values of `profile.yaml`: quantities, patterns, paths, conditions and headers.
 
-Each takes a node of the document and returns what the profile holds, or refuses it with what is allowed. The `*_SYNTAX`
-are also those of `profile.schema.json`, and so is what `shaped` says of a reader.
+Each takes a node of the document and returns the profile's value, or refuses it with the allowed values. The `*_SYNTAX`
+and the shapes of `shaped` are also those of `profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_PORT = 65_535
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
 PERCENTS = r"(?=[0-9.]*[1-9])(?:100(?:\.0{1,18})?|0{0,2}[0-9]{1,2}(?:\.[0-9]{1,18})?)%"
-"""Those above 0% and up to 100%, as a syntax."""
+"""The syntax of percentages above 0% and up to 100%."""
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
@@ -120,7 +120,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @shaped(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
+    """Read the size of the rings, which this machine must have: all of it is used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -134,7 +134,7 @@ _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 @shaped({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def interval(node: YamlNode) -> int | None:
-    """How often gauges are read, in ns."""
+    """Read the interval of gauges, in ns."""
     if node.is_off:
         return None
     return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
@@ -244,7 +244,7 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 @shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | Usual:
-    """A time in ns, or one by what is usual."""
+    """Read a time in ns, or a limit relative to usual times."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -252,8 +252,8 @@ def slow_limit(node: YamlNode) -> int | Usual:
     meant = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
     if meant:
         node.refuse("a percentile of the endpoint's own such as p99*1.5", near=meant[0])
-    found: int = _read_slow(node)
-    return found
+    slow_ns: int = _read_slow(node)
+    return slow_ns
 
 
 def capture(**values: Any) -> Capture:
@@ -267,7 +267,7 @@ _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a l
 
 @shaped({"anyOf": _COMPARED_SHAPES})
 def _compared(node: YamlNode) -> tuple[str, str | bool | int | float]:
-    """How an attribute must be: the operator, and the value that it is compared with."""
+    """Read a comparison: the operator, and the value."""
     if node.kind == "bool":
         if node.text.lower() not in ("true", "false"):
             node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
@@ -303,19 +303,19 @@ _read_compared = one_or_more(_compared)
 def conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
-    found = []
+    read = []
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(ATTRIBUTE_SYNTAX, name):
                 key.note("an attribute's name of at most 256 characters", found=f"the name {clip(name)!r}")
             elif value.kind != "null":
-                found.append(Where(name, value.attempt(_read_compared)))
-    return tuple(found)
+                read.append(Where(name, value.attempt(_read_compared)))
+    return tuple(read)
 
 
 @shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: YamlNode) -> str:
-    """A collector's URL, or empty text for none, which a quoted reference to an unset variable gives."""
+    """Read a collector's URL, or empty text for none, from a quoted reference to an unset variable."""
     if node.kind == "text" and not node.text:
         return ""
     text = string(node)
@@ -341,7 +341,7 @@ def address(node: YamlNode) -> str:
 
 @shaped({"type": "string", "minLength": 1})
 def readable_file(node: YamlNode) -> str:
-    """The path of a file that is there and may be read."""
+    """Read the path of a file that is there and may be read."""
     path = string(node)
     if not os.access(path, os.R_OK) or not Path(path).is_file():
         node.refuse("the path of a file that is there and that this process may read")
@@ -385,7 +385,7 @@ def _header_value(node: YamlNode) -> str:
 
 
 def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
-    """A headers variable: `name=value,name=value`, URL-encoded."""
+    """Read a variable of headers: `name=value,name=value`, URL-encoded."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
         name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
@@ -395,14 +395,14 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
     return tuple(headers)
 
 
-def texts_told(node: YamlNode, key: str) -> list[str]:
-    """One text of a rule or several, as messages call the rule by them, each once."""
-    _, found = node.pairs.get(key, (node, node))
-    return list(dict.fromkeys(text.told for text in found.items or (found,) if text.kind == "text"))
+def public_texts(node: YamlNode, key: str) -> list[str]:
+    """Return the texts of a rule, for its name in messages, each once."""
+    _, value = node.pairs.get(key, (node, node))
+    return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
 def sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The patterns that select, and those that exclude without their '!'."""
+    """Return the patterns that select, and those that exclude without their '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 

@@ -29,7 +29,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The variables that give a setting which the profile leaves out, the first that is set, not empty and understood."""
+"""The variables of settings that the profile leaves out. The first that is set and understood counts."""
 
 BESIDE: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -42,14 +42,14 @@ BESIDE: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""The other variables that what is sent to a collector follows: the name of each setting, and the values followed.
+"""The other variables for the data sent to a collector: the name of each setting, and the values followed.
 
-`none` for an exporter means that nothing of that signal is sent; the propagators are those by which requests find their
-caller's trace. These and `VARIABLES` are all of OpenTelemetry's variables that are honoured.
+`none` for an exporter means that nothing of that signal is sent. The propagators are those of a caller's trace. These
+and `VARIABLES` are all of OpenTelemetry's variables that are honoured.
 """
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
-"""Variables that begin so configure OpenTelemetry's own SDK and instrumentations."""
+"""The prefix of variables for OpenTelemetry's own SDK and instrumentations."""
 
 
 _DISABLED = ("OTEL_SDK_DISABLED", "true")
@@ -61,7 +61,7 @@ _SWITCHES = {
 
 
 def _unsent(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the signals that are switched off, each with what does so."""
+    """Return the signals that are switched off, each with its switch."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 from instrument import native
 from instrument.errors import TargetError
-from instrument.profile.kinds import KINDS, PHASES
-from instrument.profile.model import Limits
+from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import annotation, core, wrapping
 from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.readback import Readback

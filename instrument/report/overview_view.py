@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from instrument.profile.kinds import KINDS
+from instrument.profile.model import KINDS
 from instrument.recording.spans import Interval, is_interruption
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import share

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.profile.kinds import PHASES
+from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import in_unit, share, six_digits

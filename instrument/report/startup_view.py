@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from instrument.profile.kinds import PREPARING
+from instrument.profile.model import PREPARING
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Tally

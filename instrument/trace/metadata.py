@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from operator import add
 from typing import Any
 
-from instrument.profile.kinds import KINDS
+from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocations
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.spans import (

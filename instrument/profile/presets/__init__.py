@@ -1,4 +1,4 @@
-"""Presets: profiles by name, each a file of this folder, that stand for the lines that most profiles need.
+"""Presets: profiles by name, each a file of this folder, with the lines that most profiles need.
 
 A profile names one with `preset:` and refines it: mappings are merged key by key, and any other value that the profile
 gives takes the place of the preset's, a list as a whole. Null counts as left out, as everywhere.
@@ -23,7 +23,7 @@ ENGINES: Mapping[str, str] = {
     "mosec": "mosec",
     "litserve": "litserve",
 }
-"""The presets that are made for engines, by the package that a service imports of each."""
+"""The presets for engines, by the package of each that a service imports."""
 
 PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 
@@ -31,22 +31,22 @@ _FOLDER = Path(__file__).parent
 
 
 def path_of(preset: str) -> str:
-    """The file of a preset, which is a profile like any other."""
+    """Return the path of a preset's file, which is a profile like any other."""
     return str(_FOLDER / f"{preset}.yaml")
 
 
 def text_of(preset: str) -> str:
-    """The YAML of a preset."""
+    """Return the YAML of a preset."""
     return Path(path_of(preset)).read_text("utf-8")
 
 
 def named_by(path: str | os.PathLike[str]) -> str | None:
-    """The preset whose file that is, None for any other file."""
+    """Return the preset with that file, None for any other file."""
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
 def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """The root of a profile with what the preset that it names gives besides, and what that is: texts by path."""
+    """Merge the preset that a profile names into its root. Returns both the root and the preset's texts by path."""
     from instrument.profile.document import Document
 
     key, named = profile.pairs.get("preset", (profile, profile))
@@ -62,7 +62,7 @@ def _itself(node: YamlNode) -> YamlNode:
 
 
 def _placed(node: YamlNode, at: YamlNode) -> YamlNode:
-    """A node of a preset as one of the profile's own, where that names the preset: messages tell that place."""
+    """Give a node of a preset the place at which the profile names the preset, for messages."""
     items = tuple(_placed(item, at) for item in node.items)
     pairs = {name: (_placed(key, at), _placed(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
@@ -92,4 +92,4 @@ def _written(value: YamlNode) -> str:
         return f"[{', '.join(map(_written, value.items))}]"
     if value.kind == "mapping":
         return f"{{{', '.join(f'{name}: {_written(inner)}' for name, (_, inner) in value.pairs.items())}}}"
-    return value.told
+    return value.public_text
