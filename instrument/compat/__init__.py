@@ -1,5 +1,4 @@
-"""Faces: the calls of older profilers over the same session, for code that has them and is not to be rewritten yet.
+"""The calls of older profilers over the same session, for code that has them and is not to be rewritten yet.
 
-Each room has the names of one of them (`fluid`, `paddle`, `minicaffe`) and holds no measuring of its
-own: it says in our words what was asked. Where the answer differs on purpose, its text says how.
+Each module has the names of one of them, and measures nothing itself. Its text has the differences on purpose.
 """

@@ -1,7 +1,7 @@
 """The profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
 Differences: no device is synchronised and no kernel launched. The Total of state `All` is the union of host and device
-time, not their sum. `profile_path` gets a Chrome trace. A session that runs already is looked at and goes on.
+time, not their sum. `profile_path` gets a Chrome trace. A session that runs already is used and goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """Whether the session began with this, so that its tally is exact for all calls, whatever the rings still hold."""
+    """True where the session began with the run, so that its tally is exact for all calls."""
     torch: TorchProfiler | None
 
 
@@ -50,7 +50,7 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Record from now on; nothing where it runs already. Raises `ProfileError`, a ValueError, as `profiler` does."""
+    """Record from now on; do nothing where it runs already. Raises `ProfileError`, a ValueError, as `profiler` does."""
     global _run
     _refuse(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
@@ -68,7 +68,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Print the report of all threads together, then by thread; write the timeline. Nothing where none runs."""
+    """Print the report of all threads together, then by thread; write the timeline. Does nothing where none runs."""
     _stop(sorted_key, (profile_path,), None)
 
 
@@ -101,13 +101,13 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
 
 
 def _report(recording: Recording, options: Options) -> str:
-    """The report, names whole, and what the instrumentation cost and could not see."""
+    """Return the report with whole names, and the cost and the gaps of the instrumentation."""
     about = instrumentation(recording)
     return "\n".join([*events(recording, options).wide().lines(), *about])
 
 
 def reset_profiler() -> None:
-    """Forget what was recorded up to now, such as the first iterations; spans that are open count from here on."""
+    """Forget the spans up to now, such as the first iterations; open ones count from here on."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False
@@ -120,7 +120,7 @@ def profiler(
     profile_path: _Path | None = PROFILE_PATH,
     tracer_option: str = "Default",
 ) -> Iterator[None]:
-    """Record within the block, and report when it is left, by an exception too."""
+    """Record within the block, and report at its end, by an exception too."""
     _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
     start_profiler(state, tracer_option)
     try:
@@ -136,16 +136,16 @@ class ProfilerOptions:
         self.options = dict(options or {})
 
     def with_state(self, state: str) -> ProfilerOptions:
-        """The same with another state."""
+        """Set another state, and return the options."""
         self.options["state"] = state
         return self
 
 
 class Profiler:
-    """That of `paddle.utils`: ``with Profiler(options={"batch_range": [10, 20]}) as p``, `p.record_step()` by batch.
+    """The `Profiler` of `paddle.utils`: ``with Profiler(options={"batch_range": [10, 20]}) as p``, `p.record_step()`.
 
     Options: state, sorted_key, tracer_level, batch_range (batches first to end - 1), and the files, of which `none`
-    writes none: profile_path and timeline_path get a Chrome trace, op_summary_path the report too. The report tells
+    writes none: profile_path and timeline_path get a Chrome trace, op_summary_path the report too. The report has
     threads apart with output_thread_detail and without.
     """
 
@@ -169,22 +169,22 @@ class Profiler:
             for key in self._options
             if key not in self.DEFAULTS
         ]
-        found = self._options["batch_range"]
-        pair = found if isinstance(found, (list, tuple)) else ()
+        given = self._options["batch_range"]
+        pair = given if isinstance(given, (list, tuple)) else ()
         if not (len(pair) == 2 and all(isinstance(batch, int) for batch in pair) and 0 <= pair[0] < pair[1]):
-            problems.append(f"Profiler: batch_range: found {found!r}; allowed: [first, end] with 0 <= first < end")
+            problems.append(f"Profiler: batch_range: found {given!r}; allowed: [first, end] with 0 <= first < end")
         if problems:
             raise ProfileError(problems)
         self._first, self._end = pair
         self.batch_id = 0
 
     def start(self) -> None:
-        """Record from now on, whatever the batch."""
+        """Record from now on, in any batch."""
         if self._enabled:
             start_profiler(self._options["state"], self._options["tracer_level"])
 
     def stop(self) -> None:
-        """Print and write what was recorded; nothing where the range has ended before."""
+        """Print and write the report; do nothing where the range has ended before."""
         if self._enabled:
             profile, timeline, report = (
                 None if self._options[name] == "none" else self._options[name]
@@ -193,12 +193,12 @@ class Profiler:
             _stop(self._options["sorted_key"], (profile, timeline), report)
 
     def reset(self) -> None:
-        """As `reset_profiler`."""
+        """Do as `reset_profiler`."""
         if self._enabled:
             reset_profiler()
 
     def record_step(self, change_profiler_status: bool = True) -> None:
-        """A batch has ended."""
+        """Count a batch that has ended."""
         self.batch_id += 1
         if not change_profiler_status:
             return
@@ -216,10 +216,10 @@ class Profiler:
         self.stop()
 
 
-def _refuse(**found: tuple[Any, tuple[str, ...]]) -> None:
+def _refuse(**given: tuple[Any, tuple[str, ...]]) -> None:
     problems = [
         f"start_profiler: {name}: found {value!r}; allowed: {', '.join(allowed)}"
-        for name, (value, allowed) in found.items()
+        for name, (value, allowed) in given.items()
         if value not in allowed
     ]
     if problems:

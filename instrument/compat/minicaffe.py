@@ -1,12 +1,12 @@
 """The profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
 
-The states are its own: scopes are nothing while it is off, it is not switched off with scopes open, and what one
-thread has opened that thread closes. Differences: `dump` is allowed at any time, forgets nothing, and writes slices in
-lanes of their threads, in nanoseconds; each thread has scopes of its own, which end with it at the latest; a name is
-what was given, not the path. The end of the session switches off, whatever scopes are open.
+The states are its own: scopes do nothing while it is off, it is not switched off with scopes open, and each thread
+closes its own scopes. Differences: `dump` is allowed at any time, forgets nothing, and writes slices in lanes of their
+threads, in nanoseconds; each thread has scopes of its own, which end with it at the latest; a name is the given one,
+not the path. The end of the session switches off, even with open scopes.
 
-Where no session runs, `enable` begins one that records the layers of the models of torch too, each by its class; with
-a profile in `INSTRUMENT_PROFILE` that one says what is recorded. A session that runs already goes on after `disable`.
+Where no session runs, `enable` begins one by the profile in `INSTRUMENT_PROFILE`, else one that records the layers of
+torch's models too, each by its class. A session that runs already goes on after `disable`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Record no more; what was recorded can still be dumped. Raises `StateError` where it is off or scopes are open."""
+    """Stop recording; the spans can still be dumped. Raises `StateError` where it is off or scopes are open."""
     global _is_on
     with _lock:
         if not _is_on:
@@ -77,13 +77,13 @@ def disable() -> None:
 
 
 def open_scope(name: str) -> None:
-    """Begin a scope within the one that this thread has open; nothing while the profiler is off."""
+    """Begin a scope within this thread's open one; do nothing while the profiler is off."""
     if _is_on:
         _opened.scopes.append(RECORDER.make_scope(name).start())
 
 
 def close_scope() -> None:
-    """End this thread's innermost scope; nothing while the profiler is off. Raises `StateError` where none is open."""
+    """End this thread's innermost scope; do nothing while the profiler is off. Raises `StateError` without one."""
     if not _is_on:
         return
     if not _opened.scopes:
@@ -92,22 +92,22 @@ def close_scope() -> None:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write all that is held, of every time that it was on, as a Chrome trace. Raises `StateError`, `TraceError`."""
+    """Write all spans, of every time that it was on, as a Chrome trace. Raises `StateError`, `TraceError`."""
     return process.dump(path)
 
 
 def now() -> int:
-    """Microseconds on the clock of the spans."""
+    """Return microseconds on the clock of the spans."""
     return time.monotonic_ns() // 1000
 
 
 def _has_ended() -> bool:
-    """Whether the session that is looked at runs no more."""
+    """Return True where the session of the profiler has ended."""
     return _looked_at is not None and _running() is not _looked_at
 
 
 def _forget_scopes() -> None:
-    """Those of threads that have ended; end those that others left open in a session that has."""
+    """Forget the scopes of threads that have ended, and end open ones of a session that has."""
     for thread, scopes in list(_scopes_of.items()):
         if not thread.is_alive():
             del _scopes_of[thread]

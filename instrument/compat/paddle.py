@@ -4,9 +4,8 @@ Differences: on_trace_ready runs before the next window is armed, and nothing is
 that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may overlap, cross steps and tasks;
 profilers may be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` that of the windows
 (`instrument.sessions.window.State`). `summary` prints and returns the text. There is no protobuf. Operators, kernels
-and what `record_shapes`, `profile_memory` and `with_flops` ask for come from torch.profiler, where torch is imported
-and no session of a profile runs. What is asked for and not recorded is said once in the log, and in the session's
-notes.
+and the data of `record_shapes`, `profile_memory` and `with_flops` come from torch.profiler, where torch is imported and
+no session of a profile runs. The log, once, and the session's notes have the options that are not recorded.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProfilerTarget(Enum):
-    """What is timed: the host, or what goes to a GPU too. Of the others nothing is."""
+    """The timed devices: the host, and GPUs. The others are not timed."""
 
     CPU = 0
     GPU = 1
@@ -76,18 +75,18 @@ _TIMED = (ProfilerTarget.CPU, ProfilerTarget.GPU)
 _NO_DEVICE = "host and GPU are timed"
 _INSTEAD: Mapping[str, str] = {
     "record_shapes": "torch.profiler notes shapes where torch is imported and no session of a profile runs",
-    "profile_memory": "torch.profiler tells allocations where torch is imported and no session of a profile runs",
+    "profile_memory": "torch.profiler records allocations where torch is imported and no session of a profile runs",
     "emit_nvtx": "under Nsight every span is an NVTX range without it",
-    "with_flops": "torch.profiler tells operations where torch is imported and no session of a profile runs",
+    "with_flops": "torch.profiler records operations where torch is imported and no session of a profile runs",
 }
 _OF_TORCH = ("record_shapes", "profile_memory", "with_flops")
-"""What torch.profiler tells, where it is beside."""
+"""The options that torch.profiler honours."""
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 class SortedKeys(Enum):
-    """What rows are sorted by, in our words."""
+    """The keys of sorting, in our words."""
 
     CPUTotal = "cpu_total"
     CPUAvg = "cpu_ave"
@@ -114,7 +113,7 @@ class SummaryView(Enum):
 
 
 class TracerEventType(Enum):
-    """What a range is: the kind of its span, or the phase."""
+    """The type of a range: the kind of its span, or the phase."""
 
     Operator = "op"
     Dataloader = "loader"
@@ -138,7 +137,7 @@ _SCOPE_OF: Mapping[TracerEventType, Mapping[str, str]] = {
 
 
 class RecordEvent:
-    """A range by name: a context manager, a decorator, or `begin` and `end`. `end` without `begin` is nothing."""
+    """A range by name: a context manager, a decorator, or `begin` and `end`. `end` without `begin` does nothing."""
 
     def __init__(self, name: str, event_type: TracerEventType = TracerEventType.PythonUserDefined) -> None:
         self.name = name
@@ -152,7 +151,7 @@ class RecordEvent:
             self._scope = RECORDER.make_scope(self.name, **self._how).start()  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """End the range, on whatever thread or task."""
+        """End the range, on any thread or task."""
         opened, self._scope = self._scope, None
         if opened is not None:
             opened.end()
@@ -179,23 +178,23 @@ class _Exporter(InBackground):
 
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """As `instrument.export_chrome`: one file a window, named by service or worker, process and window."""
+    """Make a handler as `instrument.export_chrome`: a file per window, named by service or worker, process, window."""
     return _Exporter(chrome_files(dir_name, worker_name))
 
 
 def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """There is none. Raises `ProfileError`, which says what there is."""
+    """Raise `ProfileError`, which names the replacement."""
     raise ProfileError(
         ["export_protobuf: no protobuf is written; use export_chrome_tracing, load_profiler_result reads it"]
     )
 
 
 class Profiler(_Profiler):
-    """`paddle.profiler.Profiler`: its arguments, in our words those of `instrument.Profiler`.
+    """The `paddle.profiler.Profiler`: its arguments, in our words those of `instrument.Profiler`.
 
     `targets` with a GPU time the device too; left out, both. In a `scheduler` ``(start, end)`` a start below 0 is 0.
-    `on_trace_ready` gets this object, and its `window` is what has been recorded. A handler may `stop` it: that is done
-    when the step has ended, and what steps the loop goes on to count is nothing.
+    `on_trace_ready` gets this object, with the recorded `window`. A handler may `stop` it: it stops after the step, and
+    later steps of the loop do not count.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class Profiler(_Profiler):
         )
 
     def _given(self, handler: Any) -> Any:
-        """The handler as a function of a window, which those of `instrument` are."""
+        """Return a handler as a function of a window, as those of `instrument` are."""
         if (
             not callable(handler)
             or is_asynchronous(handler)
@@ -249,21 +248,21 @@ class Profiler(_Profiler):
         return lambda window: handler(self)
 
     def start(self) -> None:
-        """As that of `instrument.Profiler`."""
+        """Start as `instrument.Profiler` does."""
         super().start()
         by_torch = _OF_TORCH if self._torch is not None and torch_profiler.is_there() else ()
         for name in self._not_recorded:
             if name in by_torch:
                 continue
             note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
-            if note not in _told:
-                _told.add(note)
+            if note not in _logged:
+                _logged.add(note)
                 logger.warning("%s", note)
             if self._session is not None and note not in self._session.account.notes():
                 self._session.account.complain(note, log=False)
 
     def _stop(self) -> None:
-        """As that of `instrument.Profiler`, and print the cost of the steps where some were timed."""
+        """Stop as `instrument.Profiler` does, and print the cost of the steps where some were timed."""
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.loop().steps:
@@ -295,7 +294,7 @@ class Profiler(_Profiler):
 
 
 Handler = Callable[[Profiler], object] | InBackground
-"""What `on_trace_ready` may be."""
+"""A handler for `on_trace_ready`."""
 
 
 class ProfilerResult:
@@ -327,22 +326,22 @@ def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
 
 
 def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
-    """The profiler that a JSON file of Paddle's asks for. Raises `ProfileError` for what is wrong in it.
+    """Return the profiler of a JSON file of Paddle's. Raises `ProfileError` for a mistake in it.
 
     Functions of `paddle.profiler` that it names are those of this module.
     """
     try:
-        return Profiler(**_asked(json.loads(Path(config_path).read_text(encoding="utf-8"))))
+        return Profiler(**_arguments(json.loads(Path(config_path).read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ProfileError([f"get_profiler: {os.fspath(config_path)}: {type(error).__name__}: {error}"]) from error
 
 
-def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Profiler` that such a file means."""
-    unknown = [name for name in found if name not in _KEYS]
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Profiler` in such a file."""
+    unknown = [name for name in given if name not in _KEYS]
     if unknown:
         raise ValueError(f"found the key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
-    asked = dict(found)
+    asked = dict(given)
     if "targets" in asked:
         asked["targets"] = [ProfilerTarget[name.upper()] for name in asked["targets"]]
     for name in ("scheduler", "on_trace_ready"):
@@ -353,10 +352,10 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(function: str, module: str, use_direct: bool = False, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """A function that a file names, or what a call of it returns."""
+    """Return a function that a file names, or the result of its call."""
     ours = module == "paddle.profiler" or module.startswith("paddle.profiler.")
-    found = getattr(sys.modules[__name__] if ours else import_module(module), function)
-    return found if use_direct else found(*args, **(kwargs or {}))
+    named = getattr(sys.modules[__name__] if ours else import_module(module), function)
+    return named if use_direct else named(*args, **(kwargs or {}))
 
 
 def _text(
@@ -367,7 +366,7 @@ def _text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """The views in Paddle's order; where none is named all of them, that of memory where it was profiled."""
+    """Return the views in Paddle's order; all of them by default, that of memory where it was profiled."""
     if views is None:  # memory where it was profiled, as there
         hidden = () if recording.facts.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]

@@ -1,13 +1,12 @@
 """The device profiling of SINGA: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling` of a device.
 
-Verbosity 0 prints nothing, 1 forward and backward, 2 one line for each operator in the order of execution, 3 those of
+Verbosity 0 prints nothing, 1 forward and backward, 2 a line per operator in the order of execution, 3 those of
 communication alone. An iteration begins with the forward after a backward or an optimizer, or with each forward where
-there is neither; `EndIteration`, which SINGA has not, says instead where a graph has run. Differences: nothing of ours
-is synchronised; averages divide by the iterations that were timed, and their number is printed; Backward is backward
-alone, the optimizer and gaps are not in it (the view `phases` has them), and what there was none of is `-`. No device
-is made or moved to: whatever the device, what is recorded says what is timed. Where no session runs, that of
-`INSTRUMENT_PROFILE` begins, else one that records phases, layers, communication and copies, and operators are those
-that torch.profiler tells, up to the first print, where torch is imported.
+there is neither; `EndIteration`, which SINGA has not, marks the end of a graph instead. Differences: nothing is
+synchronised; averages divide by the timed iterations, whose number is printed; Backward is backward alone, without the
+optimizer and gaps (the view `phases` has them), and a missing phase is `-`. No device is made or used: the spans decide
+what is timed. Where no session runs, that of `INSTRUMENT_PROFILE` begins, else one that records phases, layers,
+communication and copies, with the operators of torch.profiler, up to the first print, where torch is imported.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""How operators begin that do no more than call one of backward."""
+"""The prefix of operators that only call one of backward."""
 
 
 class Device:
-    """What SINGA's device offers to time its graph. `verbosity` 0 records nothing."""
+    """The calls of SINGA's device that time its graph. `verbosity` 0 records nothing."""
 
     def __init__(self) -> None:
         self.verbosity = 0
@@ -52,7 +51,7 @@ class Device:
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """0 to 3; from 1 on the first iteration begins. Back to 0, recording ends and what was recorded is gone."""
+        """Set the verbosity, 0 to 3. From 1 on the first iteration begins; back at 0 the recording ends and is gone."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
@@ -73,13 +72,13 @@ class Device:
             leave(session)
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
-        """How many first iterations are not timed."""
+        """Set the number of first iterations that are not timed."""
         if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
             raise ProfileError([f"SetSkipIteration: found {iterations!r}; allowed: a whole number from 0"])
         self.skip_iteration = iterations
 
     def EndIteration(self) -> None:  # noqa: N802
-        """An iteration has ended and the next one begins."""
+        """End an iteration, and begin the next one."""
         if self._session is not None:
             began_ns, self._step_ns = self._step_ns, time.monotonic_ns()
             self._steps.append(Step(self._ended, began_ns, self._step_ns, threading.get_native_id()))
@@ -88,7 +87,7 @@ class Device:
                 self._torch.look()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
-        """Print the means of the iterations up to now; nothing is reset. Nothing for verbosity 0."""
+        """Print the means of the iterations up to now, without a reset. Prints nothing for verbosity 0."""
         if not self.verbosity:
             logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
         elif self._session is not None:  # None: switched off by the environment
@@ -99,26 +98,29 @@ class Device:
         trace = self._trace(session)
         recording = Recording.of_trace(trace)
         if self.verbosity == 1:
-            found = phases(recording, options)
-            return [*propagation_lines(found.mean_ns), self._timed(found.timed if found.of == "step" else 0)]
+            view = phases(recording, options)
+            return [*propagation_lines(view.mean_ns), self._timed(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _means(trace, self.skip_iteration)
-            told = enumerate(means.items())
-            lines = [_line(at, name, mean_ns) for at, ((name, kind, _), mean_ns) in told if self._is_told(kind)]
+            lines = [
+                _line(at, name, mean_ns)
+                for at, ((name, kind, _), mean_ns) in enumerate(means.items())
+                if self._is_shown(kind)
+            ]
             return [*lines, self._timed(timed)]
         order = operators(recording, options).in_order
         lines = [
-            _line(one.number, one.name, one.mean_ns)
-            for one in (order.operators if order is not None else ())
-            if one.total_ns and self._is_told(one.kind)
+            _line(operator.number, operator.name, operator.mean_ns)
+            for operator in (order.operators if order is not None else ())
+            if operator.total_ns and self._is_shown(operator.kind)
         ]
         return [*lines, self._timed(order.timed if order is not None else 0)]
 
-    def _is_told(self, kind: str) -> bool:
+    def _is_shown(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"
 
     def _trace(self, session: Session) -> Trace:
-        """What was recorded, with its iterations; where torch.profiler was beside, as long as it was."""
+        """Return the trace with its iterations, for as long as torch.profiler was on, if it was."""
         seen = None if self._torch is None else self._torch.end()
         if seen is None and self._joined is not None and self.verbosity > 1:
             return self._joined
@@ -128,7 +130,7 @@ class Device:
         trace = with_steps(trace, steps)
         if seen is not None:
             trace = self._joined = seen.join(trace)
-            self._cut = f"; torch.profiler was beside these alone: {seen.cut}" if seen.cut else ""
+            self._cut = f"; torch.profiler was on for these alone: {seen.cut}" if seen.cut else ""
         return trace
 
     def _timed(self, count: int) -> str:
@@ -139,7 +141,7 @@ class Device:
 
 
 def _iterations(trace: Trace) -> list[Step]:
-    """From one forward to that which comes after a backward or an optimizer, or to the next where there is neither."""
+    """Split at the forward after a backward or an optimizer, or at each forward where there is neither."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
@@ -147,7 +149,7 @@ def _iterations(trace: Trace) -> list[Step]:
             by_thread.setdefault(span.thread_id, []).append((span, phase))
     steps: list[Step] = []
     for thread_id, own in by_thread.items():
-        own.sort(key=lambda one: one[0].start_ns)
+        own.sort(key=lambda item: item[0].start_ns)
         learns = any(phase != "forward" for _, phase in own)
         starts: list[int] = []
         has_learnt = True
@@ -162,8 +164,10 @@ def _iterations(trace: Trace) -> list[Step]:
 
 
 def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
-    """The mean time of each operator in an iteration, by name, kind and how often it came before in it; and how many
-    iterations were timed. In the order of execution; an operator that others are in has their time."""
+    """Return the mean time of operators by name, kind and their number in an iteration, and the number of iterations.
+
+    They are in the order of execution; an operator around others has their time.
+    """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
         span.span_id: Counter[tuple[str, str]]()
@@ -173,13 +177,15 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
     device_ns: Counter[int] = Counter()
     for span in trace.spans:
         if span.device and is_operator(span.site):
-            for one in (span, *_around(span, by_id)):
-                device_ns[one.span_id] += span.device_ns
+            for outer in (span, *_around(span, by_id)):
+                device_ns[outer.span_id] += span.device_ns
     sums: dict[tuple[str, str, int], int] = {}
     for span in sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns)):
         if not _is_listed(span, by_id):
             continue
-        counts = next((iterations[one.span_id] for one in _around(span, by_id) if one.span_id in iterations), None)
+        counts = next(
+            (iterations[outer.span_id] for outer in _around(span, by_id) if outer.span_id in iterations), None
+        )
         if counts is not None:
             name, kind = span.site.name, span.site.kind
             key = name, kind, counts[name, kind]
@@ -189,11 +195,11 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
 
 
 def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Whether an operator has a line: not a layer, for torch's operators are what it does, and none within another."""
+    """Return True for an operator with a line: no layer, whose operators have lines, and none within another."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
-    is_outer = all(not is_operator(one.site) or one.site.name.startswith(_EVALUATES) for one in _around(span, by_id))
-    return is_outer and not span.site.name.startswith(_EVALUATES)
+    around = [outer.site for outer in _around(span, by_id) if is_operator(outer.site)]
+    return all(site.name.startswith(_EVALUATES) for site in around) and not span.site.name.startswith(_EVALUATES)
 
 
 def _around(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
@@ -208,15 +214,15 @@ def _line(at: int, name: str, mean_ns: float) -> str:
 
 
 def create_cpu_device() -> Device:
-    """What is looked at by a program that computes on the CPU."""
+    """Return the device of a program that computes on the CPU."""
     return Device()
 
 
 def create_cuda_gpu() -> Device:
-    """What is looked at by a program that computes on a GPU."""
+    """Return the device of a program that computes on a GPU."""
     return Device()
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
-    """As `create_cuda_gpu`, on whichever GPU."""
+    """Return the device of a program that computes on a GPU by its number."""
     return Device()

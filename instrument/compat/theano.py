@@ -1,13 +1,12 @@
-"""The profiles of Theano: one for each function and their sum, printed when the interpreter exits.
+"""The profiles of Theano: one per function and their sum, printed when the interpreter exits.
 
-``@function(profile=True)`` stands for ``theano.function(..., profile=True)``: what runs within the calls of the Python
-function is its profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first
-such function begins a session where none runs, and torch.profiler, where torch is imported and no profile says what is
-recorded, at the first call of one: operators of torch are the ops then. Differences: ``theano.function([x], y)``, which
-compiles a graph, is refused; times are self times of spans in place of thunks. Functions that call each other have what
-their own calls took; their sum counts that once. Of Theano's flags, in `THEANO_FLAGS` or as `config.profile`,
-`profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` are honoured; of others it is said in the
-log that they are not.
+``@function(profile=True)`` replaces ``theano.function(..., profile=True)``: the calls of the Python function are its
+profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first such function
+begins a session where none runs, and torch.profiler at its first call, where torch is imported and there is no profile:
+operators of torch are the ops then. Differences: ``theano.function([x], y)``, which compiles a graph, is refused; times
+are self times of spans in place of thunks. Functions that call each other each have their own calls' time; their sum
+counts it once. Of Theano's flags, in `THEANO_FLAGS` or as `config.profile`, `profile`, `profiling.n_ops`,
+`profiling.n_apply` and `profiling.destination` are honoured; the log has a line on others.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from instrument.compat.theano_flags import Config
 from instrument.errors import ProfileError, StateError
 from instrument.instrumentors.functions import profiled
 from instrument.instrumentors.targets import site_on
@@ -35,7 +33,7 @@ from instrument.recording.tally import Tally
 from instrument.report.summary import made
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
-from instrument.runtime.faults import FAULTS
+from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import join, torch_beside
@@ -45,7 +43,102 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""Stands for every function in their sum."""
+"""The site of all functions in their sum."""
+
+_NO_GRAPH = "no graph is compiled here"
+
+_REFUSED: Mapping[str, str] = {
+    "profile_memory": "Profiler(torch={'profile_memory': True}) and the view memory show what takes memory",
+    "profile_optimizer": _NO_GRAPH,
+    "print_global_stats": "the sum over all functions is printed at exit",
+    "profiling.time_thunks": "every op that is recorded is timed",
+    "profiling.output_line_width": "lines have 100 columns",
+    "profiling.min_memory_size": "the view memory shows what takes memory",
+    "profiling.min_peak_memory": _NO_GRAPH,
+    "profiling.debugprint": _NO_GRAPH,
+    "profiling.ignore_first_call": "the first call is counted; the view startup has first calls apart",
+}
+"""The flags of profiling that are not honoured, with the reasons."""
+
+_AS_THEANO: Mapping[str, object] = {"profiling.time_thunks": True}
+"""The values of these flags that agree with ours; of the others it is False."""
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class _Flags:
+    """Attributes that are flags. Those in `_kinds`, with their types, are honoured."""
+
+    _prefix = ""
+    _kinds: Mapping[str, type] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        flag = self._prefix + name
+        if flag in _REFUSED:
+            if value not in (_AS_THEANO.get(flag, False), str(_AS_THEANO.get(flag, False))):
+                logger.warning("theano: %s: not honoured: %s", flag, _REFUSED[flag])
+            return
+        kind = self._kinds.get(name)
+        if kind is None:
+            if name != "profiling":
+                logger.warning("theano: %s: not honoured: %s", flag, _NO_GRAPH)
+                return
+        elif type(value) is not kind or (isinstance(value, int) and kind is int and value < 1):
+            allowed = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}[kind]
+            raise ProfileError([f"theano.config.{flag}: found {value!r}; allowed: {allowed}"])
+        super().__setattr__(name, value)
+
+
+class Profiling(_Flags):
+    """``config.profiling``: the numbers of printed rows, and the destination."""
+
+    _prefix = "profiling."
+    _kinds: Mapping[str, type] = {"n_apply": int, "n_ops": int, "destination": str}
+
+    n_apply: int
+    n_ops: int
+    destination: str
+
+    def __init__(self) -> None:
+        self.n_apply = self.n_ops = 20
+        self.destination = "stderr"
+
+
+class Config(_Flags):
+    """Theano's `config`, for profiling. Another flag that is set gets a line in the log, and does nothing."""
+
+    _kinds: Mapping[str, type] = {"profile": bool}
+
+    profile: bool
+    profiling: Profiling
+
+    def __init__(self) -> None:
+        self.profile = False
+        self.profiling = Profiling()
+
+    @classmethod
+    def of(cls, flags: str) -> Config:
+        """Read a text such as ``profile=True,profiling.n_ops=10``. The log has a line on each mistake."""
+        flags_set = cls()
+        for flag in filter(None, (part.strip() for part in flags.split(","))):
+            name, _, text = flag.partition("=")
+            owner: _Flags = flags_set.profiling if name.startswith("profiling.") else flags_set
+            short = name.removeprefix("profiling.")
+            try:
+                setattr(owner, short, _flag_value(text, owner._kinds.get(short)))
+            except ProfileError as error:
+                logger.warning("THEANO_FLAGS: %s", error)
+        return flags_set
+
+
+def _flag_value(text: str, kind: type | None) -> Any:
+    """Return the value of a flag's text; the text itself where it is none of that kind."""
+    if kind is bool and text.lower() in (*_TRUE, *_FALSE):
+        return text.lower() in _TRUE
+    if kind is int and text.isdecimal():
+        return int(text)
+    return text
+
 
 config = Config.of(os.environ.get("THEANO_FLAGS", ""))
 """Theano's flags: ``config.profile = True``, ``config.profiling.n_ops = 10``."""
@@ -68,26 +161,26 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """Calls of the functions, but not those from one of them."""
+        """The number of calls of the functions, without those from one of them."""
         return sum(row.totals.calls for row in self._tally().rows() if len(row.path) == 1)
 
     @property
     def call_ns(self) -> int:
-        """Time in these calls, in ns."""
+        """The time in these calls, in ns."""
         return sum(row.totals.total_ns for row in self._tally().rows() if len(row.path) == 1)
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
     ) -> str:
-        """Print the profile to `file`, else to where `config` says, and return the text. Raises as `text`."""
+        """Print the profile to `file`, else to the destination of `config`, and return the text. Raises as `text`."""
         text = self.text(n_ops_to_print, n_apply_to_print)
         _print(text, file)
         return text
 
     def text(self, rows: int | None = None, instances: int | None = None) -> str:
-        """The profile, `rows` of classes and of ops, and of instances; left out, as many as `config` says.
+        """Return the profile, with `rows` of classes and of ops, and `instances`, by default the numbers of `config`.
 
-        Ends the time in which torch.profiler is beside. Raises `StateError` where no session runs.
+        Ends torch.profiler. Raises `StateError` without a session.
         """
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
         if OFF:
@@ -109,13 +202,13 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _made: Counter[tuple[object, ...]] = Counter()
-"""How many functions of each place have been made."""
+"""The number of functions of each place."""
 
 _lock = threading.RLock()
 
 
 class _Torch:
-    """torch.profiler beside the calls of the functions of a session, from the first one on."""
+    """torch.profiler during the calls of the functions of a session, from the first one on."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -125,7 +218,7 @@ class _Torch:
         self.tally = Tally()
 
     def begin(self) -> None:
-        """Once, where torch is imported."""
+        """Begin once, where torch is imported."""
         profiler = self.profiler
         if profiler is None or self._since_ns:
             return
@@ -134,7 +227,7 @@ class _Torch:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """The calls that it was beside, with torch's operators in them."""
+        """End. Returns the tally of the calls meanwhile, with torch's operators in them."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -153,12 +246,11 @@ _torch: _Torch | None = None
 def function(
     *graph: object, profile: bool | str | ProfileStats | None = None, name: str | None = None
 ) -> Callable[[Function], Function]:
-    """A decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
+    """Return a decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
 
-    Left out, `profile` is what `config.profile` says.
-    `name` is that of its spans, else the function's own; one made again at the same place has a number behind it, for
-    its calls are its own. `profile=False` records nothing. Raises `ProfileError` for
-    the inputs and outputs of a graph.
+    Left out, `profile` is `config.profile`. `name` is that of its spans, else the function's own; one made again at the
+    same place has a number behind it, for its calls are its own. `profile=False` records nothing. Raises `ProfileError`
+    for the inputs and outputs of a graph.
     """
     if graph:
         raise ProfileError(
@@ -183,7 +275,7 @@ def function(
             with _lock:
                 _made[site.key] += 1
                 number = _made[site.key]
-            if number > 1:  # another one of a factory, or of the same line: what they are known by would be the same
+            if number > 1:  # another one of a factory, or of the same line, with the same site
                 recorded = profiled(f"{site.name} ({number})")(target)
                 site = site_on(recorded)
         if site is None:
@@ -201,7 +293,7 @@ def function(
 
 
 def _with_profile(target: Any, stats: ProfileStats) -> Any:
-    """The very same function, or one that calls it where it takes no attribute, such as a bound method."""
+    """Return the same function, or one that calls it where it takes no attribute, such as a bound method."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
@@ -222,7 +314,7 @@ def _begin() -> None:
 
 
 def _beginning(target: Function) -> Function:
-    """The function, at whose first call torch.profiler begins, or which begins it now where it is no plain function."""
+    """Have torch.profiler begin at a function's first call, or now where it is no plain function."""
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
@@ -250,13 +342,13 @@ def _print_at_exit() -> None:
         process.session()
         _print(report())
     except StateError:
-        pass  # it was stopped before, and said what it was asked to say
+        pass  # it was stopped before
     except Exception as fault:
         FAULTS.note("profiles at exit", fault)
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    """To the file, else to where the flags say, at the end of a file."""
+    """Print to the file, else to the destination of the flags, at the end of a file."""
     destination = config.profiling.destination
     if file is None and destination not in ("stderr", "stdout"):
         with Path(destination).open("a", encoding="utf-8") as opened:
@@ -266,7 +358,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def report() -> str:
-    """Each profile, that with most time in calls first, and their sum; what is printed at exit."""
+    """Return each profile, the one with most time in calls first, and their sum, as printed at exit."""
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
@@ -282,7 +374,7 @@ def report() -> str:
 
 
 def _outermost(tally: Tally) -> tuple[int, int]:
-    """Time and number of the calls that lie in no other one of the functions."""
+    """Return time and number of the calls that are in no other call of the functions."""
     rows = [row.totals for row in tally.rows() if len(row.path) == 1]
     return sum(totals.total_ns for totals in rows), sum(totals.calls for totals in rows)
 
@@ -302,7 +394,7 @@ def _no_trace() -> Trace:
 
 
 def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """The part of a tally that lies in calls of these sites, below the outermost of them, or `root` in its place."""
+    """Return the part of a tally in calls of these sites, below the outermost of them, or `root` in its place."""
     keys = {site.key for site in sites}
     part = Tally(tally.threads)
     for row in tally.rows():
