@@ -67,7 +67,7 @@ class NamedBatches:
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
-        """What of the device time was padding."""
+        """Return the share of the device time that was padding."""
         return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
 
 

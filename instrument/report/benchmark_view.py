@@ -49,7 +49,7 @@ class _Steps(NamedTuple):
     is_cut: Bools
 
     def at(self, places: Int64s) -> _Steps:
-        """Those at some places."""
+        """Return the steps at some places."""
         return _Steps(
             self.row[places], self.start_ns[places], self.end_ns[places], self.reader_ns[places], self.is_cut[places]
         )

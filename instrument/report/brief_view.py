@@ -59,7 +59,7 @@ MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """What was served or done: `requests`, or `steps` and their `phases` where there was none, else neither.
+    """The work that was done: `requests`, or `steps` and their `phases` where there was none, else neither.
 
     `places` are the heaviest by self time, of all calls; None where no call was counted.
     """
@@ -97,7 +97,7 @@ class Brief(View):
         return [*lines, ""]
 
     def _served(self) -> list[str]:
-        """How much of what, in which time, and which part of it the tables are of."""
+        """Return the counts of the window, and the part of them that the tables are of."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more at an edge of what is held" if has_more else ""
@@ -122,7 +122,7 @@ class Brief(View):
 
     @property
     def cost_ratio(self) -> float | None:
-        """What the instrumentation cost as a share of the window."""
+        """The cost of the instrumentation as a share of the window."""
         return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
 
     @property
@@ -198,7 +198,7 @@ def _slowest(times: RequestTimes, unit: str) -> list[str]:
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
-    """How often an event loop was blocked, where it was."""
+    """Return the line on blocked event loops, if any was."""
     blocked = times.blocked
     if blocked is None:
         return []
@@ -266,7 +266,7 @@ def _device_lines(found: DeviceView, why: str) -> list[str]:
 
 
 def _process_line(found: DeviceView) -> list[str]:
-    """What the gauges read of the process itself, one sentence."""
+    """Return the readings of the process itself, one sentence."""
     rows = {row.gauge: row for row in found.gauges.rows if row.samples} if found.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []

@@ -259,7 +259,7 @@ def _added(ratios: Iterable[float | None]) -> float | None:
 
 
 def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
-    """Whether a call of one of the names is around the place on its line."""
+    """Return True if a call of one of the names is around the place on its line."""
     above = place.parent
     while above is not None and (above.site.name, above.site.kind) not in names:
         above = above.parent
@@ -270,12 +270,12 @@ REMAINING = "Ratio of the remaining ones: of those of their calls that lie in no
 
 
 def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
-    """What the ratio of a topmost row for several is of, where there is one."""
+    """Return the base of the ratio of a topmost row for several, where there is one."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
 def sorting(options: Options) -> str:
-    """What the rows are sorted by."""
+    """Return the order of the rows."""
     key = SortKey.of(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     what = column if key.column == "calls" else f"{key.part.upper()} {column}"

@@ -69,7 +69,7 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """What time the rate is over: `device`, `host`, or "" where no time of the copies is known."""
+        """The time that the rate is over: `device`, `host`, or "" where no time of the copies is known."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
@@ -83,11 +83,11 @@ class CopyUse:
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
-        """What the host's side is, as far as it is known of one call."""
+        """Return the memory of the host's side, as far as it is known of one call."""
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Whether the call waits for the copy, as far as it is known of one call; with a star for what is staged."""
+        """Return if the call waits for the copy, as far as it is known; with a star for what is staged."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
@@ -211,7 +211,7 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes(trace: Trace, rows: Int64s) -> Int64s:
-    """What calls have moved, in bytes. A scope may carry anything there: what is no size counts for nothing.
+    """Return the bytes that calls have moved. A scope may carry anything there: what is no size counts for nothing.
 
     Nor does what is larger than any: the sum of a few such numbers would be none in 64 bits.
     """
@@ -224,12 +224,12 @@ def _size(moved: object) -> int:
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Whether a copy that was to be asynchronous is not, since the host's memory may move."""
+    """Return True if a copy that was to be asynchronous is not, since the host's memory may move."""
     return direction in ACROSS and sync is False and pinned is False
 
 
 def _is_waited(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Whether the call's host time is that of the copy."""
+    """Return True if the call's host time is that of the copy."""
     is_staged = _is_staged(direction, call, sync, pinned)
     return direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or is_staged))
 

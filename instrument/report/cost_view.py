@@ -89,14 +89,14 @@ class MutedSite:
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """How much of the memory for the newest spans is taken."""
+    """The part of the memory for the newest spans that is taken."""
 
     held_rows: int
     rows: int
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """Of the rows that there is room for; threads to come make more, as far as the memory goes."""
+    """The share of the rows that there is room for; threads to come make more, while there is memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
 
 def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart, ...]:
-    """What the whole is made of; the probes' part is the whole without the others."""
+    """Return the parts of the whole; the probes' part is the whole without the others."""
     pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
     threads = {"threads of its own": spent.thread_ns} if upkeep is None else upkeep.threads_ns
@@ -273,7 +273,7 @@ def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:
 
 
 def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
-    """Which spans are held, how many of them asked for device time, and by reason how many of these have none."""
+    """Return the coverage, the number of held spans that asked for device time, and by reason of those without."""
     held = recording.held
     if held is not None:
         return Coverage(held.count, held.complete, held.since_ns, held.until_ns), held.asked, held.unanswered

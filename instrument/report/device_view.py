@@ -102,7 +102,7 @@ def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """What the gauges read: a row for each of each device. `interval_ns` is the median between two readings."""
+    """The readings of gauges: a row for each of each device. `interval_ns` is the median between two readings."""
 
     read_ns: int
     interval_ns: int | None
@@ -150,7 +150,7 @@ def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Opti
 
 
 def _interval_ns(samples: Sequence[Sample]) -> int | None:
-    """How far apart the readings were, the median of all gauges."""
+    """Return the time between two readings, the median of all gauges."""
     before: dict[tuple[str, int], int] = {}
     gaps = []
     for sample in samples:
@@ -221,7 +221,7 @@ COLUMN_WIDTH = 10
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
+    """The work of each device: fields of `Utilisation` without the single requests, and the readings of gauges.
 
     `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
     """
@@ -271,7 +271,7 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Why there is no device time at all, a sentence."""
+        """Return why there is no device time at all, a sentence."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -402,7 +402,7 @@ def _of_device(one: DeviceUse, view: DeviceView) -> list[Section]:
 
 
 def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
-    """What a device did within requests, by their name: means, and shares of the wall."""
+    """Return the work of a device within requests, by their name: means, and shares of the wall."""
     return Section(
         title, endpoints,
         "name=By request|requests=Requests|wall_mean_ns=Wall|own_mean_ns=Own|own_ratio=|others_mean_ns=Others|"

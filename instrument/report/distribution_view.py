@@ -36,7 +36,7 @@ PAUSES = frozenset({"comm", "copy", "loader"})
 """Kinds of span in which the thread that computes around them does not."""
 
 KERNELS = ("nccl", "xccl")
-"""What the names of kernels that communicate hold, in traces of other profilers."""
+"""Parts of the names of kernels that communicate, in traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 
@@ -196,7 +196,7 @@ class _Found:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
 
     def _add_devices(self, trace: Trace, window: Interval, named: Bools) -> None:
-        """What calls of communication put on a device, and all else."""
+        """Add the work of communication on each device, and all other work."""
         its = trace.device.only(trace.device.timed).within(window)
         is_comm = (trace.owners(trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
         computes = ~is_comm & ~trace.of_kind("copy")[its.row]
@@ -208,7 +208,7 @@ class _Found:
 
 
 def _computing(trace: Trace, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
-    """Where some thread computes and does not communicate, copy or load."""
+    """Return the time in which some thread computes and does not communicate, copy or load."""
     computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
     rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
@@ -220,7 +220,7 @@ def _computing(trace: Trace, inside: Bools, starts: Int64s, ends: Int64s) -> Uni
 
 
 def _is_named(site: Site) -> bool:
-    """Whether the name is that of a kernel of communication."""
+    """Return True if the name is that of a kernel of communication."""
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
@@ -262,7 +262,7 @@ def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
 
 
 def _operation(site: Site) -> tuple[str, bool]:
-    """What an operation is called, with its group, and whether the span is of the wait for one."""
+    """Return the name of an operation with its group, and True if the span is of the wait for one."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

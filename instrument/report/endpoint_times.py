@@ -1,4 +1,4 @@
-"""What the requests of each endpoint took, and with what: their walls, errors, phases and answers, from columns.
+"""The requests of each endpoint: their walls, errors, phases and answers, from columns.
 
 Answers are in the attributes of request spans, which `requests:` in the profile sets. A stream is an answer in parts:
 its items are server-sent events, messages, or chunks. The time of an item is that from the first item to the last one,
@@ -122,7 +122,7 @@ class StreamedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the spans of requests say of their answers, a row for each request, `NONE` where one does not say it."""
+    """The answers of requests by their spans, a row for each request, `NONE` where one does not say it."""
 
     status: Int64s
     first_ns: Int64s
@@ -132,11 +132,11 @@ class Answers:
 
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
-        """Those of the requests in some rows, which are in order."""
+        """Return the answers of the requests in some rows, which are in order."""
         return cls(*(_numbers(attributes, name, rows) for name in TOLD))
 
     def only(self, places: Int64s) -> Answers:
-        """Those of some of the requests."""
+        """Return the answers of some of the requests."""
         columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
         return Answers(*(column[places] for column in columns))
 
@@ -145,12 +145,12 @@ class Answers:
         return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
 
     def statuses(self) -> dict[str, int]:
-        """How many answers there were of each class, in their order."""
+        """Count the answers of each class, in their order."""
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def streams(self) -> StreamedAnswers | None:
-        """Those in parts, None without any."""
+        """Return the streamed answers, None without any."""
         its = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(its.items):
             return None
@@ -271,7 +271,7 @@ class WholeRequests:
 
     @classmethod
     def of(cls, trace: Trace, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
-        """Those in some rows."""
+        """Return the requests in some rows."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         request = places_of(places, len(joined.rows))[found.request]
@@ -297,7 +297,7 @@ class WholeRequests:
         )
 
     def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Those of the requests, in any order. `counted` are all requests that ended, by name, where that is more."""
+        """Return the endpoints in any order. `counted` are all requests that ended, by name, where that is more."""
         found = self._come_to(self.endpoint, self.names, options)
         return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
 
@@ -324,7 +324,7 @@ class WholeRequests:
     def _come_to(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
-        """What the requests of each group that has any come to."""
+        """Return the times of each group that has any request."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()

@@ -30,7 +30,7 @@ _WAITING = frozenset({"queue", "wait"})
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """How the Total time of all threads splits into computation and the rest, in a service into waiting, too.
+    """The Total time of all threads, split into computation and the rest, in a service into waiting, too.
 
     Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
     and optimizer), the topmost of them. Where torch.profiler told of torch's operators it is theirs, in place of what
@@ -290,7 +290,7 @@ def copy_sums(lines: LineSums, total_ns: int, state: str) -> tuple[CopySum, ...]
 
 
 def _way(site: Site) -> tuple[object] | None:
-    """Whether a copy is synchronous, as far as its site says; None for what is no copy between devices and host."""
+    """Return if a copy is synchronous, as its site says; None for what is no copy between devices and host."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)

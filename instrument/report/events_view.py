@@ -64,7 +64,7 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""Of maxima and minima of host or device time alone the tally knows nothing; those of both together are the nearest."""
+"""The tally has no extremes of host or device time alone; those of both together are the nearest."""
 
 WIDE = 160
 """Columns of fluid's table."""
@@ -350,7 +350,7 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
 
 
 def _reading_notes(view: Events) -> list[str]:
-    """What a reader has to know to read the table right, where it applies."""
+    """Return the lines that a reader of the table needs, where they apply."""
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

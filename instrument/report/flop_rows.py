@@ -147,7 +147,7 @@ class _Tree:
         self.calls = {name: [its[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
     def _summed(self) -> tuple[list[int], list[dict[int, None]]]:
-        """What was told by name, and the numbers of the calls."""
+        """Return the operations by name, and the numbers of the calls."""
         count, name_of, arounds, told = len(self._told), self._name_of, self._around, self._told
         # Each comes after the one around it. Of each the first of those right in it, and the next beside it; those of
         # none at the end.
@@ -181,7 +181,7 @@ class _Tree:
         return sums, calls
 
     def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
-        """What was told by or below spans that are of one of these names and kinds."""
+        """Return the operations of spans of some names and kinds, and below them."""
         wanted = [name in names for name in self._names]
         found, inside = 0, list[bool]()
         for name, around, count in zip(self._name_of, self._around, self._told, strict=True):
@@ -232,7 +232,7 @@ def _device_ns(trace: Trace, is_call: Bools) -> tuple[Int64s, Int64s]:
 
 
 def _time_of(trace: Trace, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Where some calls took their time, and how long, if that is the same for all."""
+    """Return the place and the time of some calls, if that is the same for all."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):

@@ -18,7 +18,7 @@ from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
-"""What the rows of functions may be in descending order of: self time, calls, or self time of a call."""
+"""Orders of the rows of functions, descending: self time, calls, or self time of a call."""
 
 
 class Group(NamedTuple):
@@ -85,14 +85,14 @@ class FunctionTable:
         return self._at[begin : self._ends[group.number]]
 
     def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
-        """Of the rows of a function together: what ran and waited is two of them, and counts in both."""
+        """Return the calls and lines of a function's rows: what ran and waited is two rows, and counts in both."""
         groups = self._groups[function.first : function.first + function.rows]
         sums = Group._make(groups.sum(axis=0).tolist())
         return sums.calls, sums.lines
 
 
 class SiteFacts(NamedTuple):
-    """What is said of sites, by their number: whether they are requests and whether they are work, the number of their
+    """Facts of sites, by their number: whether they are requests and whether they are work, the number of their
     key, and the number of the row that their lines are in, `NONE` for one of its own for each line."""
 
     is_request: Bools
@@ -156,7 +156,7 @@ def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
-    """Of each node that of its function, and the topmost node above it."""
+    """Return the function's node of each node, and the topmost node above it."""
     root_of = tops(parents)
     topmost = is_request & (around(parents, is_request) == NONE)
     request = nearest(parents, topmost)

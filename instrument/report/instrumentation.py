@@ -7,7 +7,7 @@ from instrument.report.table import number, percent, safe, section_title, wrappe
 from instrument.report.view import Recording
 
 COST = "Cost of "
-"""How a note begins that says what something cost, and not that something was not observed."""
+"""The begin of a note on a cost, and not on something that was not observed."""
 
 
 def instrumentation(recording: Recording) -> list[str]:

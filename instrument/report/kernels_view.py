@@ -258,7 +258,7 @@ def _sorting(options: Options) -> str:
 
 
 class _Work(NamedTuple):
-    """What ran on devices, as columns: `name` is a place in names, and times are clipped to the window."""
+    """The work on devices, as columns: `name` is a place in names, and times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -294,7 +294,7 @@ class _Sums(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is known of the kernels of a trace in a window: kernels, other work by its kind, and of each kernel the
+    """The kernels of a trace in a window: kernels, other work by its kind, and of each kernel the
     place that asked for it, where any is known. `outside` counts what lies outside of the window."""
 
     source: str
@@ -349,7 +349,7 @@ class _Found(NamedTuple):
 
 
 def _of_torch(recording: Recording) -> _Found:
-    """What a profiler saw that saw every kernel."""
+    """Return the work that a profiler saw that saw every kernel."""
     window = recording.facts.watched or (0, 0)
     its = KernelColumns.of(recording.facts.kernels)
     is_inside = lie_in(its.start_ns, its.end_ns, window)
@@ -401,9 +401,9 @@ def _beside(view: Kernels) -> list[str]:
 
 
 def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """How kernels are called in a table: without parameters and, where that is too long, namespaces, then shortened.
+    """Return the labels of kernels: without parameters and, where that is too long, namespaces, then shortened.
 
-    Two that would be called the same are numbered.
+    Equal labels are numbered.
     """
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()

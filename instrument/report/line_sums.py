@@ -41,17 +41,17 @@ class LineSums:
 
     @classmethod
     def merged(cls, recording: Recording) -> LineSums:
-        """Of all threads of a recording together; for `Recording.once`."""
+        """Return the sums of all threads together; for `Recording.once`."""
         return cls(recording.lines(merged=True))
 
     @classmethod
     def apart(cls, recording: Recording) -> LineSums:
-        """Of the threads of a recording; for `Recording.once`."""
+        """Return the sums by thread; for `Recording.once`."""
         return cls(recording.lines())
 
     @cached_property
     def _type(self) -> type[Any]:
-        """What holds every sum of the lines."""
+        """The type that holds every sum of the lines."""
         books = [_array(lines) for lines in self._lines.book(None)]
         if any(rows.dtype == object for rows in books):
             return object
@@ -73,11 +73,11 @@ class LineSums:
         self._of.pop(thread, None)
 
     def has(self, field: int) -> bool:
-        """Whether a number of any line is not 0."""
+        """Return True if a number of any line is not 0."""
         return any(bool((_array(lines)[:, field] != 0).any()) for lines in self._lines.book(None))
 
     def recorded(self, thread: int) -> bool:
-        """Whether a call was counted on the thread."""
+        """Return True if a call was counted on the thread."""
         return any(bool((_array(lines)[:, CALLS] != 0).any()) for lines in self._lines.book(thread))
 
     def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Rows:

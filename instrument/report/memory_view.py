@@ -24,7 +24,7 @@ from instrument.trace.watched import rows_and_times
 
 
 class Sums(NamedTuple):
-    """What was taken and given back. `held_bytes` is what of `allocated_bytes` nobody had given back by the end."""
+    """The memory taken and given back. `held_bytes` is what of `allocated_bytes` nobody had given back by the end."""
 
     allocations: int
     frees: int
@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """What was taken and given back directly within the spans of one place, outside of their children.
+    """The memory taken and given back directly within the spans of one place, outside of their children.
 
     `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
     threads are together, `device` None for several. One with `remaining` stands for so many that were left out.
@@ -54,12 +54,12 @@ class PlaceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """What was taken less what was given back, below 0 where that is more."""
+        """The memory taken less that given back, below 0 where that is more."""
         return self.allocated_bytes - self.freed_bytes
 
 
 class Level(NamedTuple):
-    """How much an allocator had: at first, at most, and at the end; when and where the peak was reached. `at_ns` is
+    """The memory of an allocator: at first, at most, and at the end; when and where the peak was reached. `at_ns` is
     None where none rose above what there was at first."""
 
     begin_bytes: int
@@ -144,7 +144,7 @@ def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Cou
 
 
 def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
-    """Those of each group."""
+    """Return the sums of each group."""
     is_taken = sizes >= 0
     columns: Sequence[list[int]] = [
         groups.sums(one).tolist()
@@ -155,7 +155,7 @@ def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
 
 
 def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Which allocations come next at their address after it was taken, and which have one that comes next there.
+    """Find the allocations that come next at an address after it was taken, and those that are followed by one.
 
     What comes next gives back what was taken; or takes it again where nobody told that it was given back.
     """
@@ -170,7 +170,7 @@ def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tupl
 
 
 BEFORE = "(before it began)"
-"""Where a peak was reached that nothing rose above in the time that was watched."""
+"""The place of a peak that nothing rose above in the time that was watched."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",
@@ -234,13 +234,13 @@ class DeviceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """What was taken less what was given back."""
+        """The memory taken less that given back."""
         return self.allocated_bytes - self.freed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """What a gauge read: first, last, and the most, `most_ns` after the trace's start.
+    """The readings of a gauge: first, last, and the most, `most_ns` after the trace's start.
 
     `peak_bytes` is the greatest ever, also between readings; None where nobody counts that.
     """
@@ -385,7 +385,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
 
 
 def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
-    """What each gauge of memory read: the host's first, then those of devices by number."""
+    """Yield the readings of each gauge of memory: the host's first, then those of devices by number."""
     told: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and _is_of(state, sample.device):

@@ -159,7 +159,7 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
 
 
 def _below(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
-    """What is right below an operator, what the streams did for each of it, and what they did for the operator."""
+    """Yield the rows right below an operator, each with its streams, and the streams of the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
     for one in call_rows(children, 1, cpu_ns, gpu_ns, options):
@@ -233,7 +233,7 @@ def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
 
 
 def _levels(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
-    """What is below places of one path, by site, the first called last."""
+    """Return the places below those of one path, by site, the first called last."""
     found: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):

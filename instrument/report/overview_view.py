@@ -35,7 +35,7 @@ WORK = {
     "communication": ("communication",),
     "copies": ("copies",),
 }
-"""What rows of a device are of, and the union of which stretches each is."""
+"""Rows of a device, and the work whose stretches each is the union of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _place(kind: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Stretches:
-    """What lies in the window of some spans: how many there are, and where."""
+    """The spans in the window: their number and their union."""
 
     count: int
     union: Union
@@ -185,7 +185,7 @@ def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
 
 
 def _work(trace: Trace, window: Interval) -> dict[tuple[int, str], _Stretches]:
-    """Where each device worked, by what the work was."""
+    """Return the stretches of each device by its work."""
     its = trace.device.only(trace.device.timed).within(window)
     is_copy = trace.of_kind("copy")[its.row]
     communicates = trace.owners(trace.of_kind("comm"))[its.row] != NONE

@@ -40,7 +40,7 @@ from instrument.trace.self_times import stood_aside
 from instrument.trace.turns import turns
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""Which calls are asked first who is under way."""
+"""The order in which calls are asked who is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Calls:
     beside_ns: Sequence[int]
 
     def by_phase(self) -> dict[str, list[int]]:
-        """How long each call of a phase was under way."""
+        """Return the time for which each call of a phase was under way."""
         return _by_phase(self.names, self.phase, self.own_ns)
 
 
@@ -163,7 +163,7 @@ def _under_way(
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """What spans that began in a unit put on streams: sums over streams, of each the union.
+    """The work that spans of a unit put on streams: sums over streams, of each the union.
 
     `units` and `calls` are those of each unit and of each call, by phase, that put anything there; `phases` those of
     all calls of a phase, `base_ns` of all units, `covered_ns` of all calls.
@@ -401,7 +401,7 @@ def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, 
 
 
 def _on_devices(streams: StreamUses, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-    """Of so many units or calls, of which those of `each` put something on a stream."""
+    """Return the times of `count` units or calls, of which those of `each` put something on a stream."""
     if not streams.units:
         return None
     return _times(each if len(each) == count else [*each, 0], total_ns, streams.base_ns, count)

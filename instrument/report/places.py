@@ -1,4 +1,4 @@
-"""Where something happened: the innermost span that was open on the same thread at the time, told by its site."""
+"""The place of an event: the innermost span that was open on its thread at the time, by its site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_TOLD = 0
 
 
 class NumberedPlaces(NamedTuple):
-    """Where each of many things happened: `number` is a place in `names`, each the name of a site and its kind."""
+    """The places of many events: `number` is a place in `names`, each the name of a site and its kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]

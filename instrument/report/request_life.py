@@ -41,11 +41,11 @@ FEW = 40
 """Turns that have a line each."""
 
 SMALL = 200
-"""Where there are many turns, one that is a smaller part of the wall has no line of its own."""
+"""The smallest part of the wall, by its divisor, that has a line of its own where there are many turns."""
 
 OUTSTANDING = 4
-"""Where there are many turns, a batch of so many times a usual one of its name, or a stall of so many times the longest
-of these, has a line of its own, if its bar has more than a column."""
+"""The length of a batch in usual ones of its name, or of a stall in the longest of them, from which on it has a line of
+its own where there are many turns, if its bar has more than a column."""
 
 MOST_DIGITS = 19
 """A number of fewer digits is one of 64 bits."""
@@ -56,7 +56,7 @@ BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What went on from `begin_ns` after the request's begin: several `times` where it was routine.
+    """A turn from `begin_ns` after the request's begin: several `times` where it was routine.
 
     `name` is the span's, empty between spans. Of `in_batches_ns`, time in batches of up to `size` requests, the
     request's share is `own_ns`.
@@ -241,8 +241,7 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
 
 
 def _own_shares(found: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Of each turn in a batch the request's own share. A batch may have several turns, which have equal parts of what
-    the request is given of it, so that all add up to what the ledger says."""
+    """Return the request's own share of each turn in a batch: the turns of one batch have equal parts of it."""
     of_pairs: dict[int, list[Moment]] = {}
     for one in moments:
         if one.pair != NONE:

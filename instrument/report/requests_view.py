@@ -73,13 +73,13 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""So many requests of an endpoint say what is typical of it."""
+"""Requests of an endpoint that say what is typical of it."""
 
 NOTABLE = 20
 """By a smaller part of its wall than the twentieth no request is called slow."""
 
 SLOWEST = 5
-"""How many of the slowest requests are listed where `rows` does not say it."""
+"""Slowest requests that are listed where `rows` does not say it."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
@@ -88,7 +88,7 @@ YEARS_NS = 200 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """What one device did within the requests that had time on it."""
+    """The work of one device within the requests that had time on it."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -223,7 +223,7 @@ class RequestTimes(View):
 
     @property
     def is_part(self) -> bool:
-        """Whether more requests have ended than those that all but the sums of them are told of."""
+        """True if more requests have ended than the tables are of."""
         return self.counted > self.requests
 
     TITLE = "Requests"
@@ -314,7 +314,7 @@ def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]
 
 
 def request_ledger(recording: Recording) -> Ledger:
-    """What each of them was spent on."""
+    """Return the ledger of the requests of a recording."""
     return ledger(recording.columns, recording.once(joined_requests))
 
 
@@ -329,7 +329,7 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
 
 
 def request_device_ledger(recording: Recording) -> DeviceLedger:
-    """What each request had of devices."""
+    """Return the device time of each request."""
     return device_ledger(recording.columns, recording.once(joined_requests))
 
 
@@ -404,7 +404,7 @@ PARTS_NOTE = (
 
 
 def parts_of(one: EndpointTimes) -> list[PhaseTime]:
-    """What the wall of an endpoint's requests is made of."""
+    """Return the parts of the wall of an endpoint's requests."""
     unknown = PhaseTime(
         UNKNOWN, one.requests, one.unknown_ns, one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns,
         one.unknown_ratio,
@@ -450,7 +450,7 @@ def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
 
 
 def blame_text(told: Blame, unit: str) -> str:
-    """What made a request slow, in a line."""
+    """Return the cause of a slow request, in a line."""
     cause = ""
     if told.cause is not None:
         whose = f" of {shorten(safe(told.cause.request), LINE // 3)}" if told.cause.request else ""

@@ -32,12 +32,12 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 NO_EVENTS = "no events"
-"""Why a span that asked for device time has none, where no interval says it."""
+"""The reason of a span without device time that asked for some, where no interval says it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which spans a report is made from, and of what time it can tell shares, counted from the trace's start.
+    """The spans that a report is made from, and the time whose shares it knows, from the trace's start.
 
     `complete` tells that no span was overwritten by a newer one.
     """
@@ -49,7 +49,7 @@ class Coverage:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
-        """That of the spans that are held."""
+        """Return the coverage of the spans that are held."""
         facts = recording.facts
         first, last = facts.held
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)

@@ -98,7 +98,7 @@ class SelfRow:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What the rows that were left out add up to."""
+    """The sum of the rows that were left out."""
 
     rows: int
     time_ns: int
@@ -129,7 +129,7 @@ class FunctionTimes:
 
     inner_ratio = Ratio("inner_ns", of="outer_ns")
     work_ratio = Ratio("work_ns", of="outer_ns")
-    """Of the calls; more than 1 where work went on side by side."""
+    """The share of the calls; more than 1 where work went on side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ class _Table:
         self._is_request = sites.is_request.tolist()
 
     def _name(self, node: int) -> str:
-        """What to call a node's site: its name and instance, and where it is if another one is called the same."""
+        """Return the label of a node's site: name and instance, and its place if another one has the same label."""
         number = self._site_of[node]
         known = self._names.get(number)
         if known is None:

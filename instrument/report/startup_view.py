@@ -105,7 +105,7 @@ class WarmUp:
     remaining: int = 0
 
     times = Ratio("first_ns", of="median_ns")
-    """How many times the median of the others the first call took."""
+    """The first call's time in medians of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class FirstRequestTimes:
 
     @property
     def ended_ns(self) -> int | None:
-        """How long after the process began the first request had ended."""
+        """The time from the process's begin to the end of the first request."""
         return None if self.first_ns is None else self.after_ns + self.first_ns
 
 
@@ -354,7 +354,7 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> l
 
 
 def _phase(site: Site) -> str | None:
-    """Whether a site loads or compiles."""
+    """Return the phase of a site that loads or compiles, else None."""
     for name, value in site.attributes:
         if name == "phase" and value in PREPARING:
             return str(value)
@@ -390,7 +390,7 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 
 def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """As many packages as the options leave, those whose own modules took longest first."""
+    """Return the packages that the options leave, those whose own modules took longest first."""
 
     def rest(others: Sequence[Imports]) -> Imports:
         its, sums = {"total_ns": None, "remaining": len(others)}, ("entries", "self_ns", "in_spans_ns", "late_ns")
@@ -418,7 +418,7 @@ def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
 
 
 class _Prepared(NamedTuple):
-    """What loading and compiling took outside of requests, by word: what began before the first one, and the rest.
+    """The time of loading and compiling outside of requests, by word: begun before the first one, and after.
 
     `is_partial`: calls of which the spans are no longer held may have come after it, and count as before.
     """
@@ -450,7 +450,7 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
 
 
 def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
-    """What the spans that are held took of the same, by word, where they began after the first request."""
+    """Return the time of held spans of the same, by word, that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
     # Those in a request, or in one that is counted itself.
     around = trace.of_sites(

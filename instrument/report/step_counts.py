@@ -16,7 +16,7 @@ FIRST_KEPT = 1000
 """The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""
 
 SKIPPED_STEPS = 10
-"""How many first steps the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
+"""First steps that the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
 
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
@@ -36,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimes:
-    """What the steps of one loop cost, in ns. `reader` is None where no step waited for a loader.
+    """The costs of the steps of one loop, in ns. `reader` is None where no step waited for a loader.
 
     `rate` is of samples a second, or of steps where any step had no `samples` (None); its mean is the sum of the work
     over the sum of the time. `cut` steps reach over an edge of the window and are in nothing else. Without any step
@@ -116,7 +116,7 @@ class Benchmark:
         return found
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """What was counted up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
+        """Return the costs up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
         batch, steps = self.batch, self.batch.calls
         lasted_ns = lasted_ns or batch.total_ns
         samples, rate = None, None

@@ -33,7 +33,7 @@ def _made(name: str) -> Callable[[Recording, Options], View]:
 
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made(name) for name in VIEWS}
-"""What makes each view of `VIEWS`."""
+"""The function of each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
 """Options that mean nothing to the view `brief`."""
@@ -48,7 +48,7 @@ def prepare(views: Sequence[str]) -> None:
 
 
 def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is shown where no view is named: one screen, or the tables that an option means something to."""
+    """Return the views to show where none is named: one screen, or the tables that an option means something to."""
     return ("events",) if any(asked.get(option) is not None for option in OF_TABLES) else ("brief",)
 
 

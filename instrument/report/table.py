@@ -59,12 +59,12 @@ def name_of_site(site: Site) -> str:
 
 
 def row_name(row: Any) -> str:
-    """What to call a row by its name, escaped, or by how many it stands for."""
+    """Return the name of a row, escaped, or how many rows it replaces."""
     return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
 
 
 def where_of(site: Site) -> str:
-    """Where a site's code is: the function, else file and line, as far as it is known."""
+    """Return the place of a site's code: the function, else file and line, as far as it is known."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
@@ -133,7 +133,7 @@ def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def _shared(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Count the characters that two texts begin with alike."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((index for index, (one, two) in pairs if one != two), min(len(text), len(other)))
 
@@ -195,7 +195,7 @@ def in_unit(value_ns: float | None, unit: str) -> str:
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
-    """So many significant digits, or fewer, in at most `room` columns; whole numbers in full where they fit.
+    """Return up to `digits` significant digits in at most `room` columns; whole numbers in full where they fit.
 
     Three columns more than digits are enough for any value from 1e-99 to 1e99.
     """

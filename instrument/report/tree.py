@@ -28,7 +28,7 @@ INSTANTIATED = ("op", "layer")
 """Kinds of which `AllOpDetail` shows each instance."""
 
 TIMES = {"All": ELAPSED, "CPU": TOTAL, "GPU": DEVICE}
-"""What Total is in a state."""
+"""The time that Total is in a state."""
 
 WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "calls": (CALLS, -1, False),
@@ -49,7 +49,7 @@ by the calls for `ave`."""
 ROOT = 0
 
 ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
-"""What an entry is. Its level is that, and the number of the first site that is called the same."""
+"""The role of an entry. Its level is that, and the number of the first site that is called the same."""
 ROLES = INSTANCE
 
 
@@ -109,14 +109,14 @@ def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
 
 
 def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Of each node the first line that it or one below it is of; as many as there are lines for none."""
+    """Return the first line of each node or of one below it; the number of lines for none."""
     found = np.full(len(parents), len(nodes), dtype=np.int64)
     found[nodes[::-1]] = np.arange(len(nodes))[::-1]
     return np.array(least_below(parents.tolist(), found.tolist()), dtype=np.int64)
 
 
 def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
-    """Of each element the number of the path of levels down to it, and of each number the first element of it.
+    """Return the number of the path of levels down to each element, and the first element of each number.
 
     Pointers are doubled: what is alike in its last levels, and above these, is alike in twice as many.
     """
@@ -146,7 +146,7 @@ class NameTree:
         return len(self.parents)
 
     def children(self, entry: int) -> Int64s:
-        """What is right under an entry, in the order of the lines."""
+        """Return the entries right under one, in the order of the lines."""
         return self._children[entry]
 
     def sums(self, thread: int | None) -> Rows:
@@ -185,7 +185,7 @@ class NameTree:
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Whether nothing that ran below these entries adds to their device time."""
+        """Return True if nothing that ran below some entries adds to their device time."""
         return self._below[thread].isdisjoint(entries)
 
     def forget(self, thread: int | None) -> None:
@@ -218,11 +218,11 @@ class NameTree:
         return values, known
 
     def site(self, entry: int) -> Site:
-        """That of the first path that the entry is of."""
+        """Return the site of the first path of an entry."""
         return self._lines.tree.sites[int(self._lines.site_of[self._names.first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
-        """What the entry is called; an instance has its number."""
+        """Return the name of an entry; an instance has its number."""
         site, role = self.site(entry), self._role(entry)
         name = _copy_name(site) if role == COPY else site.name
         return f"{name}{self._number(entry)}" if role == INSTANCE else name
@@ -233,14 +233,14 @@ class NameTree:
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
     def detail(self, entry: int) -> str:
-        """What tells an instance apart from its siblings."""
+        """Return the detail by which an instance differs from its siblings."""
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
         return site.instance or where_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
-        """How long the calls of entries took."""
+        """Return the histogram of the calls of entries."""
         if len(self._instances):
             below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
@@ -270,14 +270,14 @@ class NameTree:
 
     @cached_property
     def _first_calls(self) -> Rows:
-        """When the first call at or under each entry began."""
+        """The begin of the first call at or under each entry."""
         return self.values(self.sums(None), FIRST, least=True)[0]
 
     def _role(self, entry: int) -> int:
         return int(self._names.levels[entry]) & ROLES
 
     def _hides(self, entry: int) -> bool:
-        """Whether a phase is hidden in the entry."""
+        """Return True if a phase is hidden in the entry."""
         return bool(((self._names.entry_of == entry) & ~self._names.visible).any())
 
     def _instances_of(self, entry: int) -> list[int]:
@@ -309,7 +309,7 @@ class ShownEntries:
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
-        """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
+        """Return the entries under one that have calls at or under them: the kept ones in order, and the others."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
         left_out: list[int] = []
@@ -322,7 +322,7 @@ class ShownEntries:
         return children[order].tolist() if order else [], left_out
 
     def _find_kept(self) -> Bools | None:
-        """Which entries are the heaviest that the options leave, none without its parent; None for all."""
+        """Find the heaviest entries that the options leave, each with its parent; None for all."""
         enough, rows = self._enough(), self._options.bound
         if rows is None:
             return enough
@@ -343,7 +343,7 @@ class ShownEntries:
         return kept
 
     def _enough(self) -> Bools | None:
-        """Which entries have as much time as is asked for; None where all have."""
+        """Find the entries that have as much time as is asked for; None where all have."""
         if not self._options.least_ns:
             return None
         # A background task may be longer than what began it: then both stay.
@@ -355,14 +355,14 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""Of each site the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
+"""Numbers per site: the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
     special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
     def levels_from(tree: CallTree, known: int) -> array[int]:
-        """What sites add to the tree: nothing where a phase is hidden, two levels where instances are shown.
+        """Return the levels that sites add: none where a phase is hidden, two where instances are shown.
 
         A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
         """
@@ -392,7 +392,7 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
 LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
     option: _leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
 }
-"""For `CallTree.column`, by the tracer option."""
+"""Functions for `CallTree.column`, by the tracer option."""
 
 
 def _copy_name(site: Site) -> str:

@@ -47,7 +47,7 @@ def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
 
 
 def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """When each step of a line begins: with the wait for what it works on, if there is one.
+    """Return the begin of each step of a line: that of the wait for its input, if there is one.
 
     That is the last of `waits` since a step before it ended or one around it began. Where a `Profiler` says that a step
     has ended the next one begins, and what it waits for lies in it. Steps are in the order of their line and begin, and
@@ -69,7 +69,7 @@ def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What a trace holds: steps, requests or the window, by their line and the order of time, clipped to what is held.
+    """The units of a trace: steps, requests or the window, by line and the order of time, clipped to what is held.
 
     `of` says which they are, `is_whole` which reach over no edge. `line_of` is the line beside which each row of the
     trace ran, `NONE` for none, and `is_aside` which rows ran on another one that worked for it. `steps` are those of
@@ -178,7 +178,7 @@ def _topmost(trace: Trace, rows: Int64s, line: Int64s, line_without_task: Int64s
 def _first_of_threads(
     thread: Int64s, starts: Int64s, seen: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Which steps come before the one of this number on their thread, by the number that a step bears, else by their
+    """Return the steps before the one of this number on their thread, by the number that a step bears, else by their
     begin."""
     order = np.lexsort((seen, starts, thread))
     its = thread[order]

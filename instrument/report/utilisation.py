@@ -1,4 +1,4 @@
-"""What each device did in a window: busy, starved or idle, to the nanosecond, and the same within each request.
+"""The work of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
 
 All figures come from the device intervals of instrumented spans, so idle means: no instrumented device work. An
 interval is the stretch of a stream between two events. It may hold gaps between kernels, and where it encloses the
@@ -158,12 +158,12 @@ class DeviceUse:
 
     @property
     def hidden_copy_ratio(self) -> float | None:
-        """Of all time in which copies ran."""
+        """The share of all time in which copies ran."""
         return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
     def mean_streams(self) -> float | None:
-        """How many streams were busy on the average of the busy time; None without any."""
+        """The mean number of busy streams in the busy time; None without any."""
         return sum(stream.busy_ns for stream in self.streams) / self.busy_ns if self.busy_ns else None
 
 
@@ -211,7 +211,7 @@ class _Within(NamedTuple):
 
 
 def utilisation(recording: Recording) -> Utilisation:
-    """What each device did in the part of the window of which every span is held."""
+    """Return the work of each device in the part of the window of which every span is held."""
     trace, (first, last) = recording.columns, recording.facts.held
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
@@ -247,7 +247,7 @@ def utilisation(recording: Recording) -> Utilisation:
 
 
 def request_of_spans(recording: Recording) -> Int32s:
-    """Of each span the row of the topmost request at or above it."""
+    """Return the row of the topmost request at or above each span."""
     return recording.columns.owners(recording.columns.of_kind("request"))
 
 
@@ -261,7 +261,7 @@ def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int6
 
 
 def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
-    """What a device did within those of the whole requests that had work on it."""
+    """Return the work of a device within the whole requests that had work on it."""
     places = places_of(whole, len(trace))[owner[work.row]]  # of one without an owner the last, which is none
     has = places != NONE
     places = places[has]
@@ -274,7 +274,7 @@ def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, b
 
 
 def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
-    """How many spans asked for device time, and those that got none, by why and their name."""
+    """Count the spans that asked for device time, and those that got none, by reason and name."""
     its = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[its.row[::-1]] = np.arange(len(its))[::-1]

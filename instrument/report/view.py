@@ -1,4 +1,4 @@
-"""What every view is: numbers made of a recording as its options ask, with a text and a document of the same numbers.
+"""A view: numbers made of a recording as its options ask, with a text and a document of the same numbers.
 
 A view is a function ``name(recording, options)`` in ``report/name_view.py``. What it returns is a frozen dataclass: its
 fields and public properties are the numbers, times in ns, and `lines` prints them.
@@ -87,7 +87,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
-    """What rows are sorted by: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
+    """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
 
     `part` says of which times, `cpu` (host) or `gpu` (device), where a view has both; a key that does not say it
     means those of the state, host times for `All`. A view with one time of a row takes that, but for `kernels`, which
@@ -102,14 +102,14 @@ class SortKey:
 
     @classmethod
     def of(cls, options: Options) -> SortKey:
-        """What the options ask for."""
+        """Return the order that the options ask for."""
         part, _, column = options.sorted_by.rpartition("_")
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What only the process itself knows of its instrumentation; a saved trace does not carry it.
+    """The facts of the instrumentation that only the process itself knows; a saved trace does not have them.
 
     `added_ns` tells what a call of each site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
     `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
@@ -131,7 +131,7 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class HeldSpans:
-    """What a session knows of the spans that are held without a look at each.
+    """The facts of the spans that are held, without a look at each.
 
     Every one is there from `since_ns` to `until_ns` after the trace's start; `complete` says that none was overwritten
     at all. `asked` ask for device time, of which `unanswered` counts those that got none, by the label of the first of
@@ -197,7 +197,7 @@ class Recording:
 
     @cached_property
     def cost(self) -> Cost | None:
-        """What the instrumentation has cost, None where nobody knows."""
+        """The cost of the instrumentation, None where nobody knows."""
         return self.make_cost()
 
     @cached_property
@@ -224,11 +224,11 @@ class Recording:
 
     @cached_property
     def held(self) -> HeldSpans | None:
-        """What there is to say of these spans together where none is made for it, None where they themselves tell."""
+        """The facts of these spans together where none is made for it, else None."""
         return None if "trace" in vars(self) else self.make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
-        """What is made of the recording, made once for all views that ask for it."""
+        """Return what a function makes of the recording, made once for all views that ask for it."""
         if make not in self._made:
             self._made[make] = make(self)
         found: Made = self._made[make]
@@ -236,12 +236,12 @@ class Recording:
 
     @cached_property
     def startup(self) -> Startup | None:
-        """How the process came to serve, None where nobody knows."""
+        """The startup of the process, None where nobody knows."""
         return self.make_startup()
 
     @cached_property
     def upkeep(self) -> Upkeep | None:
-        """What the process knows of its instrumentation, None for a saved trace."""
+        """The facts of the instrumentation that the process knows, None for a saved trace."""
         return self.make_upkeep()
 
     @classmethod

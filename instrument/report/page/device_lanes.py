@@ -32,7 +32,7 @@ DETAIL = "OpDetail"
 """Phases are rows, instances of a layer are one."""
 
 NEVER = -1
-"""For a number that does not exist, and for the row above a topmost one: neither is below 0 else."""
+"""A number that does not exist, and the row above a topmost one: no other is below 0."""
 
 GREATEST = (1 << 63) - 1
 
@@ -123,14 +123,14 @@ MOST_STRETCHES = 100_000
 """Stretches and kernels in a page, at most: some 0.7 MB."""
 
 MOST_READINGS = 200
-"""Of one gauge of one device, at most."""
+"""Readings of one gauge of one device, at most."""
 
 NAME = 160
 """Columns of a name, at most."""
 
 
 class DeviceLanes:
-    """What the devices of a recording did. `number_of` has the place of each row's span in the page."""
+    """The work of the devices of a recording. `number_of` has the place of each row's span in the page."""
 
     def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
         self._recording, self._number_of = recording, number_of
@@ -145,7 +145,7 @@ class DeviceLanes:
         self._kept: Mapping[str, Int64s] = {name: numbers[kept] for name, numbers in every.items()}
 
     def _stretches(self) -> dict[str, Int64s]:
-        """Of spans, but for what was captured or dropped, which has no time."""
+        """Return the stretches of spans; what was captured or dropped has no time."""
         trace, its = self._recording.columns, self._recording.columns.device
         rows = np.flatnonzero(its.timed)
         row = its.row[rows].astype(np.int64)
@@ -162,7 +162,7 @@ class DeviceLanes:
         }
 
     def _kernels(self) -> dict[str, Int64s]:
-        """What torch.profiler saw."""
+        """Return the work that torch.profiler saw."""
         base_ns, kernels = self._recording.facts.start_ns, self._recording.facts.kernels
         found = [
             (one.start_ns - base_ns, one.end_ns - one.start_ns, self._lane(one.device, one.stream, "kernels"),

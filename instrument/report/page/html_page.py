@@ -64,13 +64,13 @@ NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
 
 MOST_TABLE_ROWS = 200
-"""Of one table."""
+"""Rows of one table, at most."""
 
 MOST_COLUMNS = 160
-"""Of a text in a table."""
+"""Columns of a text in a table, at most."""
 
 MOST_TABLES = 20
-"""Of one view, such as those of functions in `ops`: the others are counted."""
+"""Tables of one view, such as those of functions in `ops`: the others are counted."""
 
 ON_PAGE = (
     "requests", "batches", "events", "phases", "overview", "classes", "ops", "instances", "operators", "user",
@@ -124,7 +124,7 @@ def _heading(label: str, kind: str, unit: str) -> dict[str, Any]:
 
 
 def _kind(field: str, values: Sequence[Any]) -> str:
-    """What a column shows: a number where its name does not say what it holds and its first value is one."""
+    """Return the kind of a column: a number where its name does not say its kind and its first value is one."""
     kind = kind_of(field)
     told = next((value for value in values if value is not None), "")
     is_number = isinstance(told, (int, float)) and not isinstance(told, bool)
@@ -153,7 +153,7 @@ NAME = 300
 def page_document(
     recording: Recording, options: Options, wanted: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """What the page of a recording is made of; `wanted` is the request to begin with, `header` what the files are.
+    """Return the document of a recording's page; `wanted` is the request to begin with, `header` what the files are.
 
     Of the spans and stretches that a page has room for it has the `part`-th part, where all are too many.
 
@@ -267,7 +267,7 @@ def _why_no_device(shown: Brief) -> str:
 
 
 def _instrumentation(recording: Recording) -> list[str]:
-    """What the instrumentation cost, what was lost, and what was not observed, as every report ends."""
+    """Return cost, losses and what was not observed, as every report ends."""
     return [line for line in instrumentation(recording) if line and not line.startswith("-----")]
 
 
@@ -284,16 +284,16 @@ SCRIPTS = (
     "page_parts.js", "page_tables.js", "lane_chart.js", "request_pages.js", "calls_icicle.js",
     "device_page.js", "page_main.js",
 )  # fmt: skip
-"""Those of ours, in the order in which they run, after d3."""
+"""The scripts of the page in the order in which they run, after d3."""
 
 MOST_BYTES = 5_000_000
 """A page that would be larger has fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""Which part of the spans that there is mostly room for a page has: the first with which it is small enough."""
+"""Divisors of the spans that a page mostly has room for: the first with which it is small enough."""
 
 LEVEL = 6
-"""Of zlib."""
+"""The level of zlib."""
 
 
 def write_page(
@@ -353,5 +353,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a policy names what it allows."""
+    """Return the name by which a policy allows a text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

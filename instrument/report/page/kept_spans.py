@@ -33,7 +33,7 @@ from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 
 BITS = 7
-"""Of a number in each byte; the eighth says that more follow."""
+"""Bits of a number per byte; the eighth says that more follow."""
 
 
 def varints(numbers: NDArray[np.int64]) -> bytes:
@@ -70,10 +70,10 @@ MOST_SPANS = 200_000
 """Spans in a page, at most: some 1.5 MB, and as much for the turns of requests."""
 
 TURNS_OF_A_BATCH = 3
-"""What a request's place in a batch takes of the room of a page, as so many spans: a share, and a stall before it."""
+"""Room that a request's place in a batch takes of a page, in spans: a share, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
-"""For attributes of spans, at most."""
+"""Bytes for attributes of spans, at most."""
 
 VALUE = 200
 """Columns of the value of an attribute, at most."""
@@ -87,7 +87,7 @@ KEYS, KEY_COLUMNS = 2, 64
 
 @dataclass(frozen=True)
 class Listed:
-    """What a page lists: each is a row of the trace, in the order of their begins; `of` has the place of each span's.
+    """The list of a page: each is a row of the trace, in the order of their begins; `of` has the place of each span's.
 
     `what` they are is a request, a step or a span. Of requests there are `keys` by place, the `ledger`, and what is
     `served` in batches.
@@ -121,7 +121,7 @@ class Listed:
 
 
 class KeptSpans:
-    """What a page has of a recording's requests and spans. `rows` are those of the spans, by begin."""
+    """The requests and spans of a recording that a page has. `rows` are those of the spans, by begin."""
 
     def __init__(
         self, recording: Recording, options: Options, wanted: str | None = None, most_spans: int = MOST_SPANS
@@ -138,7 +138,7 @@ class KeptSpans:
         order = np.lexsort((trace.span_id[kept], -trace.end_ns[kept], trace.start_ns[kept]))
         self.rows: Int64s = kept[order]
         self.number_of = places_of(self.rows, len(trace))
-        """Of each row of the trace the place of the span in the page; of none that of `NONE`."""
+        """The place in the page of the span in each row of the trace; the last one is for `NONE`."""
 
     def _found(self, wanted: str | None) -> int | None:
         if wanted is None:
@@ -188,7 +188,7 @@ class KeptSpans:
         return np.flatnonzero(taken)
 
     def _batches(self) -> tuple[Members, Members]:
-        """Of each place its batches, by their number, and of each of these numbers its rows: the batch and below."""
+        """Return the batches of each place by number, and the rows of each number: the batch and below."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)
@@ -279,7 +279,7 @@ class KeptSpans:
         }
 
     def _blame(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
-        """What made slow requests slow, by their place in the list, in the words of the view."""
+        """Return the causes of slow requests by their place in the list, in the words of the view."""
         told = {one.span_id: one.blame for one in slowest if one.blame is not None}
         ids = self._trace.span_id[rows].tolist()
         return {at: blame_text(told[its], self._options.unit) for at, its in enumerate(ids) if its in told}
@@ -317,13 +317,13 @@ class KeptSpans:
         return found
 
     def _errors_of(self, rows: Int64s) -> dict[int, int]:
-        """Of the rows that ended with one the place of the error, by their own place."""
+        """Return the place of the error of each row that ended with one, by the row's place."""
         errors = self._trace.error[rows]
         told = np.flatnonzero(errors != NONE)
         return dict(zip(told.tolist(), np.searchsorted(self._errors, errors[told]).tolist(), strict=True))
 
     def _told_sites(self) -> list[list[str]]:
-        """Of each of these sites name, kind, instance and where it is."""
+        """Return name, kind, instance and place in the code of each site."""
         told = []
         for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
             name, instance, where = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
@@ -394,7 +394,7 @@ class KeptSpans:
         }
 
     def _attributes(self) -> dict[int, dict[str, str]]:
-        """Those of the spans, as far as there is room for their text: of requests first."""
+        """Return the attributes of spans while there is room for their text: of requests first."""
         trace, found, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = np.zeros(len(trace), dtype=np.bool_)
         is_listed[self.listed.rows] = True
