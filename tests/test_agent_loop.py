@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from instrument import clock
-from instrument.agent import departure, journal, runs
+from instrument.agent import departure, journal, loop, runs
 from instrument.agent.client import Member
 from instrument.agent.jobs import Jobs
 from instrument.agent.loop import EventLoop
@@ -176,7 +177,8 @@ def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_rem
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "ABANDONED_S", 0.01)
+    clock_s = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     left = [Path(f"{name}-left.npz") for name in ("7-1-gone", "before-8-2-gone", "9-3-one")]
     for path in left:
         path.touch()
@@ -184,10 +186,10 @@ def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_rem
     agent = Agent(Path(), said.append)
     with agent.caller() as caller:
         packets.send(caller, {"join": facts("one")})
-        agent.turn()
-        end = time.monotonic() + 240
-        while not said and time.monotonic() < end:
+        while not agent.heard:
             agent.turn()
+        clock_s[0] = runs.ABANDONED_S
+        agent.turn()
         assert [path.exists() for path in left] == [False, False, True]
     agent.close()
     assert said[0].startswith("instrument: no report tells of 9 of the processes of the run gone, which ended under")

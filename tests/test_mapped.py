@@ -191,22 +191,25 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
     assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]
 
 
-def test_a_site_that_is_told_while_the_call_paths_are_read_has_its_name(
-    recorder: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["facts", "rows"])
+def test_what_a_process_records_first_while_it_is_read_is_read_with_its_name(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    recorder.wrap(lambda: None, Site("first"))()
-    mapped, read_head = read(recorder), Mapped._read_head
-    facts, looks = mapped._parts["facts"], iter(range(100))
+    mapped, read_head, looks = read(recorder), Mapped._read_head, iter(range(100))
+    before = mapped._parts[part]
 
     def head_of_before(mapped: Mapped) -> Any:
         head = read_head(mapped)
-        if next(looks) == 0:  # as if it was read before all of that was told
-            mapped._parts = {**mapped._parts, "facts": facts}
+        if next(looks) == 0:  # as if it was read before all of that was recorded
+            mapped._parts = {**mapped._parts, part: before}
         return head
 
     recorder.wrap(lambda: None, Site("late"))()
     monkeypatch.setattr(Mapped, "_read_head", head_of_before)
-    assert {"first", "late"} <= {site.name for site in mapped.sites()}
+    reads = {"facts": mapped.sites, "rows": mapped.rows}
+    found: dict[str, Any] = {name: reads[name]() for name in sorted(reads, key=part.__ne__)}
+    assert [(len(ring.rows), ring.missed) for ring in found["rows"]] == [(1, 0)]
+    assert "late" in {site.name for site in found["facts"]}
 
 
 def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:

@@ -188,7 +188,8 @@ class Mapped:
         return self.generation
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """The slots of a part that were ever taken, as far as they are there."""
+        """Return the slots of a part that were ever taken, as far as they are there."""
+        self._read_head()
         part = self._parts[name]
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
@@ -246,7 +247,6 @@ class Mapped:
 
     def tree(self) -> CallTree:
         """The call paths that are known by now: the same object as long as none is added."""
-        self._read_head()
         nodes = self._slots("nodes", _NODE)
         self._read_head()  # a site is told of before the first of its nodes is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
@@ -284,9 +284,9 @@ class Mapped:
 
         All rows of all are no more than there is room for: else those that come last are of a recording that lies.
         """
-        head = self._read_head()
         found: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
+        head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
         rows = self._slot_of(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
         left = part.slots
