@@ -513,6 +513,13 @@ def test_what_the_preset_records_anyway_and_what_nobody_saw_is_told() -> None:
     assert "/ping" in ignored
 
 
+def test_a_loop_with_backward_passes_and_no_requests_gets_the_preset_for_training() -> None:
+    loop = node("train:step", 200, 600, node("", 200, 300, kind="phase", name="backward"))
+    assert first_profile_of(observation(loop), ["train.py"], "train", "profile.yaml").preset == "training"
+    served = observation(request(10, 100), loop)
+    assert first_profile_of(served, ["train.py"], "train", "profile.yaml").preset == "serving"
+
+
 def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
     made_for = {package.name.replace(".", "-") for package in PACKAGES} & set(PRESETS)
     assert made_for == {package.preset for package in PACKAGES if package.preset}

@@ -34,11 +34,12 @@ requests: auto
 frameworks: auto
 functions: [{{match: [{patterns}]}}]
 layers: [{{match: "**"}}]
+phases: auto
 copies: [{{directions: [h2d, d2h]}}]
 device: {{cuda: off}}
 limits: {{ring: 4MiB, blocked: off}}
 """
-"""The profile under which a command is observed: all functions of its own modules, all layers, all requests."""
+"""The profile of an observed command: all functions of its own modules, layers, training phases and requests."""
 
 
 def add(verbs: Verbs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import textwrap
@@ -30,8 +29,6 @@ PRESET_SAYS = {
 
 SHOWN = 6
 """The most items that a comment lists."""
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
 """The least share of a named layer in the time of all layers, and in that of its block."""
@@ -286,18 +283,6 @@ def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]
     small = len(choice.small - named)
     if small:
         yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
-    early = sorted(_called_at_import(observation))
-    if early:
-        yield (
-            f"Not observed, because their own module calls them while it is imported: {list_of(early)}. The "
-            "report's view `startup` has the time of the import."
-        )
-    inner = sorted(_nested_in(observation))
-    if inner:
-        yield (
-            f"Not observed, because they are made inside functions: {list_of(inner)}. Where one matters, "
-            '@profiled("name") in the code records it.'
-        )
     if observation.unseen:
         unseen = [f"{label} ({why})" if why else label for label, why in sorted(observation.unseen.items())]
         yield f"Not observed: {list_of(unseen)}."
@@ -309,53 +294,9 @@ def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]
         )
 
 
-def _nested_in(observation: Observation) -> Iterator[str]:
-    """Yield the service's functions that are made inside functions and decorated by a call, such as a route's."""
-    for module, tree in _trees(observation):
-        for outer in ast.walk(tree):
-            if not isinstance(outer, FUNCTIONS):
-                continue
-            for node in ast.walk(outer):
-                if node is not outer and isinstance(node, FUNCTIONS) and any(map(_is_route, node.decorator_list)):
-                    yield f"{module}:{outer.name}.{node.name}"
-
-
-def _called_at_import(observation: Observation) -> Iterator[str]:
-    """Yield the service's functions that only their modules call, as these are imported."""
-    ran = {node.called.label for node in observation.nodes() if node.calls}
-    for module, tree in _trees(observation):
-        own = {node.name for node in tree.body if isinstance(node, FUNCTIONS)}
-        for statement in tree.body:
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
-                for node in ast.walk(statement):
-                    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-                    if name in own and f"{module}:{name}" not in ran:
-                        yield f"{module}:{name}"
-
-
-def _trees(observation: Observation) -> Iterator[tuple[str, ast.Module]]:
-    """Parse the files of the service's own modules."""
-    for module, name in sorted(observation.files.items()):
-        try:
-            yield module, ast.parse(Path(name).read_text("utf-8"))
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            pass  # a file that has gone, or one of another kind
-
-
-def _is_route(decorator: ast.expr) -> bool:
-    """Return True for a decorator that is a call of a method, as those of routes and tasks are."""
-    return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)
-
-
 def _trains(observation: Observation) -> bool:
-    """Return True where one of the service's files calls `backward`."""
-    for name in observation.files.values():
-        try:
-            if ".backward(" in Path(name).read_text("utf-8"):
-                return True
-        except (OSError, ValueError):
-            pass
-    return False
+    """Return True where a backward pass ran, as in a training loop."""
+    return any(node.called.kind == "phase" and node.called.name == "backward" for node in observation.nodes())
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from instrument.proposal.observation import Observation, ObservedNode
 from instrument.proposal.wording import each_of, number_of, share_of, time_of
@@ -169,23 +170,16 @@ class _Chooser:
     def choose(self) -> FunctionChoice:
         rules: dict[str, FunctionProposal] = {}
         self._small: set[str] = set()
-        for node in self._named_requests:
-            words = f"ran {each_of(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
-            first = FunctionProposal(node.called.label, "request", first_ns=node.first_ns, group=OF_REQUESTS)
-            first.is_needed, first.reasons = True, [words]
-            rules.setdefault(first.label, first)
-        for rule in self._loading():
-            rules.setdefault(rule.label, rule)
-        for rule in self._within(self._requests, "the requests", LEAST_OF_REQUEST):
-            rules.setdefault(rule.label, rule)
-        for unit in self._top_units():
-            rules.setdefault(unit.label, unit)
-        for rule in self._within(self._units, self._of_units, LEAST_OF_WORK):
-            rules.setdefault(rule.label, rule)
-        if not self._requests and not self._units:
-            for rule in self._within(self._observation.roots, "the run", LEAST_OF_RUN):
-                rules.setdefault(rule.label, rule)
-        for rule in self._blocking(rules):
+        roots = [] if self._requests or self._units else self._observation.roots
+        for rule in chain(
+            self._without_server(),
+            self._loading(),
+            self._within(self._requests, "the requests", LEAST_OF_REQUEST),
+            self._top_units(),
+            self._within(self._units, self._of_units, LEAST_OF_WORK),
+            self._within(roots, "the run", LEAST_OF_RUN),
+            self._blocking(rules),
+        ):
             rules.setdefault(rule.label, rule)
         kept = self._largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in kept})
@@ -273,6 +267,14 @@ class _Chooser:
         return not _SPECIAL.search(qualname) and node.called.shape != "layer"
 
     # ---------------------------------------------------------------- what is worth a rule
+
+    def _without_server(self) -> Iterator[FunctionProposal]:
+        """Propose the functions that are taken for requests, where no server was met."""
+        for node in self._named_requests:
+            words = f"ran {each_of(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
+            yield FunctionProposal(
+                node.called.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[words]
+            )
 
     def _within(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
         """Propose the functions below `tops` that have a share of their time, or split it."""

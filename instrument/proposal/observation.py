@@ -91,7 +91,6 @@ class Observation:
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
-    files: dict[str, str] = field(default_factory=dict)
     keys: dict[str, dict[str, SeenPath]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     blockers: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -160,7 +159,6 @@ def leave(
         "lines": lines,
         "arguments": arguments,
         "packages": sorted(imported_packages()),
-        "files": _own_files(verdicts),
         "unseen": {
             verdict.target: verdict.why for verdict in verdicts if verdict.target and verdict.state not in RECORDING
         },
@@ -224,15 +222,6 @@ def _silent(folder: str) -> set[str]:
     return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
 
 
-def _own_files(verdicts: Iterable[Verdict]) -> dict[str, str]:
-    """Return the files of targets, by their modules."""
-    files = {}
-    for verdict in verdicts:
-        if verdict.site is not None and ":" in verdict.target:
-            files[verdict.target.partition(":")[0]] = verdict.site.file
-    return files
-
-
 def observed(folder: str) -> Observation:
     """Merge the reports of a command's processes in a folder."""
     whole = Observation([])
@@ -243,7 +232,6 @@ def observed(folder: str) -> Observation:
         whole.cost = max(whole.cost, facts["cost"])
         whole.seconds = max(whole.seconds, facts["lasted_ns"] / 1e9)
         whole.packages.update(facts["packages"])
-        whole.files.update(facts["files"])
         whole.unseen.update(facts["unseen"])
         whole.uses_cuda = whole.uses_cuda or facts["uses_cuda"]
         for blocker, (stretches, longest_ns) in facts["blockers"].items():
