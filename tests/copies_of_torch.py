@@ -360,7 +360,7 @@ def test_what_torch_copies_unseen_is_named_once(recorder: Recorder) -> None:
         assert [str(verdict) for verdict in copies.verdicts()] == [
             "first: attached (1 copies)",
             "second: waiting (no such copy was made)",
-            f"copies: torch: partly (not seen: {room.UNSEEN})",
+            f"copies: torch: partly (not seen: {room.TORCH.unseen})",
         ]
     finally:
         copies.undo()

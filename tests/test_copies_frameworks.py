@@ -306,7 +306,7 @@ def test_the_real_cupy_has_what_is_replaced_and_gets_it_back() -> None:
 JAX = """
     import jax, numpy
     import jax.numpy as jnp
-    from instrument.instrumentors.copies import jax_copies as room
+    from instrument.instrumentors.copies import array_copies as room
     {hosts}
     one, two = jax.devices()
     x = numpy.arange(8.0, dtype=numpy.float32)

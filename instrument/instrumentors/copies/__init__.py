@@ -1,6 +1,6 @@
 """Copies between host and device, framework by framework, each as a copy span with direction and bytes.
 
-A room holds what one framework calls its copies. It is used once the host has imported that framework, and never
+A room has the functions of one framework that copy. It is used once the host has imported that framework, and never
 imports it. A call that moves nothing is not a copy and leaves no span.
 """
 
@@ -8,56 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from instrument.instrumentors.copies import (
-    cuda_bindings_copies,
-    cupy_copies,
-    jax_copies,
-    numba_copies,
-    numpy_copies,
-    onnxruntime_copies,
-    torch_copies,
-)
-from instrument.instrumentors.copies.transfers import Places, Transfers
+from instrument.instrumentors.copies.array_copies import JAX, NUMPY, ONNXRUNTIME
+from instrument.instrumentors.copies.cuda_copies import CUDA, CUPY, NUMBA
+from instrument.instrumentors.copies.torch_copies import TORCH, why_absent
+from instrument.instrumentors.copies.transfers import Places, Room, Transfers
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.runtime.faults import FAULTS
 
-
-class Room(Protocol):
-    """What a module of this package tells of its framework."""
-
-    @property
-    def FRAMEWORK(self) -> str:  # noqa: N802 - a constant of the module
-        """The package's name, as rules call it."""
-
-    @property
-    def MODULES(self) -> Sequence[str]:  # noqa: N802
-        """The modules after whose import it is attached."""
-
-    @property
-    def WAYS(self) -> Sequence[str]:  # noqa: N802
-        """The directions of the copies that it sees."""
-
-    @property
-    def UNSEEN(self) -> str:  # noqa: N802
-        """The framework's copies that it cannot see."""
-
-    def attach(self, module: Any, transfers: Transfers) -> Places:
-        """One of the modules has been imported: replace what copies."""
-
-
-ROOMS: tuple[Room, ...] = (
-    torch_copies,
-    cupy_copies,
-    numba_copies,
-    cuda_bindings_copies,
-    onnxruntime_copies,
-    jax_copies,
-    numpy_copies,
-)
+ROOMS = (TORCH, CUPY, NUMBA, CUDA, ONNXRUNTIME, JAX, NUMPY)
 
 
 class Copies:
@@ -72,7 +34,7 @@ class Copies:
 
     def _wanted(self) -> dict[str, Room]:
         return {
-            name: room for room in ROOMS if self.transfers.wants(room.FRAMEWORK, room.WAYS) for name in room.MODULES
+            name: room for room in ROOMS if self.transfers.wants(room.framework, room.ways) for name in room.modules
         }
 
     @property
@@ -116,9 +78,9 @@ class Copies:
         room = self._rooms[name]
         if name in self._attached:
             return False
-        why = torch_copies.why_absent(module) if room.FRAMEWORK == "torch" else ""
-        if why and not self.transfers.wants(room.FRAMEWORK, ("h2h",)):
-            self._absent[room.FRAMEWORK] = why
+        why = why_absent(module) if room.framework == "torch" else ""
+        if why and not self.transfers.wants(room.framework, ("h2h",)):
+            self._absent[room.framework] = why
             return False
         before = len(self.transfers.places)
         try:
@@ -129,8 +91,8 @@ class Copies:
             # Another version of the framework than those we know.
             while len(self.transfers.places) > before:
                 self.transfers.places.pop().undo()
-            self._absent[room.FRAMEWORK] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
-            FAULTS.note(f"copy probe of {room.FRAMEWORK}", fault)
+            self._absent[room.framework] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
+            FAULTS.note(f"copy probe of {room.framework}", fault)
         return False
 
     def undo(self) -> None:
@@ -141,22 +103,22 @@ class Copies:
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
-        met = {room.FRAMEWORK: room for room in self._met.values()}
+        met = {room.framework: room for room in self._met.values()}
         verdicts = [
             self._verdict(rule, hits, met) for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
         ]
-        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.UNSEEN}") for name, room in met.items()]
+        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.unseen}") for name, room in met.items()]
         return verdicts
 
     def _verdict(self, rule: CopyRule, hits: int, met: dict[str, Room]) -> Verdict:
         if hits:
             return Verdict(rule.text, "attached", why=f"{hits} copies")
-        rooms = [room for room in self._rooms.values() if room.FRAMEWORK in rule.frameworks]
-        reasons = ["no such copy was made"] if any(room.FRAMEWORK in met for room in rooms) else []
-        reasons += dict.fromkeys(self._absent[room.FRAMEWORK] for room in rooms if room.FRAMEWORK in self._absent)
+        rooms = [room for room in self._rooms.values() if room.framework in rule.frameworks]
+        reasons = ["no such copy was made"] if any(room.framework in met for room in rooms) else []
+        reasons += dict.fromkeys(self._absent[room.framework] for room in rooms if room.framework in self._absent)
         if reasons:
             return Verdict(rule.text, "waiting", why="; ".join(reasons))
-        names = list(dict.fromkeys(room.FRAMEWORK for room in rooms))
+        names = list(dict.fromkeys(room.framework for room in rooms))
         if not names:
             return Verdict(rule.text, "not found", why=f"{', '.join(rule.frameworks)} makes no such copies")
         shown = names[0] if len(names) == 1 else f"none of {', '.join(names)}"

@@ -13,16 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test
-from instrument.instrumentors.copies.transfers import NOWHERE, Facts, Places, Transfer, Transfers, argument
+from instrument.instrumentors.copies.transfers import NOWHERE, Facts, Places, Room, Transfer, Transfers, argument
 from instrument.recording.spans import Work
-
-FRAMEWORK = "torch"
-MODULES = ("torch",)
-WAYS = ("h2d", "d2h", "d2d", "p2p", "h2h")
-UNSEEN = (
-    "torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
-    "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy"
-)
 
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
 READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__")
@@ -48,7 +40,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
-    places = Places(transfers, FRAMEWORK, ready, _where)
+    places = Places(transfers, "torch", ready, _where)
     places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
     places.methods(tensor, ("copy_",), _if_real(_copied, fake))
     places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
@@ -72,16 +64,16 @@ def _where(args: Any, kwargs: Any) -> Any:
     """
     source = args[0]
     if source.is_cuda:
-        return Work(FRAMEWORK, (source.device.index,))
+        return Work("torch", (source.device.index,))
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     if isinstance(target, int) and not isinstance(target, bool):
-        return Work(FRAMEWORK, (target,))
+        return Work("torch", (target,))
     if isinstance(target, str):
         kind, _, index = target.partition(":")
-        return Work(FRAMEWORK, (int(index),)) if kind in ("cuda", "hip") and index.isdigit() else None
+        return Work("torch", (int(index),)) if kind in ("cuda", "hip") and index.isdigit() else None
     target = getattr(target, "device", target)  # of a tensor
     if getattr(target, "type", None) == "cuda" and target.index is not None:
-        return Work(FRAMEWORK, (target.index,))
+        return Work("torch", (target.index,))
     return None
 
 
@@ -215,7 +207,17 @@ def _private_backend(torch: Any) -> str:
 
 
 def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
-    if transfers.wants(FRAMEWORK, ("h2h",)):
+    if transfers.wants("torch", ("h2h",)):
         return lambda: True
     devices = _devices(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)
+
+
+TORCH = Room(
+    framework="torch",
+    modules=("torch",),
+    ways=("h2d", "d2h", "d2d", "p2p", "h2h"),
+    unseen="torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
+    "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy",
+    attach=attach,
+)

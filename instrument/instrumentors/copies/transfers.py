@@ -236,6 +236,19 @@ class Places:
         return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self._stream)
 
 
+class Room(NamedTuple):
+    """A framework: its name in rules, the modules after whose import it is attached, and the directions of its copies.
+
+    `unseen` are the copies that cannot be seen. `attach` replaces the functions of one of the modules that copy.
+    """
+
+    framework: str
+    modules: Sequence[str]
+    ways: Sequence[str]
+    unseen: str
+    attach: Callable[[Any, Transfers], Places]
+
+
 def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
     """One argument of a call, however it was passed."""
     return args[index] if len(args) > index else kwargs.get(name, default)
