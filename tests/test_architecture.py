@@ -333,10 +333,10 @@ LINES_AND_FILES = {
     "proposal": (1_429, 6),
     "recorder": (3_276, 17),
     "recording": (4_135, 24),
-    "report": (12_328, 48),
+    "report": (12_309, 48),
     "runtime": (2_245, 18),
     "sessions": (8_049, 35),
-    "trace": (7_446, 41),
+    "trace": (7_397, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 967, 1_151
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 963, 1_148
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

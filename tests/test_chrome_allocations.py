@@ -18,7 +18,7 @@ from instrument.chrome import reading
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import HOST, Origin, Site, Span, Trace
-from instrument.trace import allocation_lists
+from instrument.trace import metadata
 
 INT64 = 1 << 63
 BASE_NS = 1000
@@ -95,7 +95,7 @@ def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], pa
 def test_several_batches_come_back_whatever_the_text_beside_them_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation_lists, "BATCH", 7)
+    monkeypatch.setattr(metadata, "ALLOCATIONS_AT_ONCE", 7)
     for block, name in ((1, "f"), (50, "caf\u00e9"), (64, "\u6a21\u578b"), (1 << 20, "\U0001f600")):
         monkeypatch.setattr("instrument.chrome.json_text.BLOCK_BYTES", block)
         trace = trace_of(Allocations.of(some(50)), name)

@@ -12,7 +12,7 @@ from raw_spans import counted
 from instrument.agent import run_report
 from instrument.agent.run_report import ReportedProcess
 from instrument.recording.spans import Cost, Origin, Sample, Site, Span, Trace
-from instrument.trace import file, folded
+from instrument.trace import file, merge
 from instrument.trace.of_spans import trace_of
 
 MS = 1_000_000
@@ -72,7 +72,7 @@ def row(text: str, name: str) -> list[str]:
 def test_the_head_of_a_report_counts_all_requests_and_says_of_which_its_parts_are(
     fold: Fold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folded, "SPANS_KEPT", 8)
+    monkeypatch.setattr(merge, "SPANS_KEPT", 8)
     before = fold([worker(pid, at_ms=100 * pid) for pid in range(1, 9)])
     newest = saved(worker(9, at_ms=900), tmp_path / "9.npz")
     text = report([ReportedProcess("that ended before", before, True, 8), ReportedProcess("9 (in order)", newest)])
@@ -91,7 +91,7 @@ def test_as_long_as_all_spans_of_ended_processes_are_held_nothing_is_missing(fol
 
 
 def test_an_endpoint_of_which_no_span_is_held_any_more_is_counted(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded, "SPANS_KEPT", 4)
+    monkeypatch.setattr(merge, "SPANS_KEPT", 4)
     before = fold([worker(1, name="GET /old"), worker(2, at_ms=100)])
     text = report([ReportedProcess("that ended before", before, True, 2)])
     assert "requests: 8; 2 of them ended with an error; told of below: the newest 2" in text
@@ -99,7 +99,7 @@ def test_an_endpoint_of_which_no_span_is_held_any_more_is_counted(fold: Fold, mo
 
 def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("SPANS_KEPT", 8), ("SAMPLES_KEPT", 10), ("PATHS_KEPT", 6), ("NOTES_KEPT", 3)):
-        monkeypatch.setattr(folded, name, most)
+        monkeypatch.setattr(merge, name, most)
     before, sizes = "", []
     for turn in range(6):
         pids = range(10 * turn + 1, 10 * turn + 9)
@@ -111,7 +111,7 @@ def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch
         assert found.counted().threads == {0: "(ended threads)"}
         assert found.counted().calls == 64 * (turn + 1)
         assert len(found.facts.notes) == 4
-        assert found.facts.notes[-1] == folded.MORE_NOTES
+        assert found.facts.notes[-1] == merge.MORE_NOTES
         sizes.append((len(found.counted()), len(found.columns.sites)))
     assert sizes[1:] == sizes[1:2] * 5
 

@@ -148,12 +148,12 @@ def test_a_recording_that_cannot_be_written_is_told_and_leaves_no_half_file_and_
 def test_a_process_that_is_killed_while_it_writes_leaves_no_half_recording() -> None:
     program = (
         "import os, signal\n"
-        "import instrument\nfrom instrument.profile.keys import loads\nfrom instrument.trace import archive\n"
-        "kept = archive._END.pack\n"
+        "import instrument\nfrom instrument.profile.keys import loads\nfrom instrument.trace import file\n"
+        "kept = file._END.pack\n"
         "class Killed:\n"
-        "    size = archive._END.size\n"
+        "    size = file._END.size\n"
         "    def pack(self, *values): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "archive._END = Killed()\n"
+        "file._END = Killed()\n"
         "instrument.start(loads('export: {recording: {path: out/a.npz}}', environ={}))\n"
         "with instrument.scope('x'): pass\n"
         "instrument.stop()\n"

@@ -16,7 +16,7 @@ from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.rows import PACKED_ROW
 from instrument.recording.spans import Origin, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
-from instrument.trace.interval_columns import CELL
+from instrument.trace.columns import CELL
 from instrument.trace.of_rows import ROW
 from instrument.trace.of_spans import spans_of
 

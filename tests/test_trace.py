@@ -22,9 +22,9 @@ from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
+from instrument.trace.innermost import turns
 from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
 from instrument.trace.self_times import self_times_of
-from instrument.trace.turns import turns
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
 SOME = st.one_of(traces(), st.sampled_from(DRAWN))

@@ -67,7 +67,7 @@ def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
     """
     from instrument.errors import TraceError
     from instrument.trace import file
-    from instrument.trace.folded import folded
+    from instrument.trace.merge import folded
 
     read, unread = [], 0
     for path in paths:

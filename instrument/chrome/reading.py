@@ -23,9 +23,9 @@ from instrument.recording.allocations import Allocations
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
-from instrument.trace import allocation_lists, columns
+from instrument.trace import columns
 from instrument.trace.file import Saved, without_endless
-from instrument.trace.metadata import Metadata
+from instrument.trace.metadata import Metadata, rows_of_allocations
 from instrument.trace.text import LIMIT_BYTES, LIMIT_SPANS, LIMIT_VALUE, checked
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
@@ -238,7 +238,7 @@ def _next_allocations(text: JsonText) -> bytearray:
             checked(text.value(), list)
         lists, found = text.values(_decode_allocations, b"]")
         if lists is None:
-            rows += allocation_lists.rows_of(json.loads(b"[%b]" % found))
+            rows += rows_of_allocations(json.loads(b"[%b]" % found))
         else:
             rows += array("q", chain.from_iterable(one if len(one) > 6 else [*one, 0] for one in lists)).tobytes()
         if len(rows) > LIMIT_SPANS * Allocations.ROW.size:

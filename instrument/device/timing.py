@@ -154,7 +154,7 @@ class Timing:
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
         """Return the known intervals of spans, by the ids of these, as columns."""
-        from instrument.trace.interval_columns import cells_in, device_intervals
+        from instrument.trace.columns import cells_in, device_intervals
 
         return device_intervals(cells_in(self.intervals.packed()), span_id)
 

@@ -148,16 +148,14 @@ class HeldSpans:
 
 @dataclass(eq=False)
 class Recording:
-    """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
+    """The tally of all calls, the trace of the spans that are held, and facts of both.
 
-    `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
-    are called when somebody first reads what they make. `make_lines` makes the tally's lines, merged where it is told
-    so, at less cost. `make_columns` makes the trace's columns where it has them, and `make_facts` what such a trace
-    knows beside them. Else both are those of the trace. `make_held` tells of the spans that are held without making
-    them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is `native`,
-    `pure` or `other`. `collector_ids` gives the trace id and the span id under which a request of the trace, by the key
-    that it is known by first, went to the collector. `benchmark` has counted the steps of a loop as they went by.
-    `died` says how a process ended that said no goodbye.
+    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called when
+    somebody first reads what they make. `make_lines` makes the lines of the tally, merged if asked, at less cost.
+    `make_held` counts the spans that are held without making them, None where it cannot. `window_ns` is the length of
+    the time that the tally covers, `recorder` is `native` or `other`. `collector_ids` returns the trace id and the span
+    id under which a request of the trace, by its first key, went to the collector. `benchmark` has counted the steps of
+    a loop as they went by. `died` says how a process ended that said no goodbye.
     """
 
     make_tally: Callable[[], Tally]
@@ -174,8 +172,6 @@ class Recording:
     make_lines: Callable[[bool], Lines] | None = None
     make_held: Callable[[], HeldSpans | None] = lambda: None
     make_cost: Callable[[], Cost | None] = lambda: None
-    make_columns: Callable[[], columns.Trace] | None = None
-    make_facts: Callable[[], Trace] | None = None
     died: str = ""
 
     @cached_property
@@ -205,18 +201,16 @@ class Recording:
         """The spans that are held."""
         return self.make_trace()
 
-    @cached_property
+    @property
     def facts(self) -> Trace:
-        """What the trace knows beside its spans, which it may lack: none is made for it."""
-        return self.trace if self.make_facts is None else self.make_facts()
+        """The trace, for what it knows beside its spans: none is made for it."""
+        return self.trace
 
     @cached_property
     def columns(self) -> columns.Trace:
         """The same spans as columns. Raises `TraceError` for spans that are no sound trace."""
         from instrument.trace.of_spans import columns_of_spans
 
-        if self.make_columns is not None:
-            return self.make_columns()
         try:
             return columns_of_spans(self.trace.spans)
         except ValueError as problem:
@@ -274,21 +268,8 @@ class Recording:
 
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:
-        """A recording from a file, of which no span is made that no view asks for."""
-        facts = saved.facts
-        return cls(
-            saved.counted,
-            saved.trace,
-            make_cost=lambda: facts.cost,
-            losses=facts.losses,
-            notes=tuple(facts.notes),
-            window_ns=facts.end_ns - facts.start_ns,
-            recorder=facts.origin.recorder,
-            make_startup=lambda: facts.startup,
-            make_columns=lambda: saved.columns,
-            make_facts=lambda: facts,
-            died=facts.died,
-        )
+        """Return the recording of a file, of which no span is made that no view asks for."""
+        return cls.of_trace(saved.trace(), saved.counted)
 
 
 def document(value: Any) -> Any:

@@ -56,7 +56,7 @@ def prepare() -> None:
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import counting, file, interval_columns, of_rows, of_spans  # noqa: F401
+        from instrument.trace import counting, file, of_rows, of_spans  # noqa: F401
     except ImportError:
         pass  # `why_no_files` reports it, or what is written
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.recording.interval_ring import LABELS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
@@ -358,3 +359,33 @@ def _refuse_unsound(trace: Trace) -> None:
 def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
     """Whether all numbers are from the first to before the end."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
+
+
+CELL = np.dtype(
+    [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
+)
+"""One, as `instrument.recording.interval_ring` packs it. A stream is an address, or a small number."""
+
+
+def cells_in(packed: bytes) -> NDArray[np.void]:
+    """Return the intervals that a ring has packed."""
+    return np.frombuffer(packed, dtype=CELL)
+
+
+def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
+    """Return the intervals of spans by their ids, each span's by time, without those of other spans."""
+    rows = rows_of(span_id, cells["span_id"])
+    order = np.lexsort((cells["start_ns"], rows))
+    order = order[rows[order] != NONE]
+    its = cells[order]
+    return DeviceIntervals(
+        row=rows[order],
+        device=its["device"].copy(),
+        stream=its["stream"].copy(),
+        start_ns=its["start_ns"].copy(),
+        # Where a clock was placed anew between the two, an end may lie before its begin.
+        end_ns=np.maximum(its["start_ns"], its["end_ns"]),
+        label=its["label"].astype(np.int32),
+        uncertainty_ns=its["uncertainty_ns"].copy(),
+        labels=LABELS,
+    )

@@ -1,17 +1,18 @@
 """The key `instrument` of a file: all that a trace and its tally know beside the events, written and read back.
 
-Viewers ignore it. Sites stand in it once, and the events name them by their place.
+Viewers ignore it. It has each site once, and the events name sites by their place. A trace may have a million
+allocations: lists of numbers in the order of the fields, written some thousand at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from operator import add
 from typing import Any
 
 from instrument.profile.model import KINDS
-from instrument.recording.allocations import Allocations
+from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.spans import (
     FIRSTS,
@@ -35,8 +36,48 @@ from instrument.recording.spans import (
     told_fields,
 )
 from instrument.recording.tally import Tally, Totals
-from instrument.trace import allocation_lists
 from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
+
+ALLOCATIONS_AT_ONCE = 4096
+"""Allocations that are in memory as text."""
+
+_LIST = "[%d,%d,%d,%d,%d,%d,%d],"
+
+
+def allocation_texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str]:
+    """Yield allocations as JSON lists with commas between them, and times counted from the base."""
+    for first in range(0, len(allocations), ALLOCATIONS_AT_ONCE):
+        if first:
+            yield ",\n"
+        yield _text(allocations[first : first + ALLOCATIONS_AT_ONCE], base_ns)
+
+
+def _text(allocations: Sequence[Allocation], base_ns: int) -> str:
+    try:
+        packed = Allocations.of(allocations)
+    except OverflowError:
+        lists = [
+            [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
+             one.reserved_bytes]
+            for one in allocations
+        ]  # fmt: skip
+        return encode(lists)[1:-1]
+    numbers, moved_ns = memoryview(packed.rows).cast("q").tolist(), packed.base_ns - base_ns
+    numbers[1::7] = [at_ns + moved_ns for at_ns in numbers[1::7]]
+    return (_LIST * len(packed))[:-1] % tuple(numbers)
+
+
+def rows_of_allocations(lists: Iterable[Any]) -> bytes:
+    """Return the rows of `Allocations` from lists of their numbers."""
+    return b"".join(map(_row, lists))
+
+
+def _row(numbers: Any) -> bytes:
+    found = [checked(number, int) for number in checked(numbers, list)]
+    if not 6 <= len(found) <= 7:  # all that an allocation has; the last may be left out
+        raise ValueError("an allocation in it is none; it is damaged")
+    return Allocations.ROW.pack(*found, *[0] * (7 - len(found)))
+
 
 FORMAT = 5
 """Version of what stands in the key. In 4, a tally did not tell running from waiting."""
@@ -123,7 +164,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
     yield _without_del(encode(facts)[:-1])
     if trace.watched is not None:
         yield ',"allocations":['
-        yield from allocation_lists.texts(trace.allocations, base_ns)
+        yield from allocation_texts(trace.allocations, base_ns)
         yield "]"
     yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
 
@@ -312,7 +353,7 @@ class Metadata:
 
     def _allocations(self) -> Allocations:
         found = self._facts.get("allocations", ())
-        return Allocations(found if isinstance(found, bytearray) else allocation_lists.rows_of(found), self.base_ns)
+        return Allocations(found if isinstance(found, bytearray) else rows_of_allocations(found), self.base_ns)
 
     def tally(self) -> Tally | None:
         """The tally, if one was saved."""

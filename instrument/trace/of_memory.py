@@ -16,11 +16,10 @@ from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.spans import Origin
-from instrument.trace.columns import Int64s, Trace
+from instrument.trace.columns import Int64s, Trace, device_intervals
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
 from instrument.trace.gathering import GatheredAttributes, written
-from instrument.trace.interval_columns import device_intervals
 from instrument.trace.of_rows import has_more, numbers_in
 
 OPEN = "instrument.open"
