@@ -27,7 +27,7 @@ from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.histograms import exponential
+from instrument.otlp.points import exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder import meter

@@ -56,7 +56,7 @@ from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
 from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
 from instrument.otlp.packing import pack_resource
-from instrument.otlp.response import Response
+from instrument.otlp.senders import Response
 from instrument.otlp.span_ids import SpanIds
 from instrument.otlp.span_queue import Source, SpanQueue
 from instrument.profile.model import Otlp

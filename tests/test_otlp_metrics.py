@@ -20,7 +20,8 @@ from otlp_spans import ORIGIN, SECOND, span
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
-from instrument.otlp.metrics import MEASURES, metrics_url
+from instrument.otlp.metrics import MEASURES
+from instrument.otlp.senders import metrics_url
 from instrument.otlp.snapshots import PREFERENCE, Snapshots
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads

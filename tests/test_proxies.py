@@ -18,8 +18,8 @@ from otlp_spans import ORIGIN, SECOND, tree
 from requests.utils import get_environ_proxies, select_proxy
 
 from instrument.otlp import Exporter, senders
+from instrument.otlp.connection import proxy_for
 from instrument.otlp.exporter import Delivery
-from instrument.otlp.proxies import proxy_for
 from instrument.profile.model import Otlp
 
 

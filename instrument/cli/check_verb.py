@@ -17,7 +17,7 @@ from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
-from instrument.otlp.proxies import proxy_for
+from instrument.otlp.connection import proxy_for
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of

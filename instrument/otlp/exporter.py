@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics, metrics_url
+from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
 from instrument.otlp.packing import Ids, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
@@ -20,8 +20,7 @@ from instrument.otlp.resource import (
     provider_attributes,
     resource_attributes,
 )
-from instrument.otlp.response import Response
-from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
+from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, sender_for
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedTree, Source, SpanQueue
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin, Span

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instrument.otlp.points import Point, Series
-from instrument.otlp.response import Response
+from instrument.otlp.senders import Response
 from instrument.otlp.snapshots import PREFERENCE, Piece, Snapshots
 from instrument.recording.distributions import Snapshot
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
@@ -288,13 +288,6 @@ def series_of(
                     )
                 )
     return list(found.values())
-
-
-def metrics_url(traces_url: str) -> str | None:
-    """Where metrics go if spans go there; None where that cannot be told."""
-    path, question, query = traces_url.partition("?")
-    path = path.rstrip("/")
-    return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
 
 
 def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:

@@ -11,16 +11,14 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive
-from instrument.otlp.metrics import metrics_url
+from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive, proxy_for
 from instrument.otlp.points import Series, pack_metric
-from instrument.otlp.proxies import proxy_for
-from instrument.otlp.response import Response
 from instrument.profile.document import without_secrets
 from instrument.runtime.compression import compressor
 
@@ -39,6 +37,21 @@ _VARINT = rb"([\x80-\xff]*[\x00-\x7f])"
 _PARTIAL_SUCCESS = re.compile(
     rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08" + _VARINT + rb")?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
+
+    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long.
+    """
+
+    taken: bool
+    rejected: int = 0
+    too_large: bool = False
+    refused: bool = False
+    wait_s: float = 0.0
+    reason: str = ""
 
 
 class _UnavailableError(Exception):
@@ -232,6 +245,13 @@ class HttpSender(Sender):
         connection = self._connection
         if connection is not None:
             connection.abort()
+
+
+def metrics_url(traces_url: str) -> str | None:
+    """Where metrics go if spans go there; None where that cannot be told."""
+    path, question, query = traces_url.partition("?")
+    path = path.rstrip("/")
+    return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
 
 
 def _user_agent() -> str:

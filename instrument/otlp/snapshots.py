@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from instrument.otlp.histograms import Exponential, exponential
-from instrument.otlp.points import Point, Series
+from instrument.otlp.points import Exponential, Point, Series, exponential
 from instrument.recording.distributions import (
     COUNTER,
     GAUGE,

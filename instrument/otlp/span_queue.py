@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from instrument import clock
 from instrument.otlp.metrics import Metrics
 from instrument.otlp.packing import Ids
-from instrument.otlp.response import Response
+from instrument.otlp.senders import Response
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import Lock
 
