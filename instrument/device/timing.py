@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from instrument.device import streams
 from instrument.device.nvtx import Ranges
-from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.recorder import RECORDER
 from instrument.recording.interval_ring import LABELS, IntervalRing
 from instrument.recording.spans import NO_DEVICE_TIME
 from instrument.runtime import imports
@@ -36,22 +36,10 @@ class Timing:
     `reason` says in one line why device time is missing or costs more. It is "" where neither is so.
     """
 
-    def __init__(
-        self,
-        memory_bytes: int,
-        recorder: Recorder = RECORDER,
-        make_driver: Callable[[], Driver] | None = None,
-        now: Callable[[], int] | None = None,
-        ranges: Ranges | None = None,
-        holds_gil: bool = False,
-    ) -> None:
+    def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._memory_bytes = memory_bytes
-        self._recorder = recorder
-        self._ranges = ranges or Ranges(recorder)
-        self._make_driver = make_driver
+        self._ranges = ranges
         self._holds_gil = holds_gil
-        self._now: Callable[[], int] = recorder.now_ns if now is None else now
-        self._raw = raw_clock if now is None else None
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
@@ -62,7 +50,12 @@ class Timing:
         self.reason = ""
 
     def _new_intervals(self) -> IntervalRing:
-        return IntervalRing(self._memory_bytes, partial(self._recorder.room_for, "intervals"))
+        return IntervalRing(self._memory_bytes, partial(RECORDER.room_for, "intervals"))
+
+    def _new_timer(self, driver: Driver) -> Timer:
+        from instrument.device.timer import Timer
+
+        return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from the import of such a library on. Returns the detach."""
@@ -82,13 +75,11 @@ class Timing:
         self._hosts.append(module)
         hosts = [module]
         if self.timer is None:
-            from instrument.device.timer import Timer
-
             driver = self._driver_for(module)
             if driver is None:
                 return
             hosts = self._hosts  # those before this one may have had no driver
-            self.timer = Timer(driver, self.intervals, self._recorder, self._now, self._raw)
+            self.timer = self._new_timer(driver)
             self._numba = streams.NumbaStreams(driver.default_stream)
         for host in hosts:
             if host.__name__ == "numba.cuda":
@@ -114,7 +105,7 @@ class Timing:
             return None
         try:
             if not is_rocm:
-                return cuda.CudaDriver(holds_gil=self._holds_gil) if self._make_driver is None else self._make_driver()
+                return cuda.CudaDriver(holds_gil=self._holds_gil)
         except (ImportError, OSError) as error:
             if not is_torch:
                 self.reason = f"{NO_DEVICE_TIME}{error}"
@@ -141,12 +132,10 @@ class Timing:
         """Begin anew without CUDA, which a child cannot use, and give nothing of the parent's back."""
         self.intervals = self._new_intervals()
         if self.timer is not None:
-            from instrument.device.timer import Timer
-
             before = self.timer
             self._inherited.append(before)
             before.resolver.disown()
-            self.timer = Timer(before.driver, self.intervals, self._recorder, self._now, self._raw)
+            self.timer = self._new_timer(before.driver)
             self.timer.sources.extend(before.sources)
             self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
@@ -164,7 +153,7 @@ class Timing:
 
     def settled_ns(self) -> int:
         """Return the time up to which device times are settled. Each open span adds to the cost of a call."""
-        return self._now() if self.timer is None else self.timer.resolver.settled_ns()
+        return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
         """Wait until that is so of a time, as `time.monotonic` has it until `end_s`, and let others know."""
@@ -200,7 +189,7 @@ class Timing:
 
     def notes(self) -> list[str]:
         """Return the reasons for missing device times, as sentences: none where no span asked for it."""
-        notes = [self.reason] if self.reason and self._recorder.asks_for_device_time() else []
+        notes = [self.reason] if self.reason and RECORDER.asks_for_device_time() else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit
             notes += [f"device time: {misfit}"] if misfit else []

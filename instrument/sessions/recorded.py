@@ -105,11 +105,8 @@ class Recorded:
         self._gpus_told: Sequence[Gpu] = ()
         self._timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
-            self._timing = Timing(
-                profile.limits.ring_bytes // INTERVAL_SHARE,
-                holds_gil=profile.device.gil == "hold",
-                ranges=self._ranges,
-            )
+            interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
+            self._timing = Timing(interval_bytes, self._ranges, holds_gil=profile.device.gil == "hold")
         self._exporter: otlp.Exporter | None = None
         self._outbox: Outbox | None = None
         self._keyed: KeyedExport | None = None
