@@ -332,11 +332,11 @@ LINES_AND_FILES = {
     "profile": (2_556, 9),
     "proposal": (1_429, 6),
     "recorder": (3_276, 17),
-    "recording": (4_135, 24),
+    "recording": (4_134, 24),
     "report": (12_309, 48),
     "runtime": (2_245, 18),
     "sessions": (8_046, 35),
-    "trace": (7_397, 36),
+    "trace": (7_396, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 962, 1_148
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 826, 1_130
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from instrument.recording import memory_layout as layout
 
 MOST_SLOTS = 1 << 15
-"""So many of a part are looked at."""
+"""Slots of a part that are looked at."""
 
 
 def holds_anything(fd: int) -> bool:
-    """Whether any span has begun in the generation of now. False for what is no recording."""
+    """Return True if any span has begun in this generation. False for what is no recording."""
     try:
         head = os.pread(fd, layout.HEADER.size, 0)
         if head[:8] != layout.MAGIC or _number(head, layout.HEADER, "version") != layout.VERSION:
@@ -68,7 +68,7 @@ def _newest_id(fd: int, head: bytes, ring: bytes, inner: int) -> int:
 
 
 def rows_held(fd: int) -> int:
-    """How many spans the rings of a recording hold, about; 0 for what is no recording."""
+    """Return about the number of spans in the rings of a recording; 0 for what is no recording."""
     try:
         head = os.pread(fd, layout.HEADER.size, 0)
         generation, inner = (_number(head, layout.HEADER, name) for name in ("generation", "object_bytes"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST_BYTES = 100_000
-"""Of a longer report the rest is left out: it goes over a socket in one piece."""
+"""Bytes of a report, at most: it goes over a socket in one piece."""
 
 CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 

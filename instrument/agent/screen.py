@@ -1,4 +1,4 @@
-"""What a run is doing now: requests in flight, rates by endpoint, where the time goes, what was lost.
+"""The present of a run: requests in flight, rates by endpoint, where the time goes, what was lost.
 
 Numbers are of the time since the look before, or since each session's begin at the first; they are taken from the
 recordings of the processes, which go on and know nothing of it.
@@ -27,7 +27,7 @@ EVEN = 0.9
 """Times of processes that differ by less are told as one."""
 
 ROWS = 12
-"""Of each table, at most; what is left out is counted."""
+"""Rows of each table, at most; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ class Looker:
         self._before: dict[tuple[int, int], tuple[int, Counted]] = {}
 
     def is_of(self, run: str) -> bool:
-        """Whether it looks at that run."""
+        """Return True if it looks at that run."""
         return self._run == run
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
-        """What there is to see now. `folded` are processes that ended before those of `members` that did."""
+        """Return one look. `folded` are processes that ended before those of `members` that did."""
         windows_ns, grown = list[int](), list[Counted]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
@@ -229,7 +229,7 @@ class Looker:
 
 
 class _Seen:
-    """What one recording says now, at `at_ns`: all that was open then has begun. Raises `TraceError`."""
+    """The contents of one recording at `at_ns`: all that was open then has begun. Raises `TraceError`."""
 
     def __init__(self, memory: int) -> None:
         mapped = Mapped(memory)

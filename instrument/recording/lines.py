@@ -67,7 +67,7 @@ class Lines:
 
     @classmethod
     def of_tally(cls, tally: Tally, *, merged: bool = False) -> Lines:
-        """Of a tally, in its order, or of all its threads `merged`."""
+        """Return the lines of a tally, in its order, or of all its threads `merged`."""
         tree, place_of = _tree_of(tally)
         books: dict[int, dict[int, Totals]] = {}
         threads: Mapping[int, str] = tally.threads

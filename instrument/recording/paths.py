@@ -22,8 +22,8 @@ NOT_BELOW = -1
 
 
 class Facts(NamedTuple):
-    """What every report asks of the sites: of each the number of the first of its name, and its kind; and the numbers
-    of those whose name another has before them, and of those with attributes."""
+    """Facts of sites: the kind of each and the number of the first of its name; and the numbers of those whose name
+    another has before them, and of those with attributes."""
 
     names: array[int]
     kinds: list[str]
@@ -67,11 +67,11 @@ class CallTree:
             self._nodes = self._nodes[: 2 * first] + added
 
     def site(self, node: int) -> Site:
-        """That of a node."""
+        """Return the site of a node."""
         return self.sites[self._nodes[2 * node]]
 
     def parent(self, node: int) -> int:
-        """That which a node is below, or `NOT_BELOW`."""
+        """Return the parent of a node, or `NOT_BELOW`."""
         return self._nodes[2 * node + 1]
 
     def upwards(self, node: int) -> Iterator[Site]:
@@ -107,7 +107,7 @@ class CallTree:
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def keys(self) -> array[int]:
-        """Of each site the number of the first that means the same place."""
+        """Return the number of the first site that means the same place, per site."""
         known, (names, _, repeated, _) = self._keys, self.facts()
         if len(known) == len(names):
             return known
@@ -121,7 +121,7 @@ class CallTree:
         return self._keys
 
     def facts(self) -> Facts:
-        """What every report asks of the sites, as far as they are known."""
+        """Return the facts of the sites that are known."""
         found, first_of_name = self._facts, self._first_of_name
         start = len(found.kinds)
         if start < len(self.sites):
@@ -130,14 +130,14 @@ class CallTree:
         return found
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
-        """What a function says of each site, by the site's number; kept for that very function, so give no lambda."""
+        """Return a function's result for each site, by the site's number; kept by function, so give no lambda."""
         said: list[Said] = self._said.get(say, [])
         if len(said) < len(self.sites):
             said = self._said[say] = [*said, *map(say, self.sites[len(said) :])]
         return said
 
     def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Of each site the number of the first of which a function says the same."""
+        """Return the number of the first site with the same result of a function, per site."""
         numbers, known = self._numbers.setdefault(say, (array("i"), {}))
         start = len(numbers)
         if start < len(self.sites):
@@ -167,7 +167,7 @@ def _facts(sites: Sequence[Site], start: int, first_of_name: dict[str, int]) -> 
 def shaped(
     sites: list[Site], shapes: Mapping[Site, str], otherwise: str, site_of: array[int]
 ) -> tuple[array[int], tuple[str, ...]]:
-    """Of each node, of which `site_of` has the site's number, that of the site's shape, and the shapes."""
+    """Return the number of each node's shape, by `site_of`, and the shapes."""
     of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
     known = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
     return array("i", [known[of_site[site]] for site in site_of]), tuple(known)
@@ -203,7 +203,7 @@ def tally_of(tree: CallTree, books: Iterable[tuple[int, str, Sequence[tuple[int,
 
 
 class Located(NamedTuple):
-    """Of each node the number of its site, the place of its parent, and its own; and which nodes have another's place.
+    """The site's number, the parent's place and the own place of each node; and which nodes have another's place.
 
     A node's place is the first node whose path is of the same places.
     """
@@ -215,7 +215,7 @@ class Located(NamedTuple):
 
     @classmethod
     def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
-        """Of nodes, with each one's parent, and of sites, with the numbers of their keys."""
+        """Locate nodes by their parents, and by the numbers of their sites' keys."""
         above, places, shared = array("i"), array("i"), array("i")
         known: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):

@@ -75,8 +75,7 @@ class Totals:
 
     @classmethod
     def of_core(cls, sums: tuple[Any, ...]) -> Totals:
-        """Of the native recorder's tuple: the fields up to `first_ns` in their order, `cancelled`, and the histogram,
-        packed."""
+        """Return totals of a recorder's tuple: the fields up to `first_ns`, `cancelled`, and the packed histogram."""
         *numbers, cancelled, packed = sums
         totals = cls(*numbers)
         totals.cancelled = cancelled

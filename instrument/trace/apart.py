@@ -1,4 +1,4 @@
-"""What the numbers of several processes become together: threads, streams and devices stay apart, sites are joined."""
+"""The numbers of several processes together: threads, streams and devices stay apart, sites are joined."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Apart:
         self._next = 0
 
     def number(self, own: int, owner: Hashable) -> int:
-        """What a number of an owner is now."""
+        """Return the new number of an owner's number."""
         found = self._given.get((owner, own))
         if found is None:
             found = self._next if own in self._taken else own
@@ -35,7 +35,7 @@ class Apart:
         return found
 
     def column(self, its: NDArray[Any], owner: Hashable) -> Int64s:
-        """What many of one owner are now."""
+        """Return the new numbers of one owner's numbers."""
         return _each(its, lambda own: self.number(own, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
@@ -44,7 +44,7 @@ class Apart:
 
 
 def _each(its: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """What numbers become, each distinct one asked for once."""
+    """Return the new numbers, each distinct one asked for once."""
     known, places = ranked(its)
     return np.array(list(map(become, known.tolist())), dtype=np.int64)[places]
 
@@ -95,7 +95,7 @@ class ApartFile:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """Of each of its rows which one that is now, also where another file's was taken for it."""
+        """The new row of each row, also where another file's was taken for it."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:
@@ -122,7 +122,7 @@ class ApartFile:
 
 
 class Numbers:
-    """What the numbers of all files become."""
+    """The new numbers of all files."""
 
     def __init__(self, parts: Sequence[ApartFile]) -> None:
         self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
@@ -138,7 +138,7 @@ class Numbers:
         return self._sites.joined
 
     def site(self, site: Site) -> Site:
-        """What a site is now."""
+        """Return the new site of a site."""
         return self.sites[self._sites.place(site)]
 
     def sites_of(self, part: ApartFile) -> Int64s:
@@ -155,18 +155,18 @@ class Numbers:
         return self._threads.column(part.trace.thread_id, part.process)
 
     def threads(self, its: NDArray[Any], part: ApartFile) -> Int64s:
-        """What threads are called now; 0 stays what it is, that of which none is known."""
+        """Return the new numbers of threads; 0, which stands for none, stays."""
         found = np.zeros(len(its), dtype=np.int64)
         of_some = its != 0
         found[of_some] = self._threads.column(its[of_some], part.process)
         return found
 
     def streams(self, its: NDArray[Any], part: ApartFile) -> Int64s:
-        """What streams are called now."""
+        """Return the new numbers of streams."""
         return self._streams.column(its, part.process)
 
     def devices(self, its: NDArray[Any], part: ApartFile) -> Int64s:
-        """What devices are called now."""
+        """Return the new numbers of devices."""
         return _each(its, lambda own: self.device(own, part))
 
     def device(self, own: int, part: ApartFile) -> int:

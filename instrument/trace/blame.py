@@ -54,7 +54,7 @@ class Blame:
 
 
 def typical_times(found: Ledger, places: Int64s) -> dict[str, int]:
-    """Of some requests the median of each part, of which a request may have none."""
+    """Return the median of each part over some requests, which may lack it."""
     is_one = np.zeros(int(max(found.request.max(initial=-1), places.max(initial=-1))) + 1, dtype=np.bool_)
     is_one[places] = True
     rows = np.flatnonzero(is_one[found.request])
@@ -68,7 +68,7 @@ def typical_times(found: Ledger, places: Int64s) -> dict[str, int]:
 
 
 def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
-    """What made the request at a place slower than is typical; None for one that no part of is."""
+    """Return the cause of a request that is slower than typical; None where no part is."""
     times = found.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
@@ -115,7 +115,7 @@ def _cause(
 
 
 def _below(trace: Trace, joined: Joined, place: int, rows: Int64s) -> Bools:
-    """Which spans of a request lie below some of its own."""
+    """Return True for spans of a request that are below some of its own."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
     is_one = np.isin(family, rows)
@@ -139,7 +139,7 @@ def _threads(
 
 
 def _taking_most(trace: Trace, joined: Joined, place: int, when: Union, wanted: Bools) -> Cause | None:
-    """Of the topmost of the wanted spans those of one name, and for one request, that ran most of some time."""
+    """Return the topmost wanted spans of one name, and for one request, that ran most of some time."""
     low, high = int(when.starts[0]), int(when.ends[-1])
     rows = np.flatnonzero(wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_there = np.zeros(len(trace) + 1, dtype=np.bool_)  # the last is the parent of those without one
@@ -160,14 +160,14 @@ def _taking_most(trace: Trace, joined: Joined, place: int, when: Union, wanted: 
 
 
 def _ran_ns(trace: Trace, when: Union, rows: Int64s) -> int:
-    """How much of some time any of these spans ran: a stretch of a blocked loop is also the span that blocked it."""
+    """Return the part of some time that any of the spans ran, a blocked loop and the span that blocked it as one."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
     return int(when.within(ran.starts, ran.ends).sum())
 
 
 def _shown(trace: Trace, rows: Int64s) -> list[tuple[str, int]]:
-    """What spans are called, and the row that says for whom they were: a stretch for which a loop was blocked is called
-    as what blocked it, and was for whom that was, where a span of that name was there for most of it."""
+    """Return the name of spans, and the row that says for whom they were: a blocked loop has those of the span that
+    blocked it for most of the time."""
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     at = np.flatnonzero(is_blocked)
@@ -229,7 +229,7 @@ def _of_batches(
 
 
 def called(trace: Trace, joined: Joined, place: int) -> str:
-    """What a request is called: its first key, or its endpoint; "" for none."""
+    """Return the name of a request: its first key, or its endpoint; "" for none."""
     if place == NONE:
         return ""
     keys = joined.keys.get(place)

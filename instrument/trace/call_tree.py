@@ -32,14 +32,14 @@ class NodeTimes:
 
     @classmethod
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
-        """Of one length for each call; a group is a node."""
+        """Return the times of one length per call; a group is a node."""
         return cls(
             groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
         )
 
 
 class StreamTimes(NamedTuple):
-    """What a stream did for the calls of a node: how many intervals, their sum, the longest and the shortest."""
+    """The work of a stream for the calls of a node: number of intervals, their sum, the longest and the shortest."""
 
     node: int
     device: int
@@ -115,7 +115,7 @@ def _taken(times: NodeTimes, order: Int64s) -> NodeTimes:
 
 
 def _nodes(trace: Trace, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Of each wanted row its node, and of each node its parent and one of its rows. Parents come first.
+    """Return the node of each wanted row, and of each node its parent and one of its rows. Parents come first.
 
     `level` says how many wanted rows are above one, and `on_line` which ran on the line of a wanted parent.
     """

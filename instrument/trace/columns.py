@@ -148,12 +148,12 @@ class DeviceIntervals:
 
     @property
     def timed(self) -> Bools:
-        """Which of them tell how long work took."""
+        """True for intervals that are lengths of work."""
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
     def total_ns(self) -> Int64s:
-        """How long each is."""
+        """The length of each."""
         return self.end_ns - self.start_ns
 
     def only(self, wanted: Bools) -> DeviceIntervals:
@@ -164,18 +164,18 @@ class DeviceIntervals:
         return DeviceIntervals(**columns, labels=self.labels)
 
     def within(self, window: Interval) -> DeviceIntervals:
-        """Those that have a part in a window, as far as they lie in it."""
+        """Return the parts of intervals that are in a window."""
         its = self.only(lie_in(self.start_ns, self.end_ns, window))
         start_ns, end_ns = clipped(its.start_ns, its.end_ns, window)
         return replace(its, start_ns=start_ns, end_ns=end_ns)
 
     def union(self) -> Union:
-        """Where any of them is."""
+        """Return the union of the intervals."""
         return union(self.start_ns, self.end_ns)
 
     @classmethod
     def none(cls) -> DeviceIntervals:
-        """Those of spans that have none."""
+        """Return the columns of spans without any."""
         rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
 
@@ -212,7 +212,7 @@ class Trace:
     own_id: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     parent: Int32s = field(init=False)
     level: Int32s = field(init=False)
-    """How many spans are around a row, by its parents."""
+    """The number of spans around a row, by its parents."""
 
     def __post_init__(self) -> None:
         if not len(self.own_id):
@@ -232,30 +232,30 @@ class Trace:
         return self.end_ns - self.start_ns
 
     def of_kind(self, *kinds: str) -> Bools:
-        """Which rows are of one of the kinds."""
+        """Return True for rows of one of the kinds."""
         return self.of_sites([site.kind in kinds for site in self.sites])
 
     def of_sites(self, wanted: Sequence[bool]) -> Bools:
-        """Which rows are of the sites that are wanted, told by the site's place."""
+        """Return True for rows of the sites that are wanted, by the site's place."""
         found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
         return found
 
     def numbered_sites(self, tell: Callable[[Site], Told]) -> tuple[list[Told], Int64s]:
-        """What a function tells of sites, each once, and of each site the number of that; behind them `NONE`."""
+        """Return a function's distinct results for sites, and each site's number of them; behind these `NONE`."""
         numbers: dict[Told, int] = {}
         of_site = [numbers.setdefault(tell(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
     def calls(self) -> dict[Site, int]:
-        """How many rows are of each site."""
+        """Count the rows of each site."""
         return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
 
     def timed(self) -> int:
-        """How many rows have device intervals."""
+        """Count the rows with device intervals."""
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def untimed(self) -> int:
-        """How many rows asked for device time and have none."""
+        """Count the rows that asked for device time and have none."""
         asked = self.of_sites([site.device for site in self.sites])
         asked[self.device.row] = False
         return int(np.count_nonzero(asked))
@@ -301,7 +301,7 @@ class Trace:
         return np.where(by_root, roots, found).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Of some rows how long devices worked for each, and whether any of that was timed."""
+        """Return the device time of some rows, and True where any of it was timed."""
         its = self.device
         numbers = places_of(rows, len(self))[its.row]
         wanted = numbers != NONE
@@ -312,7 +312,7 @@ class Trace:
 
     @cached_property
     def on_line_of_parent(self) -> Bools:
-        """Which rows have a parent that ran on the same thread and task: part of whose time they are."""
+        """True for rows whose parent ran on the same thread and task: they are part of its time."""
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
@@ -357,7 +357,7 @@ def _refuse_unsound(trace: Trace) -> None:
 
 
 def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
-    """Whether all numbers are from the first to before the end."""
+    """Return True if all numbers are from the first to before the end."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
 
 

@@ -106,7 +106,7 @@ def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_li
 
 
 def _nodes(trace: Trace, paths: _Paths) -> Int64s:
-    """Of each row its node. Sites that mean the same place are one."""
+    """Return the node of each row. Sites that mean the same place are one."""
     known: dict[tuple[object, ...], int] = {}
     places = np.array([known.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last one is above those that have no parent
@@ -122,7 +122,7 @@ def _nodes(trace: Trace, paths: _Paths) -> Int64s:
 
 
 def _inner(trace: Trace, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Which calls began before one around them of the same node and thread had ended."""
+    """Return True for calls that began before one around them of the same node and thread had ended."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
@@ -145,7 +145,7 @@ def _inner(trace: Trace, node_of: Int64s, recurring: set[int]) -> Bools:
 
 
 def _around_of_node(trace: Trace, node_of: Int64s, rows: Int64s) -> Int32s:
-    """Of some rows the nearest one above that is of the same node and thread."""
+    """Return the nearest row above each of some rows that is of the same node and thread."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
     while True:
@@ -197,7 +197,7 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
 
 
 def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
-    """Of each row the length of the union of its device intervals, and of these and its host interval."""
+    """Return the length of the union of each row's device intervals, and of these and its host interval."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
         rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)

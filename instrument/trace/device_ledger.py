@@ -35,7 +35,7 @@ class DeviceLedger:
 
 
 def device_ledger(trace: Trace, joined: Joined) -> DeviceLedger:
-    """What each request had of devices."""
+    """Return the device time of each request."""
     its, served = trace.device, joined.served
     timed = np.flatnonzero(its.timed)
     is_batch = np.zeros(len(trace), dtype=np.bool_)

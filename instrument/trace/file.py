@@ -78,7 +78,7 @@ DEEPEST = 100_000
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file has: the spans as columns, and as `facts` a trace without them. A tally may have been saved."""
+    """The contents of a file: spans as columns, and as `facts` a trace without them. A tally may have been saved."""
 
     columns: Trace
     facts: spans.Trace
@@ -153,7 +153,7 @@ def _member(column: Column) -> bytes:
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a recording does."""
+    """Return True if a file begins as a recording does."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4) == b"PK\x03\x04"

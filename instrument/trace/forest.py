@@ -41,7 +41,7 @@ def rows_of(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int
 
 
 def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How many rows are above each. Pointers are doubled: as many rounds as the depth has binary digits.
+    """Return the number of rows above each. Pointers are doubled: as many rounds as the depth has binary digits.
 
     Raises `ValueError` where parents run in a circle.
     """
@@ -94,7 +94,7 @@ def nearest_above(parents: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDAr
 
 
 def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows are these, or above one of them."""
+    """Return True for some rows, and for those above one of them."""
     found = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
         found[rows] = True
@@ -104,7 +104,7 @@ def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool
 
 
 def least_below(parents: list[int], numbers: list[int]) -> list[int]:
-    """Of each row the least number of those at and below it; parents come before their children."""
+    """Return the least number of those at and below each row; parents come before their children."""
     found = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
         above = parents[row]

@@ -24,7 +24,7 @@ def column(numbers: array[int]) -> Int64s:
 
 
 def rank_of(order: NDArray[np.int64]) -> Int32s:
-    """Of each row its place in this order."""
+    """Return the place of each row in an order."""
     rank = np.empty(len(order), dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     return rank
@@ -42,7 +42,7 @@ class GatheredAttributes:
         self._numbers = array("q")
 
     def add(self, row: int, text: bytes) -> None:
-        """Those of a row, of which none has been added."""
+        """Add the attributes of a row that has none yet."""
         number = self._known.get(text)
         if number is None:
             if self._refuse is not None:
@@ -56,7 +56,7 @@ class GatheredAttributes:
         self._numbers.append(number)
 
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
-        """Those of rows, of which none has been added: as they are, since such a text hardly comes twice."""
+        """Add the attributes of rows that have none yet: as they are, since such a text hardly comes twice."""
         number = len(self._ends)
         self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
         del self._ends[number]  # where the first of them begins

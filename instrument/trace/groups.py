@@ -11,7 +11,7 @@ Int64s = NDArray[np.int64]
 
 
 class Groups:
-    """Which group each of some numbers belongs to: from 0 to below `count`, and none of a group below 0."""
+    """The group of each of some numbers: from 0 to below `count`, and none of a group below 0."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
         order = stable_order(groups, count)
@@ -27,11 +27,11 @@ class Groups:
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
     def sizes(self) -> Int64s:
-        """How many numbers each group has."""
+        """Return the number of members of each group."""
         return self._spread(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Of each group the sum, 0 for one without any. Where 64 bits may not hold one, as Python's whole numbers."""
+        """Return the sum of each group, 0 for one without any; as Python's numbers where one may exceed 64 bits."""
         if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
             return self._reduced(np.add, numbers, 0)
         found = np.zeros(self._count, dtype=object)
@@ -57,7 +57,7 @@ class Groups:
 
 
 class Members:
-    """What belongs to each of some groups, in order: numbers, or their places where none are given."""
+    """The members of each of some groups, in order: numbers, or their places where none are given."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = np.argsort(groups, kind="stable")
@@ -69,7 +69,7 @@ class Members:
 
 
 def places_of(rows: NDArray[Any], count: int) -> Int64s:
-    """Of each of so many rows its place among these, -1 for one that is not among them; behind all of them -1, too."""
+    """Return the place of each row among some, -1 for one that is not among them; behind all of them -1, too."""
     found = np.full(count + 1, -1, dtype=np.int64)
     found[rows] = np.arange(len(rows))
     return found
@@ -100,7 +100,7 @@ def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
 
 
 def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Of each row of some columns the number of its combination, from 0 on, and of each number a row that has it."""
+    """Return the number of each row's combination of columns, from 0 on, and of each number a row that has it."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         width = int(column.max()) + 1 if len(column) else 1
@@ -122,7 +122,7 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """As `numbered`, the numbers in the order in which their combinations first come, each with the first row of it."""
+    """Return the result of `numbered`, by the first row of each combination."""
     numbers, rows = numbered(*columns)
     order = np.argsort(rows)
     return places_of(order, len(rows))[numbers], rows[order]
@@ -134,7 +134,7 @@ def firsts_of(groups: NDArray[Any]) -> Int64s:
 
 
 def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Of each number the most up to it within its group, whose numbers lie together, in the order of the groups."""
+    """Return the most up to each number within its group, whose numbers lie together, in the order of the groups."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -145,7 +145,7 @@ def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """How many numbers there are in a group that are no more than a limit, for groups and their limits."""
+    """Count the numbers of a group that are no more than a limit, for groups and their limits."""
     both = np.concatenate([groups, of])
     order = np.lexsort((np.arange(len(both)), np.concatenate([numbers, upto]), both))
     is_asked = order >= len(groups)

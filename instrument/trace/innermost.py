@@ -51,7 +51,7 @@ def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s
 
 
 def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
-    """Of each of some places the highest rank of those that reach over it, `NONE` without any.
+    """Return the highest rank of the intervals that reach over each place, `NONE` without any.
 
     Two blocks of a power of two places, which may lie over one another, are as much as one reaches over. Blocks are
     handed down from the largest to those of one place: each to its two halves.
@@ -72,7 +72,7 @@ def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[
 
 
 SEVERAL = -2
-"""What stands for a row where several tasks had spans open."""
+"""The row where several tasks had spans open."""
 
 
 class _Open(NamedTuple):
@@ -97,7 +97,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
-        """For at least one time."""
+        """Return the clock of at least one time."""
         threads, least_ns, most_ns = distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
         width = most_ns - least_ns + 2
         if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
@@ -106,7 +106,7 @@ class Clock(NamedTuple):
         return cls(threads, 0, len(known) + 1, known)
 
     def knows(self, thread_ids: Int64s) -> Bools:
-        """Which of some threads it has."""
+        """Return True for the threads that it has."""
         places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
         return np.asarray(self.threads[places] == thread_ids)
 
@@ -121,7 +121,7 @@ class Clock(NamedTuple):
 
 
 def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Of each thread and time the row of the innermost wanted span that was open, `NONE` where none was, and `SEVERAL`
+    """Return the row of the innermost wanted span that was open per thread and time, `NONE` where none was, `SEVERAL`
     where those of other tasks were open that are not all around it.
 
     Spans are half-open: what happens at a span's end is not in it. Of those that began at once the shorter one is the
@@ -164,7 +164,7 @@ def _of_several(trace: Trace, some: _Open, last: Int64s) -> Int64s:
 
 
 def _open_of_other_lines(some: _Open, line: Int64s, last: Int64s, moments: Int64s) -> Int64s:
-    """How many spans that are not of the last one's line were open at each moment."""
+    """Count the open spans at each moment that are not of the last one's line."""
     count = len(last)
     changes = np.bincount(some.first, minlength=count + 1) - np.bincount(some.end, minlength=count + 1)
     by_line = [np.sort(line * (count + 1) + edges) for edges in (some.first, some.end)]
@@ -175,7 +175,7 @@ def _open_of_other_lines(some: _Open, line: Int64s, last: Int64s, moments: Int64
 
 
 def _around_of_other_lines(trace: Trace, some: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
-    """How many of the spans around each, one in another as far as they were open at its moment, are of other lines.
+    """Count the spans around each, one in another as far as they were open at its moment, are of other lines.
 
     Goes up by whole runs of spans of one line of which each was open whenever the one below it was.
     """

@@ -21,24 +21,24 @@ FARTHEST = 1 << 62
 
 
 class Union(NamedTuple):
-    """Where something was: sorted, disjoint, not touching."""
+    """Intervals: sorted, disjoint, not touching."""
 
     starts: Int64s
     ends: Int64s
 
     def length_ns(self) -> int:
-        """How long it is in all."""
+        """Return the whole length."""
         return int((self.ends - self.starts).sum())
 
     def until(self, times: NDArray[Any]) -> Int64s:
-        """How much of it lies before each of some times."""
+        """Return the length before each of some times."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         index = np.searchsorted(self.starts, times, side="right")
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - np.maximum(last_ends - times, 0))
 
     def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """How much of it lies in each of some intervals."""
+        """Return the length within each of some intervals."""
         return self.until(ends) - self.until(starts)
 
 
@@ -57,7 +57,7 @@ def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
 
 
 class Unions(NamedTuple):
-    """Where something was by group: the groups one after another, what is of each sorted and disjoint.
+    """Intervals by group: the groups one after another, what is of each sorted and disjoint.
 
     Of `union_by_group` none is empty or touches another of its group.
     """
@@ -79,11 +79,11 @@ class Unions(NamedTuple):
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
     def within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """How much of a group lies in each of some intervals."""
+        """Return the length of a group within each of some intervals."""
         return self._until(groups, ends) - self._until(groups, starts)
 
     def _until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """How much lies before each of some times of a group, and in the groups before it."""
+        """Return the length before each of some times of a group, and in the groups before it."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, asked = _on_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, asked, side="right")
@@ -94,7 +94,7 @@ class Unions(NamedTuple):
     def overlapping(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Which of some intervals have something in common with which places of their group, in their order.
+        """Return the pairs of intervals and places of their group that overlap, in their order.
 
         One without length has it with that in which it lies.
         """
@@ -160,26 +160,25 @@ def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -
 
 
 def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], count: int) -> Int64s:
-    """How long the union of the intervals of each group is, of groups from 0 to below `count`."""
+    """Return the length of the union of each group's intervals, of groups from 0 to below `count`."""
     its, starts, ends = union_by_group(groups, starts, ends)
     return Groups(its, count).sums(ends - starts)
 
 
 def lie_in(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
-    """Which intervals have a part in the window. One without length on an edge is in it."""
+    """Return True for intervals with a part in the window. One without length on an edge is in it."""
     first, last = window
     outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
     return np.asarray(~outside)
 
 
 def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> tuple[Int64s, Int64s]:
-    """What of intervals that have a part in the window lies in it."""
+    """Return the parts of intervals that are in the window."""
     return np.maximum(starts, window[0]), np.minimum(ends, window[1])
 
 
 def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Which intervals enclose no other of their group that is not empty. Of equal ones that is the last one, and of
-    empty ones each."""
+    """Return True for intervals that enclose no filled one of their group: the last of equal ones, each empty one."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     known = distinct(ends)
@@ -192,17 +191,17 @@ def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 
 
 def shared_ns(left: Union, right: Union) -> int:
-    """How long what two have in common is."""
+    """Return the length of the intersection of two."""
     return int(left.within(right.starts, right.ends).sum())
 
 
 def common(left: Union, right: Union) -> Union:
-    """What two have in common."""
+    """Return the intersection of two."""
     return _where(left, right, is_in_right=True)
 
 
 def without(left: Union, right: Union) -> Union:
-    """What remains of one outside of the other."""
+    """Return the parts of one outside of the other."""
     return _where(left, right, is_in_right=False)
 
 
@@ -218,7 +217,7 @@ def _covers(its: Union, times: Int64s) -> Bools:
 
 
 def at_once(unions: Sequence[Union]) -> tuple[int, int]:
-    """How long at least two of several went on, and how many did at most."""
+    """Return the time for which at least two of several went on, and the most at once."""
     starts = np.concatenate([np.zeros(0, dtype=np.int64), *(one.starts for one in unions)])
     ends = np.concatenate([np.zeros(0, dtype=np.int64), *(one.ends for one in unions)])
     if not len(starts):

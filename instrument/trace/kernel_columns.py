@@ -19,7 +19,7 @@ AT_ONCE = 20_000
 
 @dataclass(frozen=True, eq=False)
 class KernelColumns(Sequence[Kernel]):
-    """What streams of devices did, with the names of `Kernel`; `name` is a place in `names`, `kind` one in `kinds`."""
+    """The work of streams of devices, with the fields of `Kernel`; `name` is a place in `names`, `kind` in `kinds`."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]

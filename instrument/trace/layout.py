@@ -40,7 +40,7 @@ def narrow(column: Column) -> Column:
 
 
 def steps(column: Column) -> Column:
-    """Of each number by how much it is more than the one before it; of the first all of it."""
+    """Return the difference of each number to the one before it; the first as it is."""
     return narrow(np.diff(column.astype(np.int64), prepend=np.int64(0)))
 
 
@@ -115,7 +115,7 @@ def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _ranked_below(trace: Trace, column: Int64s) -> tuple[Column, Int64s]:
-    """As `ranked`, of what most rows share with their parents: so few are looked at."""
+    """Return the result of `ranked` for what most rows share with their parents: few are looked at."""
     shares = trace.parent != NONE
     if len(trace):
         shares &= column == column[trace.parent]
@@ -225,7 +225,7 @@ class PackedAttributes:
         return self._rows[has[self._numbers]]
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """What those of some rows say under a name. Of a text that many have it is asked once."""
+        """Return the values of a name in some rows. A text that many have is decoded once."""
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
@@ -246,7 +246,7 @@ class PackedAttributes:
 
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Where a byte stands, looked for in some of the texts at a time."""
+    """Return the places of a byte, looked for in some of the texts at a time."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first

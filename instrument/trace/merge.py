@@ -46,13 +46,13 @@ class Merged:
     runs: int
     clock: str
     apart_ns: int | None
-    """How far the clocks of two processes are apart at most, None where nobody knows."""
+    """The distance of the clocks of two processes at most, None where nobody knows."""
     parts: Sequence[ApartFile] = field(repr=False)
-    """What has become of each file's rows; those of one process follow each other."""
+    """The new places of each file's rows; files of one process follow each other."""
 
     @property
     def header(self) -> str:
-        """What a reader has to know before the numbers."""
+        """The line that a reader needs before the numbers."""
         of = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
         of += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
@@ -106,14 +106,14 @@ def _only(saved: Saved) -> Merged:
 
 
 SECONDS_NS = 10**9
-"""How far wall clocks are taken to be apart of which nobody knows it."""
+"""The distance of wall clocks where nobody knows it."""
 
 SLEW = 500e-6
-"""How much faster or slower than true time a clock is made to go at most while it is set (man 2 adjtimex)."""
+"""The deviation from true time of a clock while it is set, at most (man 2 adjtimex)."""
 
 
 def _apart_ns(files: Sequence[Saved]) -> int | None:
-    """How far the wall clocks of two files are apart at most at any time of theirs, None where one is unknown."""
+    """Return the distance of the wall clocks of two files at most, None where one is unknown."""
     bounds = []
     for facts in (saved.facts for saved in files):
         origin = facts.origin
@@ -246,7 +246,7 @@ class _Merge:
         )
 
     def _taken_for(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
-        """Of each row of all files which one is taken for it: itself, or what another file has of the same span."""
+        """Return the row that is taken for each row of all files: itself, or what another file has of the same span."""
         taken = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
         many = {process for process, group in enumerate(self._groups) if len(group) > 1}
@@ -326,7 +326,7 @@ def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[
 
 
 def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
-    """What ids of a process are now, as far as the file knows them, else `NONE`."""
+    """Return the new ids of a process's ids, `NONE` for those that the file does not have."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):
         return np.full(len(ids), NONE, dtype=np.int64)
@@ -335,7 +335,7 @@ def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""So many readings of gauges, the newest."""
+"""Newest readings of gauges that are kept."""
 
 PATHS_KEPT = 16_384
 """Call paths that have a line of their own, as many as in one process; then each site has one."""

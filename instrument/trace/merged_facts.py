@@ -1,4 +1,4 @@
-"""What several saved recordings know beside their spans, as one: totals, losses, notes, costs, gauges."""
+"""The facts of several saved recordings as one: totals, losses, notes, costs, gauges."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.watched import ROW
 
 DEATHS_TOLD = 3
-"""Of processes that ended without a goodbye, how many are told of one by one."""
+"""Processes without a goodbye that are named one by one."""
 
 NOTED_BY = 2
-"""Of several processes that a note is of so many are named."""
+"""Processes of a note that are named."""
 
 OF_ALL = ("system_cpu",)
 """Gauges of the host that are no process's own."""
 
 
 def called(saved: Saved) -> str:
-    """What a process is called among others."""
+    """Return the name of a process among others."""
     origin = saved.facts.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
@@ -44,7 +44,7 @@ def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
 
 
 def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
-    """Those of a process's files whose totals together count every call once; none where they overlap in part."""
+    """Return the files of a process whose totals count every call once; none where they overlap in part."""
     found: list[ApartFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns)):
         if not found or part.saved.facts.end_ns > found[-1].saved.facts.end_ns:
@@ -55,7 +55,7 @@ def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
 
 
 def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
-    """What all calls came to: by the totals that were saved; where there are none, or they overlap, by the spans."""
+    """Return the totals of all calls: those that were saved; where there are none, or they overlap, by the spans."""
     merged = Tally(threads)
     for its in _processes(parts):
         for part in its:
@@ -166,7 +166,7 @@ def merged_processes(
 
 
 def _deaths(of_each: Sequence[spans.Trace]) -> str:
-    """How those processes ended that said no goodbye, the first and the newest of them, and how many more there are."""
+    """Return the ends of processes without a goodbye: the first and the newest, and the number of others."""
     told = [facts.died for facts in sorted(of_each, key=attrgetter("end_ns")) if facts.died]
     more = len(told) - DEATHS_TOLD
     if more <= 0:
@@ -222,8 +222,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
-    """What all of it cost, of the time on the clock: the mean cost of a call, by how many there were. Of processes that
-    could not tell it a call is taken to have cost what it has in the others."""
+    """Return the cost of all, of the time on the clock: the mean cost of a call, by their number. A
+    call of a process without a known cost counts as one of the others."""
     costs, untold = list[Cost](), 0
     for its in processes:
         for part in _counting(its) or [max(its, key=lambda part: len(part.trace))]:
@@ -259,7 +259,7 @@ def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> t
 
 
 def _seen(part: ApartFile, numbers: Numbers) -> dict[str, Any]:
-    """What torch.profiler saw in one of the files, with devices and threads as they are called now."""
+    """Return the work that torch.profiler saw in one of the files, with its new devices and threads."""
     facts, moved_ns = part.saved.facts, part.moved_ns
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
     rows = np.frombuffer(allocations.rows, dtype=ROW).copy()

@@ -89,7 +89,7 @@ LIMIT_LINKS = 20_000_000
 """Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
 
 KERNEL_COLUMNS = 8
-"""What stands of a kernel, as `_watched` writes it."""
+"""Numbers of a kernel, as `_watched` writes it."""
 
 KINDS_OF_WORK = {kind: kind for kind in WORK}
 """The one text of each, where a file has one for each kernel."""
@@ -99,7 +99,7 @@ ROWS_AT_ONCE = 1000
 
 _SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
 WAITING_AT = _SUMS.index("waiting_ns")
-"""Where that stands among the numbers of a line; files of earlier versions have it not."""
+"""Its place among the numbers of a line; files of earlier versions do not have it."""
 
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
@@ -133,7 +133,7 @@ class Sites:
             self.place(site)
 
     def place(self, site: Site) -> int:
-        """Where a site stands among the entries."""
+        """Return the place of a site among the entries."""
         return self.entries.setdefault(encode(_facts(site)), len(self.entries))
 
 
@@ -202,7 +202,7 @@ def _without_del(text: str) -> str:
 
 
 def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
-    """What torch.profiler saw, if anything: names once, and flat lists in the order of the fields."""
+    """Yield the work that torch.profiler saw, if any: names once, and flat lists in the order of the fields."""
     if trace.watched is None:
         return {}
     names: dict[str, int] = {}
@@ -258,7 +258,7 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """What `metadata` wrote: the base and the sites at once, as events need them, and the rest when asked for."""
+    """The contents of the key: the base and the sites at once, as events need them, and the rest when asked for."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:

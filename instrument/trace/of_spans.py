@@ -115,7 +115,7 @@ def _numbers(values: Iterable[int], count: int) -> Int64s:
 
 
 def _numbered(values: Iterable[Any], known: dict[Any, int]) -> Int32s:
-    """Of each value its number: those that are not known yet are counted on, by first sight."""
+    """Return the number of each value: new ones are counted on, by first sight."""
     found, first = list(values), min(known.values(), default=0)
     for value in dict.fromkeys(found):
         known.setdefault(value, len(known) + first)

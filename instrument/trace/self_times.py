@@ -15,14 +15,14 @@ from instrument.trace.intervals import lengths_by_group
 
 
 def self_times_of(trace: Trace, rows: Int64s) -> Int64s:
-    """Of some rows the total of each less the union of the children on its line, clipped to it."""
+    """Return the total of some rows, each less the union of the children on its line, clipped to it."""
     wanted = np.zeros(len(trace), dtype=np.bool_)
     wanted[rows] = True
     return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & wanted[trace.parent])[rows]
 
 
 def waiting_times(trace: Trace) -> Int64s:
-    """What of each span's self time it waited: what is left when it has run for as long as no child on its line ran.
+    """Return the waiting part of each span's self time: the rest, once it has run while no child on its line ran.
 
     One that was active all the time has not waited.
     """
@@ -33,7 +33,7 @@ def waiting_times(trace: Trace) -> Int64s:
 
 
 def stood_aside(trace: Trace) -> Bools:
-    """Which spans are of generators that stood still for more time than they waited: others ran meanwhile."""
+    """Return True for generators that stood still for longer than they waited: others ran meanwhile."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
         return np.zeros(len(trace), dtype=np.bool_)
@@ -55,7 +55,7 @@ def _of_children(trace: Trace, times_ns: Int64s) -> Int64s:
 
 
 def _within_children(trace: Trace, which: Bools) -> Int64s:
-    """How much of each span's time lies in some of its children."""
+    """Return the time of each span that is within some of its children."""
     children = np.flatnonzero(which)
     parents = trace.parent[children]
     starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])

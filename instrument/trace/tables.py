@@ -234,7 +234,7 @@ def _texts(found: Any) -> NDArray[np.object_]:
 
 
 def _attributes(trace: Trace, rows: Int64s | None) -> Iterator[Columns]:
-    """Those of some rows at a time."""
+    """Yield the attributes of some rows at a time."""
     its = trace.attributes.rows()
     if rows is not None:
         its = its[np.isin(its, rows)]

@@ -79,7 +79,7 @@ def _type_name(value: object) -> str:
 
 
 def is_number(value: float | None) -> bool:
-    """Whether JSON and int64 have the value."""
+    """Return True if JSON and int64 have the value."""
     return value is not None and math.isfinite(value) and (not isinstance(value, int) or -INT64 <= value < INT64)
 
 
