@@ -20,21 +20,21 @@ import pytest
 
 import instrument
 from instrument import profiled, scope
-from instrument.instrumentors import executors
+from instrument.instrumentors import contexts
 from instrument.profile.keys import loads
 from instrument.recording.spans import Site
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.of_spans import trace_of
 
-QUEUE = executors.QUEUE.name
+QUEUE = contexts.QUEUE.name
 NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER", default=0)
 
 
 @pytest.fixture
 def carrying(recorder: Any) -> Iterator[Any]:
     """A recorder whose requests go over to other threads."""
-    undo = executors.watch(recorder)
+    undo = contexts.watch_handovers(recorder)
     yield recorder
     undo()
 
@@ -193,9 +193,9 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
 
 
 def test_pools_and_threads_get_their_own_functions_back(recorder: Any) -> None:
-    names = [name for name in executors.STARTS if hasattr(threading, name)]
+    names = [name for name in contexts.STARTS if hasattr(threading, name)]
     before = [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]]
-    executors.watch(recorder)()
+    contexts.watch_handovers(recorder)()
     assert [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]] == before
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from trees import tree
 
-from instrument.instrumentors import decorated
+from instrument.instrumentors import functions
 from instrument.instrumentors.loaders import _recorded
 from instrument.recorder.governor import Budget, Governor
 from instrument.recorder.recorder import RECORDER
@@ -502,7 +502,7 @@ def test_a_decorated_function_is_taken_off_its_names_and_put_on_again(
     vars(other)["copied"] = hot
     vars(other)["table"] = {"hot": (hot,)}
     site, step = hot.__instrument__, engine.step.__instrument__
-    attach, attach_step = decorated.detach(site), decorated.detach(step)
+    attach, attach_step = functions.detach_decorated(site), functions.detach_decorated(step)
     RECORDER.on = True
     try:
         twin = vars(module)["hot"]
@@ -522,4 +522,4 @@ def test_a_decorated_function_is_taken_off_its_names_and_put_on_again(
         assert RECORDER.calls == 2
     finally:
         RECORDER.on = False
-    assert decorated.detach(Site("never seen")) is None
+    assert functions.detach_decorated(Site("never seen")) is None

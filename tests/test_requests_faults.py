@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from instrument.instrumentors.requests import asgi, wsgi
-from instrument.instrumentors.requests.endpoints import Method
-from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.exchange import Exchanges, Method
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Span
 from instrument.runtime.faults import FAULTS

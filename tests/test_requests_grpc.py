@@ -26,7 +26,7 @@ import grpc.aio
 from otlp_receiver import receiver
 from server_programs import requests_in
 
-from instrument.instrumentors.requests import Requests, endpoints
+from instrument.instrumentors.requests import Requests, exchange
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
@@ -309,7 +309,7 @@ def test_methods_that_are_not_there_are_one_endpoint_however_many_are_asked_for(
 def test_a_handler_of_every_name_has_no_more_endpoints_than_the_limit(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "ENDPOINT_LIMIT", 3)
+    monkeypatch.setattr(exchange, "ENDPOINT_LIMIT", 3)
     echo = of_kind(served.kind, lambda request, _: request)
     for number in range(6):
         served.add("unary_unary", f"Echo{number}", echo)
@@ -318,7 +318,7 @@ def test_a_handler_of_every_name_has_no_more_endpoints_than_the_limit(
         channel.unary_unary(method(f"Echo{number}"))(b"", timeout=LIMIT_S)
     names = Counter(span.site.name for span in served.spans(6))
     assert names == {"shop.Orders/Echo0": 1, "shop.Orders/Echo1": 1, "shop.Orders/Echo2": 1, "grpc": 3}
-    assert served.recorder.counts()[endpoints.BEYOND] == 3
+    assert served.recorder.counts()[exchange.BEYOND] == 3
 
 
 def _whole_answer(stub: Any, limit_s: float) -> list[bytes]:

@@ -1,14 +1,19 @@
-"""Copied contexts: the recorder is told when one is copied, so that what runs in the copy finds its parent.
+"""Copied contexts, and work that is handed over to other threads: the recorder learns of both.
 
 To know the current span of each context at any time, the recorder would have to write a variable twice a span, which
-costs more than the rest of it. Contexts are copied by `contextvars.copy_context`, and
-by asyncio in C where it makes a task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its
-users go through. So both tell the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there
-each span is written down as it begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's
-`call_soon` do, has the copy find the nearest request, for those are written down wherever a loop runs.
+costs more than the rest of it. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where it makes a
+task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its users go through. So both inform
+the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there each span is written down as it
+begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's `call_soon` do, has the copy
+find the nearest request, for those are written down wherever a loop runs.
 
 A context that is given to two tasks is one to its variables as well: a span of one task may hang below one of the
 other. Which task it ran in is asked for at each step there, for self times go by that.
+
+Work for other threads has its spans below the request that was open where it was handed over.
+`ThreadPoolExecutor.submit`, by which `loop.run_in_executor` goes, and the start of a thread are met. The work runs in
+the context of its own thread, as without us. The wait in the pool is a phase of the request. A thread of an executor
+belongs to no request, whichever was the first to use it.
 """
 
 from __future__ import annotations
@@ -16,13 +21,18 @@ from __future__ import annotations
 import contextvars
 import functools
 import sys
+import threading
 from contextvars import Context
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.references import rebind
 from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.wrapping import FORMS
+from instrument.recording.spans import Site
+from instrument.runtime import imports
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
@@ -85,3 +95,33 @@ class _Tasks:
 
         self._undos.append(replace(kind, "create_task", create_task))
         return create_task
+
+
+MODULE = "concurrent.futures.thread"
+
+QUEUE = Site("queue (executor)", "phase")
+"""The wait of a request's work in a pool."""
+
+STARTS = ("_start_new_thread", "_start_joinable_thread")
+"""The functions by which `threading` starts threads: up to Python 3.12, and from 3.13 on."""
+
+
+def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
+    """Carry open requests over to other threads from now on; returns the way back."""
+    undos: list[Undo] = []
+
+    def meet(owner: Any, name: str, form: str) -> None:
+        made = recorder.make_function(getattr(owner, name), QUEUE, form=FORMS.index(form))
+        undos.append(replace(owner, name, made))
+
+    def imported(module: ModuleType) -> None:
+        meet(module.ThreadPoolExecutor, "submit", "submit")
+
+    for name in STARTS:
+        if hasattr(threading, name):
+            meet(threading, name, "start")
+    if MODULE in sys.modules:
+        imported(sys.modules[MODULE])
+    else:
+        undos.append(imports.install(lambda name: name == MODULE, imported))
+    return lambda: undo_all(undos)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import os
 import sys
+import weakref
 from collections.abc import Callable
-from functools import lru_cache, singledispatchmethod
+from functools import lru_cache, partial, singledispatchmethod
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors import decorated
 from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
+from instrument.instrumentors.references import rebind
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
 from instrument.profile.model import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.scopes import OFF
-from instrument.recorder.wrapping import Attributes, Passes, Results
+from instrument.recorder.wrapping import Attributes, Passes, Results, bare_of
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
@@ -200,7 +205,7 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
         own = name + suffix if name else qualname_of(function) + suffix if suffix else None
         site = site_of(function, name=own, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
-        decorated.note(site, wrapped)
+        _note_decorated(site, wrapped)
         if function is target:
             return wrapped
         target = put(wrapped)
@@ -210,3 +215,68 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
             "Put it below the decorator that returns such an object."
         )
     return target
+
+
+_decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary()
+
+
+def _note_decorated(site: Site, wrapper: Any) -> None:
+    """Remember a function that has been decorated."""
+    _promise_hint()
+    _decorated[site] = wrapper
+
+
+@functools.cache
+def _promise_hint() -> None:
+    atexit.register(_say_hint, os.getpid())
+
+
+def _say_hint(pid: int) -> None:
+    """Say at a program's exit, once, how to see its decorated functions; not in what it has forked or spawned."""
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
+    if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
+        functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
+        hint = "use `instrument run -- ...` or `instrument.start()`; INSTRUMENT=off hides this line"
+        with contextlib.suppress(OSError, ValueError):  # closed by the program
+            print(f"instrument: {functions} recorded nothing, for there was no session: {hint}", file=sys.stderr)
+
+
+def withdraw_hint() -> None:
+    """Say nothing at the exit: there is a session."""
+    _promise_hint()  # or a later decorator would
+    atexit.unregister(_say_hint)
+
+
+def detach_decorated(site: Site) -> Callable[[], object] | None:
+    """Take the wrapper of a site off its names for a while; returns the way back.
+
+    None where it has no name that can be changed, or where a function is not made in Python. Other references to it go
+    on calling the wrapper.
+    """
+    wrapper = _decorated.get(site)
+    bare = None if wrapper is None else bare_of(wrapper)
+    if type(bare) is not FunctionType:
+        return None
+    twin = _twin(bare, wrapper)
+    return partial(_rename, twin, wrapper) if _rename(wrapper, twin) else None
+
+
+def _rename(first: Any, second: Any) -> bool:
+    """Give all names of the first in modules, and its own in a class, to the second. Return True where it had one."""
+    owner: Any = sys.modules.get(first.__module__)
+    *path, last = first.__qualname__.split(".")
+    for name in path:
+        owner = (type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}).get(name)
+    names = type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}
+    part = next((part for part in parts_of(names.get(last)) if part.function is first), None)
+    if part is not None and (made := part.put(second)) is not names[last]:
+        setattr(owner, last, made)
+    return rebind([(first, second)]) or part is not None
+
+
+def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
+    twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
+    twin.__kwdefaults__ = bare.__kwdefaults__
+    functools.update_wrapper(twin, bare)
+    twin.__dict__ = vars(wrapper)
+    return twin

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from instrument.instrumentors import decorated
-from instrument.instrumentors.functions import Undo
+from instrument.instrumentors.functions import Undo, detach_decorated
 from instrument.instrumentors.namespaces import loaded_modules, namespace
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict
 from instrument.profile.model import Profile
@@ -409,7 +408,7 @@ class Selection:
                 family: Functions | Layers | None = self._families.get(key)
                 if family is not None and (attach := family.detach(site)) is not None:
                     return partial(self._attach_again, attach)
-            put_on = decorated.detach(site)
+            put_on = detach_decorated(site)
             return None if put_on is None else partial(self._attach_again, put_on)
 
     def _attach_again(self, attach: Callable[[], object]) -> None:

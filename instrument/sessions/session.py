@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from instrument.errors import InstrumentError
-from instrument.instrumentors import contexts, decorated, executors, graphs
+from instrument.instrumentors import contexts, functions, graphs
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -155,7 +155,7 @@ class Session(Exporting):
                 RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
-            self._undos.append(executors.watch())
+            self._undos.append(contexts.watch_handovers())
             if (timing := self._timing) is not None:
                 timing.install()
                 self._undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
@@ -189,7 +189,7 @@ class Session(Exporting):
         self._join_run()
         self._begin_observation()
         self._end_with_multiprocessing()
-        decorated.withdraw_hint()
+        functions.withdraw_hint()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:

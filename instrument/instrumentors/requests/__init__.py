@@ -15,7 +15,6 @@ from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.requests import (
     aiohttp,
     blocked,
-    garbage,
     grpc,
     litserve,
     mosec,
@@ -48,7 +47,7 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
     blocked.UVLOOP: blocked.attach_uvloop,
-    garbage.MODULE: garbage.attach,
+    blocked.COLLECTOR: blocked.attach_collector,
 }
 """The modules at which is met what keeps requests from going on for longer than `limits.blocked`."""
 
