@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
-from instrument.chrome import json_text, slices
+from instrument.chrome import events as chrome_events
+from instrument.chrome import slices
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import Span, flops_told
@@ -112,7 +113,7 @@ def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
     path.write_text('{"traceEvents": [' + ", ".join(found) + "]}", encoding="utf-8")
     ours = outcome(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_text, "BLOCK_BYTES", 7)
+        patch.setattr(chrome_events, "BLOCK_BYTES", 7)
         again = outcome(path)
     assert ours[0] == again[0]
     if ours[0] == "loaded":
@@ -262,7 +263,7 @@ UNSOUND: dict[str, tuple[str | bytes, list[Any], dict[str, int]]] = {
 def test_of_a_file_that_is_not_sound_what_is_sound_is_taken_and_the_rest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(json_text, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(chrome_events, "BLOCK_BYTES", block_bytes)
     content, slices, left_out = UNSOUND[name]
     path = tmp_path / "other.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -13,7 +13,7 @@ import pytest
 
 import instrument
 from instrument import chrome
-from instrument.chrome import reading
+from instrument.chrome import slices
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
 from instrument.report.summary import summary
@@ -77,8 +77,8 @@ def test_a_packed_bomb_is_refused_within_half_a_gigabyte(says: str, tmp_path: Pa
 
 def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    slices = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1,"args":{{"a":"b"}}}}' for ts in range(100_000)]
-    path.write_text('{"traceEvents":[{}' + "".join(slices) + "]}")
+    its = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1,"args":{{"a":"b"}}}}' for ts in range(100_000)]
+    path.write_text('{"traceEvents":[{}' + "".join(its) + "]}")
     refused = report(str(path), "--memory", "30MB")
     assert refused.code == 2
     assert "takes more than 30 MB of memory; if you trust it, give more with --memory" in refused.text
@@ -94,8 +94,8 @@ def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_pat
 @pytest.mark.parametrize("words", [("convert", "--to", "recording"), ("merge",), ("query",)])
 def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    slices = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1}}' for ts in range(100_000)]
-    path.write_text('{"traceEvents":[{}' + "".join(slices) + "]}")
+    its = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1}}' for ts in range(100_000)]
+    path.write_text('{"traceEvents":[{}' + "".join(its) + "]}")
     verb, *more = words
     more += {"query": ["select 1"], "merge": ["-o", str(tmp_path / "all.npz")]}.get(verb, [])
     refused = outcome(verb, str(path), *more, "--memory", "30MB")
@@ -104,15 +104,17 @@ def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[
     assert refused.limits[:2] == refused.limits[2:]
 
 
-def test_events_that_say_nothing_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LIMIT_VOID", 100)
+def test_more_events_than_any_trace_has_end_the_reading_whatever_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "LIMIT_EVENTS", 400)
     path = tmp_path / "trace.json"
-    path.write_text('{"traceEvents":[{}' + ",{}" * 200 + "]}")
-    with pytest.raises(instrument.TraceError, match="say nothing of any call"):
+    path.write_text('{"traceEvents":[{}' + ",{}" * 400 + "]}")
+    with pytest.raises(instrument.TraceError, match="more than 400 events"):
         chrome.load(path)
-    with_slices = ',{"ph":"X","ts":1,"dur":1,"pid":1,"tid":1},{},{},{}' * 100
+    with_slices = ',{"ph":"X","ts":1,"dur":1,"pid":1,"tid":1},{},{},{}' * 99
     path.write_text('{"traceEvents":[{}' + with_slices + "]}")
-    assert len(chrome.load(path)[0].spans) == 100
+    assert len(chrome.load(path)[0].spans) == 99
 
 
 def test_no_text_of_a_file_makes_a_line_of_a_report_longer_than_a_screen(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
 
-To write one: `lanes` finds the place of every slice, `arrows` what leads from one to another, `drawing` makes the
-events and `writing` the file. To read one, whoever wrote it: `json_text` and `events` take the events from the file,
-`slices` makes trees of them, `others` knows the names and arguments of other profilers, `reading` puts it together.
-`joining` puts what torch.profiler saw beside our spans. `track_events` writes the same slices in Perfetto's own format.
+To write one: `lanes` finds the place of every slice, and the arrows between them, `drawing` makes the events and
+`writing` the file. To read one, whoever wrote it: `events` takes the events from the text, `slices` makes trees of
+them, `others` knows the names and arguments of other profilers, `reading` puts it together, and joins a trace of ours
+with one of torch.profiler. `track_events` writes the same slices in Perfetto's own format.
 
 Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
 that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
@@ -16,10 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from instrument.chrome.joining import join, join_saved
-
 if TYPE_CHECKING:
-    from instrument.chrome.reading import load, load_columns, read
+    from instrument.chrome.reading import join, join_saved, load, load_columns, read
     from instrument.chrome.track_events import write_track_events
     from instrument.chrome.writing import dump, write
 
@@ -27,7 +25,7 @@ __all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write"
 
 _MODULE_OF = {
     **dict.fromkeys(("dump", "write"), "writing"),
-    **dict.fromkeys(("load", "load_columns", "read"), "reading"),
+    **dict.fromkeys(("join", "join_saved", "load", "load_columns", "read"), "reading"),
     "write_track_events": "track_events",
 }
 

@@ -15,9 +15,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from instrument.chrome.arrows import Arrows, BatchMarks
 from instrument.chrome.events import EXACT_US, Arguments, Remote
-from instrument.chrome.lanes import Board, OrderedIntervals, Spans, batches
+from instrument.chrome.lanes import Arrows, BatchMarks, Board, OrderedIntervals, Spans, batches
 from instrument.recording.spans import Site
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.forest import NONE

@@ -1,22 +1,209 @@
-"""Events of a Chrome trace: their fields, whoever wrote them, and the sound parts of events that are damaged."""
+"""Events of a Chrome trace: taken from its text block by block, their fields, and the sound parts of damaged ones."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from instrument.chrome.json_text import JsonText, LeftOut, ends_of_values
 from instrument.recording.remote_parents import RemoteParent
 from instrument.trace.gathering import written
-from instrument.trace.text import INT64, checked, nanoseconds
+from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
+
+# Text
+
+BLOCK_BYTES = 1 << 17
+"""Bytes that are read at a time: as much as a heap gives back and takes again without the kernel."""
+
+DEEPEST = 900
+"""The most brackets around a value of a trace."""
+
+MOST_TRIES = 4
+"""The last brackets of a block that may end a value, of which one mostly does."""
+
+FIRST_BYTES, CUT_BYTES = 1 << 10, 16
+"""Bytes in which a value is looked for at first, and bytes of a token that may be cut off at the end of a text."""
+
+DELIMITERS = frozenset(",:]} \t\n\r")
+
+_BLANKS = re.compile(rb"[ \t\n\r]*")
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[\[\]{}]', re.DOTALL)
+_REPLACED = "\ufffd".encode()
+
+Value = TypeVar("Value")
+
+
+class LeftOut:
+    """The parts of a file that were left out or changed: a count for each reason, and the place of the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Any]] = {}
+
+    def add(self, what: str, place: str, count: int = 1) -> None:
+        """Count something that is left out."""
+        self._found.setdefault(what, [0, place])[0] += count
+
+    def losses(self) -> dict[str, int]:
+        """Return the numbers by reason and place of the first."""
+        return {f"{what}, the first at {place}": count for what, (count, place) in self._found.items()}
+
+
+class JsonText:
+    """JSON text of which `read` returns the next bytes; more than `limit_bytes` in all are refused, and more than
+    `unpacked_bytes` of a packed file.
+
+    Bytes that are no UTF-8 are replaced, and counted in `left_out`.
+    """
+
+    def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
+        self._read, self._limit_bytes, self._unpacked_bytes, self._seen_bytes = read, limit_bytes, unpacked_bytes, 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+        self.left_out = LeftOut()
+        self._text = b""
+        self._at = self._passed = 0
+
+    def refuse_beyond_limit(self, size_bytes: int) -> None:
+        """Raise if a text of this size is more than may be read."""
+        if size_bytes > self._limit_bytes:
+            raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
+
+        if size_bytes > self._unpacked_bytes:
+            raise ValueError("it unpacks to more than 100 times its size; if you trust it, unpack it first")
+
+    @property
+    def passed(self) -> int:
+        """The number of bytes that have been taken."""
+        return self._passed + self._at
+
+    def peek(self) -> str:
+        """Return the next character that is not blank, or "" at the end."""
+        while True:
+            blanks = _BLANKS.match(self._text, self._at)
+            self._at = blanks.end() if blanks else self._at
+            if self._at < len(self._text):
+                return chr(self._text[self._at])
+            if not self._more():
+                return ""
+
+    def begins_with_mark(self) -> bool:
+        """Return True where a byte order mark comes next."""
+        self.peek()
+        return self._text.startswith(codecs.BOM_UTF8, self._at)
+
+    def take(self, expected: str) -> str:
+        """Pass over the next character that is not blank, which must be one of those expected."""
+        found = self.peek()
+        if not found or found not in expected:
+            what = f"{found!r} stands" if found else "it ends"
+            raise self._wrong(f"{what} where one of {expected} belongs", self.passed)
+        self._at += 1
+        return found
+
+    def value(self) -> Any:
+        """Return the next value."""
+        self.peek()
+        size = FIRST_BYTES
+        error: json.JSONDecodeError | None
+        while True:
+            text = self._text[self._at : self._at + size].decode(errors="ignore")  # the last character may be cut off
+            try:
+                value, end = self._decode(text, 0)
+                may_go_on = text[end : end + 1] not in DELIMITERS and end + CUT_BYTES > len(text)
+            except json.JSONDecodeError as problem:
+                value, end, error = None, problem.pos, problem
+                may_go_on = problem.msg.startswith("Unterminated") or end + CUT_BYTES > len(text)
+            else:
+                error = None
+            if may_go_on and self._at + size < len(self._text):
+                size *= 8
+            elif not (may_go_on and self._more()):
+                break
+        if error is not None:
+            raise self._wrong(error.msg, self.passed + end) from error
+        self._at += len(text[:end].encode())
+        return value
+
+    def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
+        """Take the values at hand of a list, one at least, that end with a bracket. Return them decoded, and as text.
+
+        Return None for them where one is damaged. The text is all that is left where the last one has no end.
+        """
+        if len(self._text) - self._at < BLOCK_BYTES:
+            self._more()
+        while True:
+            end = len(self._text)
+            for _ in range(MOST_TRIES):
+                end = self._text.rfind(closing, self._at, end)
+                if end < 0:
+                    break
+                text = self._text[self._at : end + 1]
+                try:
+                    values = decode(b"[%b]" % text)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    continue
+                self._at += len(text)
+                return values, text
+            length = max(ends_of_values(memoryview(self._text)[self._at :]), default=0)
+            if length or not self._more():
+                text = self._text[self._at : self._at + length] if length else self._text[self._at :]
+                self._at += len(text)
+                return None, text
+
+    def _more(self) -> bool:
+        """Read on, the further the longer the value at hand is already; return False at the end of the text."""
+        size = len(self._text) - self._at
+        if size > LIMIT_VALUE:
+            raise ValueError("one value in it is longer than in any trace; give a Chrome trace in JSON")
+        block = self._read(max(BLOCK_BYTES, size))
+        self._seen_bytes += len(block)
+        self.refuse_beyond_limit(self._seen_bytes)
+        self._passed += self._at
+        self._text = self._text[self._at :] + self._as_utf8(block)
+        self._at = 0
+        return bool(block)
+
+    def _as_utf8(self, block: bytes) -> bytes:
+        if block.isascii() and not self._utf8.getstate()[0]:
+            return block
+        text = self._utf8.decode(block, final=not block)
+        found = text.encode()
+        replaced = found.count(_REPLACED) - block.count(_REPLACED)
+        if replaced > 0:
+            self.left_out.add("characters that are no UTF-8", f"byte {self.passed}", replaced)
+        return found
+
+    def _wrong(self, why: str, at: int) -> ValueError:
+        return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
+
+
+def ends_of_values(text: bytes | memoryview) -> Iterator[int]:
+    """Yield where each value in brackets ends, up to the end of the list around them."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        mark = token[0]
+        if mark in (b"{", b"["):
+            depth += 1
+            if depth > DEEPEST:
+                raise RecursionError("brackets in it")
+        elif mark in (b"}", b"]"):
+            depth -= 1
+            if depth < 0:
+                return
+            if depth == 0:
+                yield token.end()
+
+
+# Events
 
 Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
@@ -41,6 +228,13 @@ class TraceEvent(msgspec.Struct, gc=False):
     id: Any = None
     id2: Any = None
     args: msgspec.Raw = NO_ARGUMENTS
+
+
+class ExactEvent(TraceEvent, gc=False):
+    """An event of which a float does not hold the times to the nanosecond."""
+
+    ts: Decimal | None = None
+    dur: Decimal | None = None
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
@@ -98,14 +292,9 @@ class Arguments(msgspec.Struct, gc=False):
     owner: Number = UNSET
 
 
-_decode_allocations = msgspec.json.Decoder(
-    list[Annotated[list[Int64], msgspec.Meta(min_length=6, max_length=7)]]
-).decode
-_decode = msgspec.json.Decoder(list[TraceEvent]).decode
-
-
 _decode_arguments = msgspec.json.Decoder(list[Arguments]).decode
 _decode = msgspec.json.Decoder(list[TraceEvent]).decode
+_decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
 def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
@@ -153,7 +342,8 @@ def next_events(text: JsonText, first: int) -> list[TraceEvent]:
     if events is None:
         return _mended_events(found, first, text.left_out)
     if any(type(time) is float and abs(time) >= EXACT_US for one in events for time in (one.ts, one.dur)):
-        _take_exact_times(found, events)
+        with suppress(msgspec.MsgspecError):  # a time in it is none
+            return [*_decode_exact(b"[%b]" % found)]
     return events
 
 
@@ -210,78 +400,39 @@ def _with_sound_escapes(text: bytes) -> bytes:
     return _ESCAPE.sub(lambda known: known[1] or (rb"\\" if known[2] else rb"\ufffd"), text)
 
 
-def _take_exact_times(found: bytes, events: Sequence[TraceEvent]) -> None:
-    """Put the times of events that a float does not hold to the nanosecond as they were written."""
-    for event, texts in zip(events, _decode_times(b"[%b]" % found), strict=True):
-        for name in ("ts", "dur"):
-            text = bytes(getattr(texts, name))
-            if type(getattr(event, name)) is float and len(text) <= LONGEST_TIME:
-                setattr(event, name, Decimal(text.decode()))
-
-
-class _Times(msgspec.Struct, gc=False):
-    ts: msgspec.Raw = NO_ARGUMENTS
-    dur: msgspec.Raw = NO_ARGUMENTS
-
-
-_decode_times = msgspec.json.Decoder(list[_Times]).decode
-
-
 # Slices
 
-_NUMBERS = frozenset((int, float, Decimal))
 
-
-def are_sound(slices: Sequence[TraceEvent]) -> bool:
-    """Return True where no slice needs mending. The check is quick, because most files need none."""
-    starts, lengths = [one.ts for one in slices], [one.dur for one in slices if one.ph == "X"]
-    if not _NUMBERS.issuperset(map(type, [*starts, *lengths])) or {bytes(one.args)[:1] for one in slices} != {b"{"}:
-        return False
-    try:
-        at_us = np.array(starts, dtype=np.float64)
-        are_complete = slice(None) if len(lengths) == len(starts) else [one.ph == "X" for one in slices]
-        ends_us = at_us[are_complete] + np.array(lengths, dtype=np.float64)
-    except OverflowError:
-        return False
-    are_within = (np.abs(at_us) < FARTHEST_US).all() and (ends_us < FARTHEST_US).all()
-    return bool(are_within and min(lengths, default=0) >= 0)
-
-
-def sound_slices(slices: Sequence[tuple[int, TraceEvent]], left_out: LeftOut) -> list[tuple[int, TraceEvent]]:
-    """Return the slices that have a time, each with its number in the file. Unsound parts of them are left out."""
-    found = []
-    for number, event in slices:
-        place = f"event {number}"
-        event.ts = _time(event.ts)
-        if event.ts is None:
-            left_out.add("slices without a time", place)
-            continue
-        if event.ph == "X":
-            event.dur = _time(event.dur)
-            if event.dur is None or event.dur < 0:
-                why = "no" if event.dur is None else "a negative"
-                left_out.add(f"slices of {why} length", place)
-                continue
-            if float(event.ts) + float(event.dur) >= FARTHEST_US:
-                left_out.add("slices that end later than any clock reads", place)
-                continue
-        if bytes(event.args)[:1] != b"{":
-            if bytes(event.args) != b"null":
-                left_out.add("arguments of events that are no object", place)
-            event.args = NO_ARGUMENTS
-        found.append((number, event))
-    return found
+def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
+    """Return why a slice is left out, "" for one that has a time. Its other parts that are not sound are left out."""
+    start_us = event.ts = _time(event.ts)
+    if start_us is None:
+        return "slices without a time"
+    if event.ph == "X":
+        length_us = event.dur = _time(event.dur)
+        if length_us is None or length_us < 0:
+            return f"slices of {'no' if length_us is None else 'a negative'} length"
+        if float(start_us) + float(length_us) >= FARTHEST_US:
+            return "slices that end later than any clock reads"
+    args = bytes(event.args)
+    if args[:1] != b"{":
+        if args != b"null":
+            left_out.add("arguments of events that are no object", f"event {number}")
+        event.args = NO_ARGUMENTS
+    return ""
 
 
 def _time(value: Any) -> Any:
-    """A time in microseconds, also where it is a text; None for what no clock reads."""
+    """Return a time in microseconds, also where it is a text; None for what no clock reads."""
+    if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
+        return value
     if isinstance(value, str):
         try:
             value = Decimal(value) if len(value) <= LONGEST_TIME else None
         except InvalidOperation:
             return None
     try:
-        return value if type(value) in _NUMBERS and abs(float(value)) < FARTHEST_US else None
+        return value if type(value) in (int, float, Decimal) and abs(float(value)) < FARTHEST_US else None
     except OverflowError:
         return None
 

@@ -13,6 +13,8 @@
   later ones obey for processes alone; chrome://tracing obeys.
 * A sample of a gauge is a counter (`C`) of the process that it is of, one track for each gauge. What a device does not
   tell is no event, because counters have numbers only; it stands in the metadata.
+* An arrow that would point into the past, or that the format has no room for, is left out and counted in
+  `instrument.arrows_left_out`.
 * Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
   show, goes to a further lane such as `MainThread (2)` and has the lane's number in `args.lane`; nothing is cut.
 """
@@ -22,16 +24,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording.spans import BATCH_KEYS, MergedProcess, Site
 from instrument.recording.spans import Trace as Facts
 from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
-from instrument.trace.forest import NONE, tops
+from instrument.trace.forest import NONE
 from instrument.trace.gathering import rank_of
 from instrument.trace.groups import by_first_sight, numbered, ranked, stable_order
+from instrument.trace.joined import join
 from instrument.trace.layout import in_order
 
 BATCH = 4096
@@ -136,21 +140,60 @@ class Board:
         return [(*row, tids) for row, tids in self._tids.items()]
 
 
-def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """The lanes of slices, of which each thread, task or stream is a group: of each slice the number of its lane among
-    those of its group, from 1 on, and the slice that is innermost around it there, `NONE` for none.
+class _Lanes:
+    """The lanes of one thread, task or stream, each with the slices that are open there: end and row."""
 
-    Slices come by begin, the longer ones first. `above` is the slice that called each, `NONE` for none. One that is not
-    `deep` has fewer than `DEEPEST` above it.
+    __slots__ = ("lanes", "moved", "until")
+
+    def __init__(self) -> None:
+        self.lanes: list[list[tuple[int, int]]] = [[]]
+        self.until: list[tuple[int, int]] = []
+        """Times at which further lanes will be empty."""
+        self.moved: dict[int, int] = {}
+
+    def take(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """Return the number of a slice's lane from 1, and the slice that is innermost around it there.
+
+        A slice goes where its caller was moved to if it can, else to the first lane, else to one that is empty.
+        """
+        lanes, until = self.lanes, self.until
+        for lane in {self.moved.get(caller, 0): None, 0: None}:
+            stack = lanes[lane]
+            while stack and stack[-1][0] <= start_ns:
+                stack.pop()
+            if not stack or (stack[-1][0] >= end_ns and len(stack) < DEEPEST):
+                break
+        else:
+            lane = len(lanes)
+            while until and until[0][0] <= start_ns and lane == len(lanes):
+                _, free = heappop(until)
+                if not lanes[free] or lanes[free][0][0] <= start_ns:  # none has come meanwhile
+                    lane = free
+            if lane == len(lanes):
+                lanes.append([])
+            stack = lanes[lane]
+            stack.clear()
+        if lane:
+            self.moved[row] = lane
+            if not stack:
+                heappush(until, (end_ns, lane))
+        innermost = stack[-1][1] if stack else NONE
+        stack.append((end_ns, row))
+        return lane + 1, innermost
+
+
+def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
+    """Return the number of each slice's lane within its group, from 1 on, and the slice around it there, NONE for none.
+
+    Each thread, task or stream is a group. Slices come by begin, the longer ones first. `above` is the slice that
+    called each, NONE for none. One that is not `deep` has fewer than `DEEPEST` above it.
     """
     number = np.ones(len(groups), dtype=np.int64)
-    is_below = above != NONE
-    if len(groups):
-        is_below &= groups[above] == groups
-    around = np.where(is_below, above, np.int32(NONE)).astype(np.int32)
     if not len(groups):
-        return number, around
-    # Where each slice lies in its caller, and those of one caller do not overlap, all nest as they called one another.
+        return number, above
+    is_below = (above != NONE) & (groups[above] == groups)
+    around = np.where(is_below, above, np.int32(NONE)).astype(np.int32)
+    # A group nests as its slices called one another where each is within its caller, and those of one do not overlap.
     fits = ~is_below | ((above < np.arange(len(groups))) & (ends <= ends[above]) & (starts < ends[above]))
     crowded = np.zeros(int(groups.max()) + 1, dtype=np.bool_)
     crowded[groups[~fits | deep]] = True
@@ -159,57 +202,17 @@ def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: 
     follows = (beside[order][1:] == beside[order][:-1]) & (ends[order][:-1] > starts[order][1:])
     crowded[groups[order[1:][follows]]] = True
     rows = np.flatnonzero(crowded[groups])
-    if len(rows):
-        rows = rows[np.argsort(groups[rows], kind="stable")]
-        for of_group in np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1):
-            its = (one[of_group].tolist() for one in (above, starts, ends))
-            number[of_group], around[of_group] = _in_turn(of_group.tolist(), *its)
+    known: dict[int, _Lanes] = {}
+    for row, group, *its in one_by_one(rows, *(one[rows] for one in (groups, above, starts, ends))):
+        lanes = known.get(group) or known.setdefault(group, _Lanes())
+        number[row], around[row] = lanes.take(row, *its)
     return number, around
 
 
-def _in_turn(
-    rows: Sequence[int], above: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """The same of the slices of one group, which need not nest: one goes where its caller was moved to if it can, else
-    to the first lane, else to one that is empty."""
-    lanes: list[list[tuple[int, int]]] = [[]]  # of each the slices that are open there: end and row
-    until: list[tuple[int, int]] = []  # when further lanes will be empty
-    empty: list[int] = []
-    moved: dict[int, int] = {}
-    numbers, around = [], []
-    for row, caller, start_ns, end_ns in zip(rows, above, starts, ends, strict=True):
-        for lane in {moved.get(caller, 0): None, 0: None}:
-            stack = lanes[lane]
-            while stack and stack[-1][0] <= start_ns:
-                stack.pop()
-            if not stack or (stack[-1][0] >= end_ns and len(stack) < DEEPEST):
-                break
-        else:
-            while until and until[0][0] <= start_ns:
-                _, free = heappop(until)
-                if not lanes[free] or lanes[free][0][0] <= start_ns:
-                    heappush(empty, free)
-            lane = _taken_from(empty, lanes, start_ns)
-            stack = lanes[lane]
-        if lane:
-            moved[row] = lane
-            if not stack:
-                heappush(until, (end_ns, lane))
-        numbers.append(lane + 1)
-        around.append(stack[-1][1] if stack else NONE)
-        stack.append((end_ns, row))
-    return numbers, around
-
-
-def _taken_from(empty: list[int], lanes: list[list[tuple[int, int]]], start_ns: int) -> int:
-    """An empty lane, a new one where there is none. One may have been taken since it was put among the empty ones."""
-    while empty:
-        lane = heappop(empty)
-        if not lanes[lane] or lanes[lane][0][0] <= start_ns:
-            lanes[lane].clear()
-            return lane
-    lanes.append([])
-    return len(lanes) - 1
+def one_by_one(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the rows of columns, some thousand at a time as objects."""
+    for first in range(0, len(numbers[0]), BATCH):
+        yield from zip(*(column[first : first + BATCH].tolist() for column in numbers), strict=True)
 
 
 # Slices in their order
@@ -267,17 +270,8 @@ class Spans(NamedTuple):
         slices = np.flatnonzero(self.is_async)
         if not len(slices):
             return groups
-        # Most spans are on the task of their parent: so few are looked at one by one.
-        root_id, task_id, above = self.trace.root_id[self.row], self.task_id, self.parent
-        goes_on = (above != NONE) & self.is_async & self.is_async[above]
-        goes_on &= (root_id == root_id[above]) & (task_id == task_id[above])
-        goes_on &= self.process == self.process[above]
-        first_of = tops(np.where(goes_on, above, np.int32(NONE)).astype(np.int32))
-        firsts = np.flatnonzero(self.is_async & ~goes_on)
-        number_of = np.zeros(len(groups), dtype=np.int64)
-        trees, tasks = ranked(root_id[firsts])[1], ranked(task_id[firsts])[1]
-        number_of[firsts] = numbered(numbered(trees, self.process[firsts])[0], tasks)[0]
-        groups[slices] = len(threads) + number_of[first_of[slices]]
+        trees, tasks = (ranked(one[slices])[1] for one in (self.trace.root_id[self.row], self.task_id))
+        groups[slices] = len(threads) + numbered(numbered(trees, self.process[slices])[0], tasks)[0]
         return groups
 
     def lanes(self) -> tuple[Int64s, Int64s, Int32s]:
@@ -334,3 +328,80 @@ def batches(count: int) -> Iterator[tuple[int, int]]:
     """The begins and ends of batches of so many events."""
     for first in range(0, count, BATCH):
         yield first, min(first + BATCH, count)
+
+
+# Arrows
+
+
+class BatchMarks:
+    """Marks on the lanes of requests, at the begin of each batch that serves one; each is the end of an arrow from it.
+
+    An arrow from a request to a batch of several would be the natural one, but a slice has room for one bind id: so all
+    arrows of a batch begin at it. `batch` and `request` are places, a row for each request that goes on as the batch
+    begins; `left_out` counts the others.
+    """
+
+    def __init__(self, spans: Spans) -> None:
+        self.batch = self.request = np.zeros(0, dtype=np.int64)
+        self.left_out = 0
+        if not len(spans.trace.attributes.having(BATCH_KEYS)):
+            return
+        joined = join(spans.trace)
+        known = np.flatnonzero(joined.served.request != NONE)
+        rows = np.stack([joined.served.batch[known], joined.rows[joined.served.request[known]]])
+        batch, request = spans.place_of[np.unique(rows, axis=1)].astype(np.int64)
+        at_ns = spans.start_ns[batch]
+        is_within = (spans.start_ns[request] <= at_ns) & (at_ns < spans.end_ns[request]) & (batch != request)
+        self.left_out = int((~is_within).sum())
+        self._keep(batch, request, is_within)
+
+    def _keep(self, batch: Int64s, request: Int64s, wanted: Bools) -> None:
+        order = np.flatnonzero(wanted)
+        order = order[np.argsort(batch[order], kind="stable")]
+        self.batch, self.request = batch[order], request[order]
+
+    def leave_out(self, others: Sequence[int]) -> None:
+        """Draw none from these batches, whose only bind id is another one's."""
+        is_other = np.isin(self.batch, others)
+        self.left_out += int(is_other.sum())
+        self._keep(self.batch, self.request, ~is_other)
+
+
+class Arrows:
+    """The arrows that a file with these spans and intervals can have.
+
+    Complete events have arrows of their own: from `callers` to `called` spans, and to `launched` intervals. Async
+    slices can only be tied by a bind id, and a slice has room for one. Where a span would need two, its own intervals
+    win, then the spans that it called. `binds` has the source by place of each tied span, `ties` by place of each tied
+    interval. `left_out` counts what is not drawn.
+    """
+
+    def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
+        self._spans, owners = spans, intervals.owner
+        of_async = spans.is_async[owners]
+        is_drawn = self._may_lead(owners, intervals.start_ns, of_async)
+        self.launched = np.flatnonzero(is_drawn & ~of_async)
+        tied = np.flatnonzero(is_drawn & of_async)
+        self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
+        self.binds = {owner: owner for owner in self.ties.values()}
+        self.left_out = int((~is_drawn).sum())
+        called, callers = spans.called_away()
+        by_bind = spans.is_async[callers] | spans.is_async[called]
+        is_drawn = self._may_lead(callers, spans.start_ns[called], by_bind)
+        self.called = called[is_drawn & ~by_bind]
+        self.left_out += int((~is_drawn).sum())
+        by_bind &= is_drawn
+        binds = self.binds
+        for caller, one in zip(callers[by_bind][::-1].tolist(), called[by_bind][::-1].tolist(), strict=True):
+            if one not in binds and binds.get(caller, caller) == caller:
+                binds[one] = binds[caller] = caller
+            else:
+                self.left_out += 1
+        marks.leave_out([one for one in np.unique(marks.batch).tolist() if binds.setdefault(one, one) != one])
+        self.left_out += marks.left_out
+
+    def _may_lead(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
+        """Return True for arrows that can lead to what starts then. What a bind ties must start later than its source:
+        at the same time Perfetto sees complete events before async ones, and what it sees first cannot be an end."""
+        starts_ns = self._spans.start_ns[sources]
+        return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

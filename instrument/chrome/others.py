@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import TraceEvent, lane_of, text_of
-from instrument.chrome.json_text import LeftOut
+from instrument.chrome.events import LeftOut, TraceEvent, lane_of, text_of
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.model import KINDS
@@ -127,11 +126,6 @@ class Others:
         self._device_rows: set[tuple[Any, ...]] = set()
         self._allocations = bytearray()
 
-    @property
-    def taken(self) -> int:
-        """The number of events that said something beside those of slices."""
-        return len(self._allocations) // Allocations.ROW.size
-
     def add_fact(self, key: str, value: Any) -> None:
         """Take a member of the file that is not an event, such as the host's name."""
         if key == "host_name" and isinstance(value, str):
@@ -152,7 +146,7 @@ class Others:
             elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event, number)
 
-    def without_zeros(self, slices: list[TraceEvent], events: list[TraceEvent], first: int) -> list[TraceEvent]:
+    def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
         """Return the slices without those at time 0, which wait until it is known whether times are absolute."""
         if not slices or self._at_zero is None:
             return slices
@@ -160,8 +154,7 @@ class Others:
         self._latest_us = max(self._latest_us, float(max(starts_us)))
         zeros: list[TraceEvent] = []
         if 0 in starts_us:
-            numbers = {id(one): number for number, one in enumerate(events, first)}
-            self._at_zero += [(numbers[id(one)], one) for one in slices if not one.ts]
+            self._at_zero += [(number, one) for number, one in zip(numbers, slices, strict=True) if not one.ts]
             slices = [one for one in slices if one.ts]
         if self._latest_us >= ABSOLUTE_US:
             for number, _ in self._at_zero:

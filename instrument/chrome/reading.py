@@ -5,45 +5,40 @@ from __future__ import annotations
 import json
 import os
 import stat
-from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import replace
+from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
-from instrument.chrome.events import Int64, TraceEvent, next_events
-from instrument.chrome.json_text import JsonText
+from instrument.chrome.events import JsonText, TraceEvent, next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocations
-from instrument.recording.spans import Trace
+from instrument.recording.spans import FLOPS, Flops, Trace, flops_told
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
 from instrument.trace import columns
 from instrument.trace.file import Saved, without_endless
-from instrument.trace.metadata import Metadata, rows_of_allocations
-from instrument.trace.text import LIMIT_BYTES, LIMIT_SPANS, LIMIT_VALUE, checked
+from instrument.trace.kernel_columns import KernelColumns
+from instrument.trace.metadata import Metadata
+from instrument.trace.of_spans import columns_of_spans
+from instrument.trace.text import LIMIT_BYTES, checked
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 """Most times its size that a packed file unpacks to, beyond so many bytes. Traces pack to a tenth, at times a
 thirtieth: their times do not repeat."""
 
 LIMIT_KEYS = 1000
-"""More keys beside the events, or in that of ours, are in no trace."""
-
-LIMIT_VOID, VOID_BESIDE = 1_000_000, 4
-"""Most events that say nothing of a trace, beyond so many for each that does: flows and the like."""
+"""More keys beside the events are in no trace."""
 
 LIMIT_BACKWARD = 1000
 """More parents that start after their children are in no program's trace; what they ask for has no end."""
-
-_decode_allocations = msgspec.json.Decoder(
-    list[Annotated[list[Int64], msgspec.Meta(min_length=6, max_length=7)]]
-).decode
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
@@ -121,42 +116,21 @@ def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
     if not facts.st_size:
         raise ValueError("it is empty; write it again")
     with source.open("rb") as file:
-        gzipped = file.read(2) == b"\x1f\x8b"
-    with compression.opened(source) if gzipped else source.open("rb") as file:
-        packed_bytes = facts.st_size if gzipped else None
-        text = JsonText(file.read if packed_bytes is None else _unpacking(file.read, packed_bytes), limit_bytes)
-        if not gzipped:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    with compression.opened(source) if is_packed else source.open("rb") as file:
+        # A file that unpacks to more is made to fill the memory.
+        unpacked_bytes = max(LIMIT_UNPACKED * facts.st_size, LEAST_UNPACKED) if is_packed else limit_bytes
+        text = JsonText(file.read, limit_bytes, unpacked_bytes)
+        if not is_packed:
             text.refuse_beyond_limit(facts.st_size)
         yield text
 
 
-def _unpacking(read: Callable[[int], bytes], packed_bytes: int) -> Callable[[int], bytes]:
-    """Reads what was packed, and refuses what only a file made to fill the memory unpacks to."""
-    left = max(LIMIT_UNPACKED * packed_bytes, LEAST_UNPACKED)
-
-    def unpack(size: int) -> bytes:
-        nonlocal left
-        block = read(size)
-        left -= len(block)
-        if left < 0:
-            raise ValueError(
-                f"it unpacks to more than {LIMIT_UNPACKED} times its size; if you trust it, unpack it first"
-            )
-        return block
-
-    return unpack
-
-
 def _content(text: JsonText) -> Saved:
     slices, ours = Slices(text.left_out), None
-    void = 0
     for key, value in _members(text):
         if key is None:
-            before = slices.taken
             slices.add(value)
-            void += max(len(value) - (slices.taken - before), 0)
-            if void > LIMIT_VOID + VOID_BESIDE * slices.taken:
-                raise ValueError("most of its events say nothing of any call; give a Chrome trace in JSON")
         elif key == "instrument" and isinstance(value, dict) and "format" in value:
             if slices.count:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
@@ -183,7 +157,9 @@ def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
             if mark == "," and keys:
                 text.take(",")
                 continue
-            keys = _counted_key(keys)
+            keys += 1
+            if keys > LIMIT_KEYS:
+                raise ValueError(f"it has more than {LIMIT_KEYS} keys beside its events; give a Chrome trace in JSON")
             key = checked(text.value(), str)
             text.take(":")
             if key == "traceEvents":
@@ -191,7 +167,7 @@ def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
                 yield from _events(text)
                 has_events = True
             else:
-                yield key, _facts(text) if key == "instrument" and text.peek() == "{" else text.value()
+                yield key, text.value()
         _take_end(text, "}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
@@ -205,52 +181,6 @@ def _take_end(text: JsonText, bracket: str) -> None:
         text.take(bracket)
     else:
         text.left_out.add("closing brackets that are missing", f"byte {text.passed}")
-
-
-def _facts(text: JsonText) -> dict[str, Any]:
-    """An object value by value; of ours the allocations are taken one by one, as `Allocations.rows`."""
-    text.take("{")
-    facts: dict[str, Any] = {}
-    held = keys = 0
-    end = text.take("}") if text.peek() == "}" else ","
-    while end == ",":
-        before, keys = text.passed, _counted_key(keys)
-        key = checked(text.value(), str)
-        text.take(":")
-        if key == "allocations" and "format" in facts and text.peek() == "[":
-            facts[key] = _next_allocations(text)
-        else:
-            facts[key] = text.value()
-            held += text.passed - before
-        if held > LIMIT_VALUE:
-            raise ValueError("its key 'instrument' is longer than in any trace; give a Chrome trace in JSON")
-        end = text.take(",}")
-    return facts
-
-
-def _next_allocations(text: JsonText) -> bytearray:
-    """Return the rows of `Allocations` from a list of lists that comes next."""
-    rows = bytearray()
-    text.take("[")
-    end = text.take("]") if text.peek() == "]" else ","
-    while end == ",":
-        if text.peek() != "[":
-            checked(text.value(), list)
-        lists, found = text.values(_decode_allocations, b"]")
-        if lists is None:
-            rows += rows_of_allocations(json.loads(b"[%b]" % found))
-        else:
-            rows += array("q", chain.from_iterable(one if len(one) > 6 else [*one, 0] for one in lists)).tobytes()
-        if len(rows) > LIMIT_SPANS * Allocations.ROW.size:
-            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
-        end = text.take(",]")
-    return rows
-
-
-def _counted_key(keys: int) -> int:
-    if keys == LIMIT_KEYS:
-        raise ValueError(f"it has more than {LIMIT_KEYS} keys beside its events; give a Chrome trace in JSON")
-    return keys + 1
 
 
 def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
@@ -274,3 +204,72 @@ def _refuse_backward(found: columns.Trace) -> None:
     """Raise for parents that begin after their children, beyond a few, for which views would take endless time."""
     if np.count_nonzero(found.parent > np.arange(len(found))) > LIMIT_BACKWARD:
         raise ValueError("parents in it begin after their children; it is damaged")
+
+
+# Joined with a trace of torch.profiler
+
+OURS = "trace of instrument"
+TORCHS = "trace of torch.profiler"
+
+
+def join_saved(saved: Saved, beside: Saved) -> Saved:
+    """Join two files as `join` does, with no object for any span."""
+    return replace(saved, facts=join(saved.facts, beside.trace()))
+
+
+def join(trace: Trace, beside: Trace) -> Trace:
+    """Return a trace of ours with the kernels, allocations and floating-point operations in a trace of torch.profiler,
+    moved to our clock.
+
+    Raises `TraceError` where the two are not what they should be, or of other processes or times.
+    """
+    if trace.origin.recorder == "other" or beside.origin.recorder != "other":
+        found = [TORCHS if one.origin.recorder == "other" else OURS for one in (trace, beside)]
+        raise TraceError(
+            f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
+        )
+    spans = columns_of_spans(beside.spans)
+    rows = spans.attributes.having(FLOPS)
+    counts = [flops_told({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
+    its = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)
+    flops = sorted((Flops(*one) for one in its if one[2]), key=attrgetter("at_ns"))
+    if beside.watched is None and not flops:
+        raise TraceError(
+            "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "
+            "it; record it with ProfilerActivity.CUDA, profile_memory=True or record_shapes=True"
+        )
+    ours, theirs = trace.origin.pid, beside.origin.pid
+    if ours and theirs and ours != theirs:
+        raise TraceError(f"asked to join two traces of one process, found those of {ours} and {theirs}")
+    moved_ns = beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
+    first, last = (at_ns + moved_ns for at_ns in beside.watched or (beside.start_ns, beside.end_ns))
+    if first >= trace.end_ns or last <= trace.start_ns:
+        raise TraceError(
+            f"asked to join two traces of one time, found ours from {_told(trace, trace.start_ns, trace.end_ns)} and "
+            f"torch.profiler's from {_told(trace, first, last)}; give a window that torch.profiler watched"
+        )
+    first, last = max(first, trace.start_ns), min(last, trace.end_ns)
+    try:
+        kernels = KernelColumns.of(beside.kernels).moved(moved_ns)
+    except (OverflowError, ValueError) as problem:
+        raise TraceError(f"cannot join the traces: {problem}") from problem
+    allocations = Allocations.of(beside.allocations).moved(moved_ns)
+    at_ns = attrgetter("at_ns")
+    return replace(
+        trace,
+        kernels=kernels,
+        allocations=allocations[
+            bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
+        ],
+        watched=None if beside.watched is None else (first, last),
+        flops=[
+            one for one in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= one.at_ns < last
+        ],
+    )
+
+
+def _told(trace: Trace, *times_ns: int) -> str:
+    return " to ".join(
+        datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
+        for at_ns in times_ns
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from operator import attrgetter
 from typing import Any
@@ -18,9 +18,8 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from instrument.chrome.events import Arguments, TraceEvent, are_sound, decoded_arguments, sound_slices, times_ns
-from instrument.chrome.json_text import LeftOut
-from instrument.chrome.lanes import DEVICE_PIDS
+from instrument.chrome.events import Arguments, LeftOut, TraceEvent, decoded_arguments, fault_of, times_ns
+from instrument.chrome.lanes import DEVICE_PIDS, one_by_one
 from instrument.chrome.others import Others, Rows
 from instrument.chrome.paddle_traces import thread_of
 from instrument.recording import spans
@@ -36,8 +35,8 @@ from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, c
 FARTHEST_NS = LIMIT_US * 1000
 _PARTS_NS = 1e-3
 
-AT_ONCE = 10_000
-"""Rows of which the numbers are objects at a time."""
+LIMIT_EVENTS = 5 * LIMIT_SPANS
+"""More events, slices or not, are in no file that may be read."""
 
 UNTOLD = -INT64
 """In place of a number that a slice of ours does not name."""
@@ -62,25 +61,27 @@ class Slices:
         self._lanes: dict[tuple[Any, Any], int] = {}
         self._tasks: dict[int, int] = {}
 
-    @property
-    def taken(self) -> int:
-        """The number of events that said something."""
-        return self.count + (self.others if self._ours is None else self._ours).taken
-
     def add(self, events: list[TraceEvent]) -> None:
         """Read events, which come after those that have been read."""
         first, self._seen = self._seen + 1, self._seen + len(events)
-        # The slice of "Trace" is how long torch.profiler watched, which is no call.
-        slices = [one for one in events if one.ph in _SLICES and not (one.cat == "Trace" and one.pid == "Spans")]
+        if self._seen > LIMIT_EVENTS:
+            raise ValueError(f"it has more than {LIMIT_EVENTS} events; record less into one file")
+        slices: list[TraceEvent] = []
+        numbers: list[int] = []
+        for number, event in enumerate(events, first):
+            # The slice of "Trace" is how long torch.profiler watched, which is no call.
+            if event.ph in _SLICES and not (event.cat == "Trace" and event.pid == "Spans"):
+                fault = fault_of(event, self._left_out, number)
+                if fault:
+                    self._left_out.add(fault, f"event {number}")
+                else:
+                    slices.append(event)
+                    numbers.append(number)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
-        if slices and not are_sound(slices):
-            wanted = {id(one) for one in slices}
-            numbered = [one for one in enumerate(events, first) if id(one[1]) in wanted]
-            slices = [event for _, event in sound_slices(numbered, self._left_out)]
         if self._ours is None:
-            self._add(self.others.without_zeros(slices, events, first))
+            self._add(self.others.without_zeros(slices, numbers))
             self.others.add(events, first)
         else:
             self._add(self._ours.add(events, slices))
@@ -175,7 +176,7 @@ class Slices:
         order = np.lexsort((at_ns, of))
         opened: list[int] = []
         strays, known, before = 0, len(place), NONE
-        for mark_ns, line, row in _one_by_one(at_ns[order], of[order], rows[order]):
+        for mark_ns, line, row in one_by_one(at_ns[order], of[order], rows[order]):
             if line != before:
                 end_ns[opened], clipped[opened] = last_ns, True
                 opened, before = [], line
@@ -199,11 +200,6 @@ def _has_parts(times_us: Sequence[Any], found_ns: Int64s) -> bool:
     return bool((np.abs(exact_ns - found_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
-def _one_by_one(*numbers: Int64s) -> Iterator[tuple[int, ...]]:
-    for first in range(0, len(numbers[0]), AT_ONCE):
-        yield from zip(*(column[first : first + AT_ONCE].tolist() for column in numbers), strict=True)
-
-
 def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
     """Return the parent of each row, NONE for a row without one. The rows are in the order of their begins.
 
@@ -213,7 +209,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -
     """
     parents = array("i")
     opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]
-    for row, (start, end, its) in enumerate(_one_by_one(start_ns, end_ns, line)):
+    for row, (start, end, its) in enumerate(one_by_one(start_ns, end_ns, line)):
         stack = opened[its]
         # A row that it crosses holds nothing from here on that it does not hold itself.
         while stack and (stack[-1][0] <= start or stack[-1][0] < end - rounding_ns):
@@ -241,20 +237,13 @@ class Ours:
         self._samples: list[Sample] = []
         self._intervals = {name: array("q") for name in _OF_INTERVALS}
         self._labels: dict[str, int] = {}
-        self._marks = 0
         self._told: list[Arguments] = []
-
-    @property
-    def taken(self) -> int:
-        """The number of events that said something beside those of slices."""
-        return len(self._samples) + self._marks
 
     def add(self, events: list[TraceEvent], slices: list[TraceEvent]) -> list[TraceEvent]:
         """Read events and the arguments of slices. Return the slices of spans, for which `add_rows` is called next."""
         for event in events:
             if event.ph == "C":
                 self._add_sample(event)
-            self._marks += event.ph == "n"  # of a batch on the lane of a request, which keys say, too
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         begun = [one for one in slices if one.ph != "E" and one.ph != "e"]

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.arrows import BatchMarks
-from instrument.chrome.lanes import BATCH, OrderedIntervals, ShownProcesses, Spans
+from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression

@@ -1,15 +1,19 @@
 """The key `instrument` of a file: all that a trace and its tally know beside the events, written and read back.
 
 Viewers ignore it. It has each site once, and the events name sites by their place. A trace may have a million
-allocations: lists of numbers in the order of the fields, written some thousand at a time.
+allocations: their rows are one packed text.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from operator import add
 from typing import Any
+
+import numpy as np
 
 from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocation, Allocations
@@ -36,48 +40,7 @@ from instrument.recording.spans import (
     told_fields,
 )
 from instrument.recording.tally import Tally, Totals
-from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
-
-ALLOCATIONS_AT_ONCE = 4096
-"""Allocations that are in memory as text."""
-
-_LIST = "[%d,%d,%d,%d,%d,%d,%d],"
-
-
-def allocation_texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str]:
-    """Yield allocations as JSON lists with commas between them, and times counted from the base."""
-    for first in range(0, len(allocations), ALLOCATIONS_AT_ONCE):
-        if first:
-            yield ",\n"
-        yield _text(allocations[first : first + ALLOCATIONS_AT_ONCE], base_ns)
-
-
-def _text(allocations: Sequence[Allocation], base_ns: int) -> str:
-    try:
-        packed = Allocations.of(allocations)
-    except OverflowError:
-        lists = [
-            [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
-             one.reserved_bytes]
-            for one in allocations
-        ]  # fmt: skip
-        return encode(lists)[1:-1]
-    numbers, moved_ns = memoryview(packed.rows).cast("q").tolist(), packed.base_ns - base_ns
-    numbers[1::7] = [at_ns + moved_ns for at_ns in numbers[1::7]]
-    return (_LIST * len(packed))[:-1] % tuple(numbers)
-
-
-def rows_of_allocations(lists: Iterable[Any]) -> bytes:
-    """Return the rows of `Allocations` from lists of their numbers."""
-    return b"".join(map(_row, lists))
-
-
-def _row(numbers: Any) -> bytes:
-    found = [checked(number, int) for number in checked(numbers, list)]
-    if not 6 <= len(found) <= 7:  # all that an allocation has; the last may be left out
-        raise ValueError("an allocation in it is none; it is damaged")
-    return Allocations.ROW.pack(*found, *[0] * (7 - len(found)))
-
+from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 
 FORMAT = 5
 """Version of what stands in the key. In 4, a tally did not tell running from waiting."""
@@ -163,9 +126,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
     }
     yield _without_del(encode(facts)[:-1])
     if trace.watched is not None:
-        yield ',"allocations":['
-        yield from allocation_texts(trace.allocations, base_ns)
-        yield "]"
+        yield f',"allocations":"{_packed(trace.allocations, base_ns)}"'
     yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
 
 
@@ -215,6 +176,14 @@ def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
         ],
         "kernel_names": list(names),
     }  # fmt: skip
+
+
+def _packed(allocations: Sequence[Allocation], base_ns: int) -> str:
+    """Return the rows of `Allocations`, times counted from the base, as text: a trace has a million of them."""
+    packed = Allocations.of(allocations)
+    rows = np.frombuffer(packed.rows, dtype=np.int64).reshape(-1, 7).copy()
+    rows[:, 1] += packed.base_ns - base_ns
+    return base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode()
 
 
 def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
@@ -352,8 +321,16 @@ class Metadata:
         return found
 
     def _allocations(self) -> Allocations:
-        found = self._facts.get("allocations", ())
-        return Allocations(found if isinstance(found, bytearray) else rows_of_allocations(found), self.base_ns)
+        found = self._facts.get("allocations", [])
+        if isinstance(found, list):  # as earlier versions wrote them
+            return Allocations(b"".join(map(_allocation_row, found)), self.base_ns)
+        most = LIMIT_SPANS * Allocations.ROW.size
+        rows = zlib.decompressobj().decompress(base64.b64decode(checked(found, str), validate=True), most + 1)
+        if len(rows) > most:
+            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
+        if len(rows) % Allocations.ROW.size:
+            raise ValueError("an allocation in it is none; it is damaged")
+        return Allocations(rows, self.base_ns)
 
     def tally(self) -> Tally | None:
         """The tally, if one was saved."""
@@ -381,6 +358,13 @@ class Metadata:
             pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
             tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
         return tally
+
+
+def _allocation_row(numbers: Any) -> bytes:
+    found = [checked(number, int) for number in checked(numbers, list)]
+    if not 6 <= len(found) <= 7:  # all that an allocation has; the last may be left out
+        raise ValueError("an allocation in it is none; it is damaged")
+    return Allocations.ROW.pack(*found, *[0] * (7 - len(found)))
 
 
 def _read_process(facts: Mapping[str, Any]) -> Trace:
