@@ -216,3 +216,38 @@ def test_workers_of_a_pool_that_come_and_go_are_one_report(method: str) -> None:
     assert row.split()[3] == "100"
     assert "without a goodbye" not in done.stderr
     until(lambda: not of_this_run())
+
+
+EMBEDDED = """
+import ctypes, os, sys, types
+sys.modules["uwsgi"] = types.SimpleNamespace(worker_id=lambda: worker, masterpid=os.getppid, numproc=2)
+worker = 0
+from flask import Flask
+app = Flask("shop")
+app.route("/items/<number>")(lambda number: number)
+ask = lambda: list(app({
+    "wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": "80", "REQUEST_METHOD": "GET",
+    "PATH_INFO": "/items/1", "SERVER_PROTOCOL": "HTTP/1.1",
+}, lambda *_: None))
+for number in (1, 2):
+    if not ctypes.PyDLL(None).fork():
+        worker = number
+        for _ in range(5):
+            ask()
+        sys.exit()
+os.wait(), os.wait()
+"""
+
+
+def test_workers_that_a_server_in_c_forks_are_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uWSGI calls none of Python's hooks on forks."""
+    monkeypatch.chdir(tmp_path)
+    Path("profile.yaml").write_text("requests: auto\nexport: {summary: {to: stderr}}")
+    Path("main.py").write_text(EMBEDDED)
+    done = subprocess.run(
+        [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"],
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert done.stderr.count("Window: ") == 1, done.stderr
+    assert "requests: 10;" in done.stderr
+    assert "GET /items/<number>" in done.stderr

@@ -326,7 +326,7 @@ LINES_AND_FILES = {
     "cli": (2_417, 20),
     "compat": (1_367, 6),
     "device": (3_727, 16),
-    "instrumentors": (11_477, 53),
+    "instrumentors": (11_479, 53),
     "native": (10_120, 29),
     "otlp": (8_312, 36),
     "profile": (2_556, 9),
@@ -334,8 +334,8 @@ LINES_AND_FILES = {
     "recorder": (3_276, 17),
     "recording": (4_134, 24),
     "report": (12_309, 48),
-    "runtime": (2_245, 18),
-    "sessions": (8_046, 35),
+    "runtime": (2_272, 18),
+    "sessions": (8_044, 35),
     "trace": (7_380, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -179,6 +179,33 @@ def end_quiet_fork() -> None:
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
 
+_pid = 0
+_child_begins: Callable[[], None] | None = None
+
+
+def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
+    """Have functions called around each fork, also where C code forks, which calls no hooks of Python."""
+    global _child_begins
+
+    def begin_child() -> None:
+        global _pid
+        _pid = os.getpid()
+        in_child()
+
+    def catch_up() -> None:
+        before()
+        begin_child()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=begin_child)
+    globals().update(_pid=os.getpid(), _child_begins=catch_up)
+
+
+def catch_up_with_fork() -> None:
+    """Do in a process that C code has forked, such as a worker of uWSGI, what hooks of Python do elsewhere."""
+    if _child_begins is not None and os.getpid() != _pid:
+        _child_begins()
+
+
 def are_to_wait() -> bool:
     """Return True where a server in C is still to fork its workers, and does so without Python's lock.
 

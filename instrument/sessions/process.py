@@ -31,7 +31,7 @@ from instrument.runtime import environment, run_folder
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
-from instrument.runtime.threads import Thread, end_quiet_fork, quiet_fork
+from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet_fork
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import is_main
 from instrument.sessions.generation import FORK_WAIT_S, Reload
@@ -100,9 +100,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
             _session = None
             raise
         if not _fork_hook_registered:
-            os.register_at_fork(
-                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-            )
+            hook_forks(_before_fork, _after_fork_in_parent, _after_fork_in_child)
             _fork_hook_registered = True
     return session
 

@@ -16,6 +16,7 @@ from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import catch_up_with_fork
 
 Attach = Callable[[Any, Exchanges], list[Undo]]
 
@@ -118,6 +119,7 @@ def _embedded(class_name: str) -> Attach:
 
         @functools.wraps(call)
         def called(self: Any, environ: Any, start_response: Any) -> Any:
+            catch_up_with_fork()
             return wsgi.WsgiApp(functools.partial(call, self), exchanges)(environ, start_response)
 
         return [replace(owner, "__call__", called)]
