@@ -234,6 +234,13 @@ def test_steps_of_tasks_within_those_that_a_profiler_counts_are_no_others() -> N
     assert totals(trace) == {"step": (2, 40.0), "forward": (1, 10.0), "others": (None, 30.0)}
 
 
+def test_a_step_of_a_task_stays_where_the_step_of_its_thread_is_below_it() -> None:
+    trace = made((STEP, 0, 20), (STEP, 0, 20), (Site("read", "loader"), 0, 20))
+    trace.spans[0].task_id = trace.spans[2].task_id = 5
+    trace.spans[1].parent_id = trace.spans[0].span_id
+    assert totals(trace) == {"step": (1, 20.0), "loader": (1, 20.0), "others": (None, 0.0)}
+
+
 def test_steps_without_a_phase_are_counted_and_no_other_reason_is_given() -> None:
     trace = made(*((STEP, 10 * number, 10 * number + 8) for number in range(5)))
     use = view(trace, skip_first=2)
@@ -351,7 +358,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
 
     def lies_in(step: Span) -> bool:
         around = steps.get((step.thread_id, 0), []) if step.task_id else []
-        return any(one.start_ns <= step.start_ns < one.end_ns for one in around)
+        return any(one.start_ns <= step.start_ns < one.end_ns and not above(one) for one in around)
 
     if has_tasks:
         steps = {key: [step for step in own if not above(step) and not lies_in(step)] for key, own in steps.items()}

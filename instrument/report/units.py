@@ -166,13 +166,13 @@ def _among(trace: Trace, rows: Int64s) -> Bools:
 
 
 def _topmost(trace: Trace, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """The steps in none of another line, as a task's is that begins while its thread has one: where a `Profiler` counts
-    what tasks do."""
+    """Return the steps in none of another line, as tasks' steps are where a `Profiler` counts those of the thread."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
-    is_inner = nearest_above(trace.parent, _among(trace, rows))[rows] != NONE
-    is_inner[of_tasks] |= steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks]) != NONE
-    return np.asarray(rows[~is_inner])
+    is_below = nearest_above(trace.parent, _among(trace, rows))[rows] != NONE
+    around = steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
+    is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
+    return np.asarray(rows[~is_below])
 
 
 def _first_of_threads(
