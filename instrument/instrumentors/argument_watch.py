@@ -67,7 +67,7 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 
 @dataclass(slots=True)
 class SeenPath:
-    """What was seen at one path: keys of one request a call, or of `many`; `looks` is how often there was anything."""
+    """The values at one path: keys of one request a call, or of `many`; `looks` is how often there was anything."""
 
     many: bool
     looks: int = 0
@@ -78,14 +78,16 @@ class SeenPath:
     digests: set[str] = field(default_factory=set)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the values as JSON takes them."""
         facts = {name: getattr(self, name) for name in ("many", "looks", "items", "largest", "weights", "of_class")}
         return {**facts, "digests": sorted(self.digests)}
 
 
 class ArgumentWatch:
-    """What has been seen of the calls in this process, and how long that took. `is_own` says of a module whether it is
-    the service's own."""
+    """The values of the calls in this process, and the time that reading them took.
+
+    `is_own` says of a module whether it is the service's own.
+    """
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
         self._is_own = is_own
@@ -102,7 +104,7 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What was seen of each function by its label, by path, as JSON takes it."""
+        """Return the values of each function by its label and path, as JSON takes them."""
         return {
             label: {path: seen.facts() for path, seen in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
@@ -110,7 +112,7 @@ class ArgumentWatch:
         }
 
     def of(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """What looks at the arguments of a function's calls, and at their results; None where there is nothing.
+        """Return a look at the arguments of a function's calls, and one at their results; None where there is none.
 
         Not of what reads no attribute and calls nothing but builtins: such are called most often, and to look at their
         calls would take several times as long as these.
@@ -213,7 +215,7 @@ class ArgumentWatch:
         return True
 
     def _text(self, key: Any) -> str:
-        """What is digested of a key. An object has a number, for where it lies another one lies later."""
+        """Return the text of a key to digest. An object has a number, for another one may have its address later."""
         text = key_text(key)
         if not text or type(key) in (str, int):
             return text
@@ -279,7 +281,7 @@ def _is_id(path: str) -> bool:
 
 
 def _is_id_key(key: object) -> bool:
-    """Whether a key of a mapping names what tells requests apart. What is no plain name is data, and stays here."""
+    """Return True where a key of a mapping names a key of requests. One that is no plain name is data."""
     return _is_name(key, ID) or _is_name(key, WEAK_ID)
 
 
@@ -297,7 +299,7 @@ def _rank(name: str) -> tuple[bool, int, str]:
 
 
 def _attributes(thing: Any) -> Mapping[str, Any]:
-    """What an object holds under names, without running any code of its class."""
+    """Return the attributes of an object, without running any code of its class."""
     try:
         held = object.__getattribute__(thing, "__dict__")
     except AttributeError:

@@ -23,14 +23,14 @@ class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
 
 
 class Parameter(NamedTuple):
-    """Where calls of a function have one of its parameters: by its position, -1 for none, else by its name."""
+    """The place of one parameter in calls of a function: by its position, -1 for none, else by its name."""
 
     name: str
     position: int
     default: Any
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call gives for it, `LEFT_OUT` for nothing."""
+        """Return the argument of a call for it, `LEFT_OUT` for none."""
         return args[self.position] if 0 <= self.position < len(args) else kwargs.get(self.name, self.default)
 
 
@@ -92,7 +92,7 @@ class ArgumentReader:
 def reader(
     function: Callable[..., Any], wanted: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
-    """What reads the wanted arguments of a call of the function, and in words each that it has not.
+    """Return a reader of the wanted arguments of a call of the function, and in words each that it has not.
 
     `place` is that of the rule, for the log.
     """
@@ -109,7 +109,7 @@ def reader(
 
 
 def part_of(value: Any, name: str) -> Any:
-    """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
+    """Return the value of a mapping for a name, else the attribute. Asking inserts nothing (`defaultdict`)."""
     if isinstance_of(value, dict):
         found = dict.get(value, name, LEFT_OUT)
         if found is not LEFT_OUT:

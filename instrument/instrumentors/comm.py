@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""What `torch.distributed` calls what a method of a process group does, in one version of torch or another."""
+"""The names in `torch.distributed` for a method of a process group, in one version of torch or another."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -124,7 +124,7 @@ class Comm(Switch):
         self._issued.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Whether there is torch.distributed, what has been called, and what cannot be seen."""
+        """Return the verdicts on the operations that were called, and on those that cannot be seen."""
         if not self.rules:
             return []
         if not self._met:
@@ -173,7 +173,7 @@ class Comm(Switch):
         return wait
 
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued | None:
-        """What is known of a call before it is made; None for a fault of ours."""
+        """Return the facts of a call before it is made; None for a fault of ours."""
         try:
             waits = any(getattr(one, "asyncOp", None) is False for one in (*args, *kwargs.values()))
             moved_bytes, on_device = _amount(args[1:])
@@ -233,7 +233,7 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _pair(self, site: Site) -> Any:
-        """What times the calling stream from now on; None where nothing does."""
+        """Return a timer of the calling stream from now on; None where nothing times it."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 
@@ -265,7 +265,7 @@ class Comm(Switch):
 
 
 def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
-    """What is known of a process group, and nothing of where its processes are."""
+    """Return the facts of a process group, without the addresses of its processes."""
     name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
     return (
         ("backend", str(group.name())),

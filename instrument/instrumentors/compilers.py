@@ -26,7 +26,7 @@ def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def compiling_test(torch: Any) -> Callable[[], bool]:
-    """What tells whether torch compiles what runs now, where no probe may be."""
+    """Return a test that is true while torch compiles the running code, where no probe may be."""
     found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return found or (lambda: False)
 

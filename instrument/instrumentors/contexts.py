@@ -65,7 +65,7 @@ class _Tasks:
         self._attach()
 
     def are_told(self) -> bool:
-        """Whether the loop that runs now tells of its tasks."""
+        """Return True where the loop that runs now tells of its tasks."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # Of a class that makes its tasks in another way, or of an instance, nothing is known.
         return self._tells(type(loop)) and "create_task" not in vars(loop)

@@ -1,4 +1,4 @@
-"""How long imports take: each top-level package by itself, and with all that it imports in turn.
+"""The durations of imports: each top-level package by itself, and with all that it imports in turn.
 
 Python calls one function of its import system for every module that is not in `sys.modules` yet. While imports are
 watched, that function is ours, and calls the real one; loaders, specs and modules are as they would be. A module that
@@ -30,7 +30,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""So many of the newest imports are remembered by when they began; 0.1 KB each."""
+"""The most newest imports that are remembered by their begin; 0.1 KB each."""
 
 OWN = __name__.partition(".")[0]
 
@@ -131,7 +131,7 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """What has been imported up to now, by package. Modules that are being imported are not in it.
+        """Return the imports up to now, by package. Modules that are being imported are not in it.
 
         `request_ns` is when the first request began; of the imports after it the `NEWEST` are told apart.
         """
@@ -147,7 +147,7 @@ class ImportTimes:
 
 
 def _asked_by_us(frame: FrameType | None) -> bool:
-    """Whether the frame that asked for an import, below those of the import system, runs a module of ours.
+    """Return True where the frame that asked for an import, below those of the import system, runs a module of ours.
 
     There is none where the interpreter itself asks, for `python -m`.
     """

@@ -42,7 +42,7 @@ _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
 class Paths:
-    """Where each module sits: its parent and its name there, held weakly. `children` are a module's, by name."""
+    """The place of each module: its parent and its name there, held weakly. `children` are a module's, by name."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -96,7 +96,7 @@ class Paths:
         return {self._from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
-        """Whether no place is known for a module, or a parent on the way up has gone without it.
+        """Return True where no place is known for a module, or a parent on the way up has gone without it.
 
         Also a module with children may sit somewhere: who writes into `_modules` (quantisation does) tells nobody.
         """
@@ -206,7 +206,7 @@ class Layers:
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
     def wants(self, module_name: str) -> bool:
-        """Whether layers come from that module."""
+        """Return True where layers come from that module."""
         return module_name in ("torch", DYNAMO)
 
     def imported(self, module: ModuleType) -> bool:
@@ -308,7 +308,7 @@ class Layers:
         return self._recorder.wrap_method(forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
-        """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
+        """Return the site of a layer that records: once for each instance, as soon as its path is known."""
         at_work = self._at_work
         try:
             path = self._paths.of(module)
@@ -393,7 +393,7 @@ class Layers:
         )
 
     def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule up to now, in the order of the profile."""
         imported = [classes for classes in self.known.values() if classes is not None]
         if not imported:
             why = f"{' and '.join(self.known)} not imported"

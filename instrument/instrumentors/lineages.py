@@ -31,7 +31,7 @@ class Lineage:
         self._undo: Undo | None = None
 
     def holds(self, owner: Any, attribute: str) -> bool:
-        """Whether an attribute of a class belongs here."""
+        """Return True where an attribute of a class belongs here."""
         return (
             attribute == self.attribute
             and isinstance_of(owner, type)
@@ -43,7 +43,7 @@ class Lineage:
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def join(self, owner: type[Any]) -> LineageMember:
-        """What a probe on that class's own function is to ask of each call."""
+        """Return the test that a probe on that class's own function applies to each call."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
@@ -91,7 +91,7 @@ class LineageMember:
         self._owner = weakref.ref(owner)
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call with these arguments, of which the first is the object or class, passes without a span."""
+        """Return True where a call passes without a span. The first argument is the object or class."""
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
@@ -122,7 +122,7 @@ def is_reached(cls: type[Any], attribute: str) -> bool:
 
 
 def _goes_to_super(function: Any, attribute: str) -> bool:
-    """Whether a function asks `super` for the method before anything that could make it do without."""
+    """Return True where a function asks `super` for the method before anything that could make it do without."""
     code = getattr(function, "__code__", None)
     asked = False
     for instruction in dis.get_instructions(code) if type(code) is CodeType else ():

@@ -243,7 +243,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""What Python looks up on the class and not on the object."""
+"""The methods that Python looks up on the class and not on the object."""
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
@@ -255,7 +255,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
 
 def _has(kind: Any, method: str) -> bool:
-    """Whether objects of a class have a method; `hasattr` would find the metaclass's, such as `__call__`."""
+    """Return True where objects of a class have a method; `hasattr` would find the metaclass's, such as `__call__`."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
@@ -315,7 +315,7 @@ class Loaders(Switch):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Whether there is a loader to record, and whether one has run."""
+        """Return the verdict on the loaders that have run."""
         if not self.rules:
             return []
         if not self._met:

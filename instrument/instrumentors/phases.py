@@ -98,7 +98,7 @@ class Phases(Switch):
         self._recordings.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Whether there is torch, which phases have run, and what cannot be seen."""
+        """Return the verdicts on the phases that have run, and on those that cannot be seen."""
         if not self.rules:
             return []
         if not self.hits:
@@ -114,7 +114,7 @@ class Phases(Switch):
     # ---------------------------------------------------------------- what stands around
 
     def _forward(self, method: Callable[..., Any]) -> Any:
-        """What stands around the call of every module, and around nothing else.
+        """Return the wrapper around the call of every module, and around no other function.
 
         torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, whoever has written that,
         and reads the module from its local `self`: without one the process would die, and an optimizer would be asked
@@ -135,7 +135,7 @@ class Phases(Switch):
         return wrapper
 
     def _around(self, phase: str, function: Callable[..., Any]) -> Any:
-        """What stands around the `step` of an optimizer, or around what runs the engine, which is of no object."""
+        """Return the wrapper around the `step` of an optimizer or the engine's function, which is of no object."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 

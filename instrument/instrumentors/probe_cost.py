@@ -1,4 +1,4 @@
-"""What a probe costs on this machine: measured at the start of a session, by the shape of the probe."""
+"""The cost of a probe on this machine: measured at the start of a session, by the shape of the probe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
 
 
 class ProbeCost(NamedTuple):
-    """What a span adds to what is recorded, and the part of it that lies outside of the span, in ns.
+    """The time that a span adds to the recorded work, and the part of it outside of the span, in ns.
 
     Both are the least that it takes. `usual_ns` is what it takes as a rule, among other work and with what the machine
     does beside: memory that comes from farther away, interrupts, another process on the same core.
@@ -37,7 +37,7 @@ class ProbeCost(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """What a call takes with a probe and without at least, and what the probe adds as a rule, in ns."""
+    """The least time of a call with a probe and without, and the usual addition of the probe, in ns."""
 
     least_ns: float
     bare_ns: float
@@ -45,7 +45,7 @@ class _Timed(NamedTuple):
 
 
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
-    """What a span costs on this machine, by the shape of the probe.
+    """Return the cost of a span on this machine, by the shape of the probe.
 
     `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
     that of layers, `wrapper` that of functions that are requests, and `request` that of a request over ASGI. `step` is
@@ -80,7 +80,7 @@ SCOPE: dict[str, Any] = {
 }
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""What an ASGI server and its app hand each other for a request that is measured."""
+"""The messages of an ASGI server and its app for a request that is measured."""
 
 
 class _Probes:
@@ -164,7 +164,7 @@ class _Probes:
         }
 
     def timed(self, leave_out: str = "") -> dict[str, _Timed]:
-        """What calls take by shape but one, of several rounds."""
+        """Return the times of calls by shape but one, of several rounds."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
         for _ in range(ROUNDS):
@@ -200,7 +200,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """What a muted call costs as a rule, which is only counted, by the shape of the probe. 2 ms.
+    """Return the usual cost of a muted call, which is only counted, by the shape of the probe. 2 ms.
 
     Requests are never muted.
     """
@@ -212,11 +212,11 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""How much memory is read, and as much written, so that nothing of ours is in the nearer caches of 1 to 2 MiB."""
+"""The memory that is read, and as much written, so that nothing of ours is in the nearer caches of 1 to 2 MiB."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:
-    """What a span of a layer adds where other work has used the processor's caches before the call and within it.
+    """Return the time that a layer's span adds, where other work uses the caches before and within the call.
 
     The median of 16 calls with recording on, less that with it off; within a third of what hundreds give. 8 ms in all,
     and 18 MiB meanwhile.
@@ -255,16 +255,16 @@ def _measure_cold_ns(with_ticks: bool) -> float:
 
 
 class Costs:
-    """What the probes of one recorder cost on this machine, from `measure` on."""
+    """The costs of the probes of one recorder on this machine, from `measure` on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.by_shape: dict[str, ProbeCost] = {}
-        """That of a span, by the shape of the probe."""
+        """The cost of a span, by the shape of the probe."""
         self.cold_ns = 0.0
-        """By how much a call costs more where its memory is in no cache."""
+        """The additional cost of a call whose memory is in no cache."""
         self.passed_ns: dict[str, float] = {}
-        """What a muted call costs, by the shape of the probe."""
+        """The cost of a muted call, by the shape of the probe."""
 
     def measure(self, *, with_ticks: bool = False) -> None:
         """Measure it, once in a run: 11 ms. Spans are timed as the session's are.
@@ -299,7 +299,7 @@ class Costs:
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def of(self, site: Site) -> ProbeCost:
-        """That of a span of this site."""
+        """Return the cost of a span of this site."""
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def of_sites(self, sites: Sequence[Site]) -> list[float]:
@@ -309,5 +309,5 @@ class Costs:
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[str, int]) -> float:
-        """What so many spans add, by the shape of the probe."""
+        """Return the time that these counts of spans add, by the shape of the probe."""
         return sum(count * self.by_shape[shape].added_ns for shape, count in calls.items())

@@ -41,7 +41,7 @@ _UNREGISTERED = "put in place past torch's registration"
 
 
 class ModulePaths(Protocol):
-    """Where modules sit in their models."""
+    """The places of modules in their models."""
 
     def of(self, module: Any) -> str | None:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
@@ -54,7 +54,7 @@ class ModulePaths(Protocol):
 
 
 def selects(rule: LayerRule, class_name: str, path: str) -> bool:
-    """Whether a rule means a layer of a class at a path."""
+    """Return True where a rule means a layer of a class at a path."""
     if rule.types and class_name not in rule.types:
         return False
     if rule.match and not any(matches(text, path) for text in rule.match):
@@ -116,7 +116,7 @@ class Regions:
             self.attach_dynamo(sys.modules[DYNAMO])
 
     def attach_dynamo(self, module: Any) -> None:
-        """What compiles models has been imported: record the calls of compiled models."""
+        """Record the calls of compiled models, as the compiler's module has been imported."""
         self._replace_call(module.OptimizedModule)
 
     def undo(self) -> None:
@@ -188,7 +188,7 @@ class Regions:
             return call(*args, **kwargs)
 
     def _decide(self, module: Any) -> Site | None:
-        """Whether a region records, and as what: once for each instance."""
+        """Return the site of a region that records: once for each instance."""
         try:
             site = self._site(module, self._paths.of(module) or "")
         except Exception as fault:
@@ -205,7 +205,7 @@ class Regions:
         return site
 
     def holds(self, module: Any) -> bool:
-        """Whether the calls of a module are those of a region."""
+        """Return True where the calls of a module are those of a region."""
         return id(module) in self._roots
 
     def _site(self, module: Any, path: str) -> Site | None:
@@ -245,7 +245,7 @@ class Regions:
         return known_as(type(module if inner is None else inner))
 
     def _inside(self, module: Any) -> str:
-        """Why the children of a module are not called from Python, "" where they are."""
+        """Return the reason why the children of a module are not called from Python, "" where they are."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
@@ -282,7 +282,7 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def unseen(self) -> list[Verdict]:
-        """For each rule, how many of the layers that it selects cannot be recorded, and why."""
+        """Return, for each rule, the count of its layers that cannot be recorded, and the reasons."""
         self._paths.look_again()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk():
@@ -299,7 +299,7 @@ class Regions:
         ]
 
     def _missed(self, module: Any) -> str:
-        """Why a module that is called from Python is not recorded, "" where it is, or has nothing to call."""
+        """Return why a module that is called from Python is not recorded, "" where it is, or has no `forward`."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""

@@ -40,7 +40,7 @@ RETURN = "return"
 EACH = "[]"
 
 TEXTS_KNOWN = 4096
-"""Of so many texts at most it is remembered what is left of them without what an expression finds."""
+"""The most texts of which the rest is remembered without the match of an expression."""
 
 Told = dict[Any, Any]
 ReadResult = Callable[[Any], Told]
@@ -64,7 +64,7 @@ class KeyReader:
         self.of_result: ReadResult | None = _all_of(of_result)
 
     def with_attributes(self, attributes: Attributes | None) -> Attributes | None:
-        """What reads the keys of a call's arguments, and the attributes that others read."""
+        """Return a reader of the keys of a call's arguments, and of the attributes that others read."""
         return _all_of([one for one in (attributes, self.of_call) if one is not None])
 
     def _read_of_call(self, function: Callable[..., Any], name: str, wanted: RequestKeys) -> Attributes | None:
@@ -111,11 +111,11 @@ class KeyReader:
         return _in_one_step(None, name, wanted, read_result)
 
     def _reader(self, name: str, wanted: RequestKeys) -> Callable[..., Told]:
-        """What reads one thing that is wanted below a value."""
+        """Return a reader of one wanted object below a value."""
         return _key_of(wanted) if name == KEY else _batch_of(wanted, f"{self._place}: {wanted.argument}")
 
     def _complainer(self, wanted: RequestKeys) -> Callable[[Any, Exception], Told]:
-        """What notes that something could not be read, without its text, which may hold what nobody asked for."""
+        """Return a note of a failed read, without its text, which may have values that nobody asked for."""
         place = f"{self._place}: {wanted.argument}"
 
         def complain(value: Any, error: Exception) -> Told:
@@ -155,7 +155,7 @@ def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
 
 
 def _first(path: str) -> str:
-    """What a path begins with: a parameter, or `return`."""
+    """Return the begin of a path: a parameter, or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
@@ -239,7 +239,7 @@ def _items(found: Any, most: int) -> list[Any]:
 
 
 def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """What a path for several keys leads to: something that can be gone through."""
+    """Return the path to the sequence or mapping with several keys."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
@@ -275,7 +275,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _part(value: Any, name: str) -> Any:
-    """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
+    """Return the value of a mapping for a name, else the attribute. Asking inserts nothing (`defaultdict`)."""
     return value[name] if _is_mapping(value) and name in value else getattr(value, name)
 
 

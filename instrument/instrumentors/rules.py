@@ -118,11 +118,11 @@ class Functions:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probed(self) -> Mapping[str, Any]:
-        """What carries a probe: labels, with the site that each records as."""
+        """Return the labels of the targets that carry a probe, with the site of each."""
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
-        """What calls of a function are recorded as."""
+        """Return the sites of the calls of a function."""
         found = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in found if verdict is not None and verdict.site is not None}
 
@@ -134,7 +134,7 @@ class Functions:
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the functions of a module that rules name. Return True where other objects may have them, too."""
+        """Attach to the functions of a module that rules name. Return True where there were such."""
         with self._lock:
             self._take_registrations(module)
             return any(map(self._is_named, names_of(module))) and self._imported(module)
@@ -237,7 +237,7 @@ class Functions:
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """What the rules name in a module, and below its classes, by index of the rule and label."""
+        """Return the targets of the rules in a module, and below its classes, by index of the rule and label."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -249,7 +249,7 @@ class Functions:
         return selected
 
     def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """What overrides a method in subclasses. The lineage of the method is made where it is new."""
+        """Yield the overrides of a method in subclasses. The lineage of the method is made where it is new."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -367,7 +367,7 @@ class Functions:
         return probe
 
     def _passes(self, target: Target) -> Passes | None:
-        """What tells the calls that another probe of the same lineage records, where the target is of one."""
+        """Return a test for the calls that another probe of the same lineage records, where the target is of one."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -397,7 +397,7 @@ class Functions:
         self._found[index][probe.target.label] = replace(verdict, state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule up to now, in the order of the profile."""
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
@@ -464,7 +464,7 @@ class Functions:
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Whether a module has by now what the rule names, without having told of it."""
+        """Return True where a module has by now what the rule names, without having told of it."""
         found = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in found)
 
@@ -487,7 +487,7 @@ def _references(others: Sequence[str]) -> str:
 
 
 def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
-    """Whether two rules make the very same probe of a target."""
+    """Return True where two rules make the very same probe of a target."""
     return replace(rule, match=other.match, exclude=other.exclude, text=other.text) == other
 
 

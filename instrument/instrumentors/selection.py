@@ -42,10 +42,10 @@ class Probes(Protocol):
         """The rules at work, in the order of the profile."""
 
     def wants(self, module_name: str) -> bool:
-        """Whether a rule could have a target in that module. Asked at each import, before the module is there."""
+        """Return True where a rule could have a target in that module. Asked at each import, before it."""
 
     def imported(self, module: ModuleType) -> bool:
-        """A wanted module's code has run: attach. Whether copies of what was replaced may be held elsewhere."""
+        """Attach to a wanted module, whose code has run. Return True where functions were replaced."""
 
     def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
         """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched.
@@ -54,13 +54,13 @@ class Probes(Protocol):
         """
 
     def probed(self) -> Mapping[str, Any]:
-        """What carries a probe, by name, with what equals another probe's only where it is the same probe."""
+        """Return the probes by name, each as a value that is equal for the same probe alone."""
 
     def undo(self) -> None:
         """Take every probe off, last first."""
 
     def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule up to now, in the order of the profile."""
 
 
 class Family(NamedTuple):
@@ -100,7 +100,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
-"""What attaches the rules of each key of a profile, in the order in which they attach."""
+"""The family of each key of a profile, in the order in which they attach."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
@@ -330,7 +330,7 @@ class Selection:
             self.begun(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """A module's code has run: attach what the rules name in it. Whether copies of it may be held elsewhere."""
+        """Attach to a module, whose code has run. Return True where functions were replaced."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -356,7 +356,7 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_of_preset(self) -> set[str]:
-        """What verdicts call the rules that only a preset asks for, where something of theirs has met nothing yet.
+        """Return the names of the rules that only a preset asks for, and of which a target has met nothing yet.
 
         Not requests, which whoever takes a preset for a service wants to see.
         """
@@ -391,12 +391,12 @@ class Selection:
             self.note_connections(found.open | found.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
-        """What looks at the arguments of calls, where `instrument init` asks for it."""
+        """Return the watch of the arguments of calls, where `instrument init` asks for it."""
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 
     def sites_of(self, label: str) -> set[Site]:
-        """What calls of a function that a rule names, `module:qualname`, are recorded as."""
+        """Return the sites of the calls of a function that a rule names, `module:qualname`."""
         functions: Functions | None = self._families.get("functions")
         with self._lock:
             return set() if functions is None else functions.sites_of(label)
@@ -421,7 +421,7 @@ def _is_wanted(family: Probes, module: ModuleType) -> bool:
 
 
 def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
-    """What a key of the profile says, none where it says `off`."""
+    """Return the rules of a key of the profile, none where it is `off`."""
     found = getattr(profile, key)
     if key == "requests":
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in found)

@@ -48,7 +48,7 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""What the spans of each function are called. `torch.jit.trace` and `script` are left alone: they look names up in the
+"""The names of each function's spans. `torch.jit.trace` and `script` are left alone: they look names up in the
 frame that calls them, which must be the host's."""
 
 RULES = tuple(
@@ -84,7 +84,7 @@ class StartupWatch:
         return self._functions.probed()
 
     def wants(self, module_name: str) -> bool:
-        """Whether that module has something that loads or compiles."""
+        """Return True where that module has functions that load or compile."""
         return module_name == _DYNAMO or self._functions.wants(module_name)
 
     def imported(self, module: ModuleType) -> bool:
@@ -100,7 +100,7 @@ class StartupWatch:
         self._functions.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """What records. What the host has not imported is not missed: nobody has all of these frameworks."""
+        """Return the verdicts on the functions that record. Frameworks that are not imported are not missed."""
         found = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
         if self._dynamo is not None:
             found.append(self._dynamo)

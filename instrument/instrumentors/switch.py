@@ -43,7 +43,7 @@ class Switch(ABC):
         return {self.key: True} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Whether that module is the one."""
+        """Return True where that module is the one."""
         return module_name == self.module
 
     def _attach(self) -> None:
@@ -51,7 +51,7 @@ class Switch(ABC):
 
     @abstractmethod
     def imported(self, module: Any) -> bool:
-        """The module is imported: put the probes on. Whether copies of what was replaced may be held elsewhere."""
+        """Put the probes on, as the module is imported."""
 
     def undo(self) -> None:
         """Give everything its own functions back."""

@@ -60,10 +60,10 @@ _CONTEXT_MANAGERS = tuple(
 _FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
 
 SUBCLASSES = "+"
-"""What a pattern ends in that means a method's overrides in subclasses, too."""
+"""The end of a pattern that means a method's overrides in subclasses, too."""
 
 INSIDE = 200
-"""So many objects that a decorator has put around a function are looked at to find it."""
+"""The most objects that a decorator has put around a function and that are looked at to find it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def pattern(text: str) -> Pattern[str]:
 
 
 def matches(text: str, name: str) -> bool:
-    """Whether a dotted name fits a dotted pattern."""
+    """Return True where a dotted name fits a dotted pattern."""
     return pattern(text).match(name) is not None
 
 
@@ -162,7 +162,7 @@ def qualname_of(function: Any) -> str:
 
 
 def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
-    """What the qualname part of a pattern names in a module that has been imported. Runs no code of the module.
+    """Yield the functions that a pattern's qualname means in an imported module. Runs no code of the module.
 
     `name` is what the labels call the module, its own name where it is left out.
     """
@@ -196,7 +196,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
 
 
 def _find_in(module: ModuleType, owner: Any, last: str, wanted: str, label: str) -> Iterator[Target | Unreachable]:
-    """What the last name of `wanted` means in an owner, to which the others have led."""
+    """Yield the functions that the last name of `wanted` means in an owner, to which the others have led."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -255,7 +255,7 @@ def _walk(
     called: str,
     methods_of: str | None = None,
 ) -> Iterator[Target | Unreachable]:
-    """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone.
+    """Yield the functions that a pattern finds below an owner; with `methods_of` public methods of that module's class.
 
     Labels call the module `called`.
     """
@@ -302,7 +302,7 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Whether calls of it can be recorded by one that stands for it."""
+    """Return True where calls of it can be recorded by one that stands for it."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
@@ -315,7 +315,7 @@ def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
-    """How a rule would name a method of a class."""
+    """Return the name by which a rule would mean a method of a class."""
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 

@@ -39,7 +39,7 @@ _TELLING = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one rule, or of one target of it.
+    """The verdict on one rule, or on one target of it.
 
     `state` is one of `STATES`, `why` says more in words. `target` is "" for a rule as a whole. `site` is what the
     target records as; `calls` how many calls of it were recorded, None where nobody has counted.
@@ -66,7 +66,7 @@ class Verdict:
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON takes it, all but the site; `Verdict(**facts)` is the way back."""
+        """Return all but the site as JSON takes it; `Verdict(**facts)` is the way back."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merged(self, other: Verdict) -> Verdict:
@@ -95,7 +95,7 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
-    """What the rules that are at work in this process put on the board of the run."""
+    """Return the marks on the board of the run of the rules that are at work in this process."""
     found = [verdict for verdict in verdicts if verdict.state in RECORDING]
     return {board.attached(one.rule) for one in found} | {board.called(one.rule) for one in found if one.calls}
 
@@ -130,7 +130,7 @@ def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterabl
 
 
 def reports_to_check(folder: str) -> list[dict[str, Any]]:
-    """What the processes of a command have left in a folder, by their ids."""
+    """Return the reports of the processes of a command in a folder, by their ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 

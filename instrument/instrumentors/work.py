@@ -28,19 +28,19 @@ from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 
 DEPTH = 3
-"""How far below an object its model may lie: itself, in one of its attributes, or in an attribute of one of those."""
+"""The depth below an object at which its model may be: itself, its attributes, or their attributes."""
 
 THINGS = 1000
-"""So many things at one depth are looked at."""
+"""The most objects of one depth that are looked at."""
 
 KEPT = 1024
-"""So many objects are known at a time."""
+"""The most objects that are known at a time."""
 
 SELDOM = 1024
-"""Where nothing was found, the most calls until it is looked for again."""
+"""The most calls until a model that was not found is looked for again."""
 
 HELD = 64
-"""So many things in a container among the arguments are looked at."""
+"""The most items of a container among the arguments that are looked at."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)
@@ -160,7 +160,7 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Whether torch uses a device and has others: with one alone there is nothing to tell apart."""
+        """Return True where torch uses a device and has others: with one alone there is nothing to tell apart."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
@@ -213,7 +213,7 @@ class CallWork:
 
 
 class _Found:
-    """What was found of an object, and when it is looked for again."""
+    """The models that were found of an object, and the call at which they are looked for again."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 
@@ -263,7 +263,7 @@ def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """What a container holds, or an object under its attributes."""
+    """Return the items of a container, or the attributes of an object."""
     kind = type(thing)
     if issubclass(kind, (list, tuple)):
         return iter(thing)

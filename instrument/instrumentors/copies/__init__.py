@@ -44,7 +44,7 @@ class Copies:
 
     @property
     def hits(self) -> list[int]:
-        """How many copies each rule has had."""
+        """Return the count of copies of each rule."""
         return self.transfers.hits
 
     def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
@@ -69,7 +69,7 @@ class Copies:
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Whether copies that a rule asks for are made by that module."""
+        """Return True where copies that a rule asks for are made by that module."""
         return module_name in self._rooms
 
     def imported(self, module: ModuleType) -> bool:
@@ -102,7 +102,7 @@ class Copies:
         self._attached.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
+        """Return the verdict on every rule up to now, then those on copies that cannot be seen."""
         met = {room.framework: room for room in self._met.values()}
         verdicts = [
             self._verdict(rule, hits, met) for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)

@@ -177,7 +177,7 @@ def _way_of_values(source: tuple[str, int], target: tuple[str, int]) -> str:
 
 
 def _input_is_on_host(binding: Any, name: str) -> bool:
-    """Whether the session reads an input where the host put it."""
+    """Return True where the session reads an input where the host put it."""
     session = binding._session
     if session.get_providers() == ["CPUExecutionProvider"]:
         return True

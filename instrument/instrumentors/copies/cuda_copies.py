@@ -83,7 +83,7 @@ def _on_device(source: Any, target: Any) -> Transfer:
 
 
 def _is_of_the_host(source: Any, array_type: Any) -> bool:
-    """Whether the data came from the host: a list of device arrays, or another framework's array, did not."""
+    """Return True where the data came from the host: a list of device arrays, or another framework's array, did not."""
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")

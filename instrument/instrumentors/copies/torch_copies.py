@@ -21,7 +21,7 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 
 def why_absent(torch: Any) -> str:
-    """Why this torch can make no copy to or from a device; "" where it can. Does not touch the driver."""
+    """Return why this torch can make no copy to or from a device; "" where it can. Does not touch the driver."""
     return "" if _devices(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
@@ -172,7 +172,7 @@ def _shares(source: Any, out: Any) -> bool:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Whether the call asked for `non_blocking`: by name, or as the first truth value, which comes before `copy`."""
+    """Return True where the call asked for `non_blocking`, by name or as the first truth value, before `copy`."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
@@ -180,7 +180,7 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _devices(torch: Any) -> list[Callable[[], bool]]:
-    """For each kind of device that this torch was built for, whether the process uses it.
+    """Return, for each kind of device that this torch was built for, a test that is true once the process uses it.
 
     Does not touch a driver, which would spoil forked children. MPS has no such state: it is there or not.
     """

@@ -24,7 +24,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Transfer(NamedTuple):
-    """What one call has moved.
+    """The data that one call has moved.
 
     `way` is one of `instrument.profile.model.DIRECTIONS`. `sync` tells whether the call waits for the copy, as far as
     its arguments say; `pinned` whether the host's side is page-locked, None where only the driver could tell.
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""What a call has moved, from its result, its positional and its named arguments; None for no copy."""
+"""Returns the data that a call has moved, from its result, its positional and its named arguments; None for no copy."""
 
 
 NOWHERE = object()
@@ -48,7 +48,7 @@ framework's current one, `Work` for that on another device, `NOWHERE` for none t
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside of a call that copies."""
+    """Return True where this thread is inside of a call that copies."""
 
     busy = False
 
@@ -72,7 +72,7 @@ class Transfers:
 
     @property
     def hits(self) -> list[int]:
-        """How many copies each rule has had."""
+        """Return the count of copies of each rule."""
         return self._at_work[1]
 
     def change(self, rules: Sequence[CopyRule]) -> None:
@@ -81,7 +81,7 @@ class Transfers:
         self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
 
     def wants(self, framework: str, ways: Iterable[str]) -> bool:
-        """Whether a rule asks for copies of a framework in one of the directions."""
+        """Return True where a rule asks for copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and not set(ways).isdisjoint(rule.directions) for rule in self.rules)
 
     def watch(
@@ -129,7 +129,7 @@ class Transfers:
             return wrapper
 
     def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """What times a call on the device, before anybody knows whether it will copy; None for nothing."""
+        """Return a timer of a call on the device, before it is known to copy; None for none."""
         begin = self._recorder.begin_device
         try:
             where = stream(args, kwargs)
@@ -170,7 +170,7 @@ class Transfers:
 
 
 class Places:
-    """What has been replaced in one framework, and the way back."""
+    """The replaced functions of one framework, and the way back."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Whether a numpy array lies in page-locked memory, None where its owner does not tell."""
+    """Return True where a numpy array lies in page-locked memory, None where its owner does not tell."""
     owner = getattr(array, "base", None)
     if owner is None:
         return False if hasattr(array, "base") else None

@@ -74,7 +74,7 @@ class Entries:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Whether an entry point is defined in that module."""
+        """Return True where an entry point is defined in that module."""
         return module_name in self._modules
 
     def imported(self, module: ModuleType) -> bool:
@@ -90,7 +90,7 @@ class Entries:
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """What became of each entry point; those that wait for their module together, and not where all were taken."""
+        """Return the verdict on each entry point, and one on all that wait, unless the rule is `auto`."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:

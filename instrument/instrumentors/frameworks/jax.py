@@ -53,11 +53,11 @@ class Jitted:
         self._is_clean: Callable[[], bool] = lambda: True
 
     def wants(self, module_name: str) -> bool:
-        """Whether it is JAX's own front door."""
+        """Return True where it is JAX's own front door."""
         return module_name == "jax"
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to JAX. Whether jitted functions may be held elsewhere."""
+        """Attach to JAX. Return True where its functions were replaced."""
         if self._jax is not None:
             return False
         self._jax, self._at_work = module, True
@@ -91,7 +91,7 @@ class Jitted:
         self._made.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """What became of each function of JAX."""
+        """Return the verdict on each function of JAX."""
         if self._jax is None and not self.rule.auto:
             return [Verdict(self.rule.text, "waiting", why="jax not imported")]
         return list(self._verdicts)

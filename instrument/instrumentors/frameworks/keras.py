@@ -57,7 +57,7 @@ class KerasLayers:
         layers.left_out = _is_layer
 
     def wants(self, module_name: str) -> bool:
-        """Whether Keras defines its layers there."""
+        """Return True where Keras defines its layers there."""
         return module_name == LAYER
 
     def imported(self, module: ModuleType) -> bool:
@@ -87,7 +87,7 @@ class KerasLayers:
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """What of the layers cannot be observed; the layer rules answer for the rest."""
+        """Return the verdicts on layers that cannot be observed; those on the others are the layer rules'."""
         if not self.hidden:
             return list(self._verdicts)
         why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
@@ -120,7 +120,7 @@ class KerasLayers:
         return wrapper
 
     def _decide(self, layer: Any) -> Site:
-        """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
+        """Return the site of a layer that records: once for each instance, as soon as its path is known."""
         try:
             path = self._paths.of(layer)
             site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
@@ -144,13 +144,13 @@ def _is_layer(cls: type[Any]) -> bool:
 
 
 def _named(module_name: str, name: str, default: Any) -> Any:
-    """What an imported module means by a name, or the default."""
+    """Return the value that an imported module has for a name, or the default."""
     module = sys.modules.get(module_name)
     return default if module is None else namespace(module).get(name, default)
 
 
 def _holds(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an argument, or a part of one, stands for a tensor of a model that is being built."""
+    """Return True where an argument, or a part of one, stands for a tensor of a model that is being built."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         parts: Callable[[], Iterator[Any]] | None = None
         if isinstance(argument, symbolic_type):

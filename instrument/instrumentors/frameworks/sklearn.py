@@ -47,7 +47,7 @@ class Estimators:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Whether it is the module from which all estimators come."""
+        """Return True where it is the module from which all estimators come."""
         return module_name == BASE[0]
 
     def imported(self, module: ModuleType) -> bool:
@@ -69,7 +69,7 @@ class Estimators:
         undo_all(self._undos)
 
     def verdicts(self) -> list[Verdict]:
-        """What became of the rule, and the methods that cannot be observed."""
+        """Return the verdict on the rule, and on the methods that cannot be observed."""
         if self._verdict is not None:
             return [self._verdict]
         if self._base is None:

@@ -15,39 +15,22 @@ from instrument.instrumentors.requests.exchange import CURRENT, Exchange
 from instrument.runtime.faults import FAULTS
 
 
-def _before(owner: Any, method: str, tell: Callable[..., None]) -> Undo:
-    """Have `tell(exchange, *args)` called before each call of a method in an exchange."""
+def _meet(owner: Any, method: str, tell: Callable[..., None], *, after: bool = False) -> Undo:
+    """Call `tell(exchange, *args)` before each call of a method in an exchange, or with the result after it."""
     original = _function(owner, method)
 
     @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def met(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs) if after else None
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
             try:
-                tell(exchange, *args)
+                tell(exchange, *((result,) if after else args))
             except Exception as fault:
                 FAULTS.note("route of a request", fault)
-        return original(*args, **kwargs)
+        return result if after else original(*args, **kwargs)
 
-    return replace(owner, method, told)
-
-
-def _after(owner: Any, method: str, tell: Callable[[Exchange, Any], None]) -> Undo:
-    """Have `tell(exchange, result)` called after each call of a method in an exchange."""
-    original = _function(owner, method)
-
-    @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        exchange = CURRENT.get()
-        if exchange is not None and exchange.is_open:
-            try:
-                tell(exchange, result)
-            except Exception as fault:
-                FAULTS.note("route of a request", fault)
-        return result
-
-    return replace(owner, method, told)
+    return replace(owner, method, met)
 
 
 def _function(owner: Any, method: str) -> Any:
@@ -67,9 +50,9 @@ def _starlette(module: Any) -> list[Undo]:
         exchange.enter(mount.path)
 
     return [
-        _before(module.Route, "handle", _found),
-        _before(module.WebSocketRoute, "handle", _found),
-        _before(module.Mount, "handle", mounted),
+        _meet(module.Route, "handle", _found),
+        _meet(module.WebSocketRoute, "handle", _found),
+        _meet(module.Mount, "handle", mounted),
     ]
 
 
@@ -82,12 +65,12 @@ def _fastapi(module: Any) -> list[Undo]:
         exchange.found(included.path if is_own else route.path)
 
     owners = [one for one in (module.APIRoute, module.APIWebSocketRoute) if "handle" in vars(one)]
-    return [_before(owner, "handle", found) for owner in owners]
+    return [_meet(owner, "handle", found) for owner in owners]
 
 
 def _litestar(module: Any) -> list[Undo]:
     is_http = module.__name__ == "litestar.routes.http"
-    return [_before(module.HTTPRoute if is_http else module.WebSocketRoute, "handle", _found)]
+    return [_meet(module.HTTPRoute if is_http else module.WebSocketRoute, "handle", _found)]
 
 
 def _flask(module: Any) -> list[Undo]:
@@ -104,9 +87,9 @@ def _flask(module: Any) -> list[Undo]:
             exchange.found(rule.rule)
 
     if not hasattr(module, "Quart"):
-        return [_before(module.Flask, "full_dispatch_request", found)]
-    undo = _before(module.Quart, "full_dispatch_request", found)
-    return [undo, _before(module.Quart, "full_dispatch_websocket", talked)]
+        return [_meet(module.Flask, "full_dispatch_request", found)]
+    undo = _meet(module.Quart, "full_dispatch_request", found)
+    return [undo, _meet(module.Quart, "full_dispatch_websocket", talked)]
 
 
 def _django(module: Any) -> list[Undo]:
@@ -114,7 +97,7 @@ def _django(module: Any) -> list[Undo]:
         route = match.route
         exchange.found(route if route.startswith(("/", "^")) else "/" + route)
 
-    return [_after(module.BaseHandler, "resolve_request", found)]
+    return [_meet(module.BaseHandler, "resolve_request", found, after=True)]
 
 
 def _falcon(module: Any) -> list[Undo]:
@@ -122,14 +105,14 @@ def _falcon(module: Any) -> list[Undo]:
         if result[3]:
             exchange.found(result[3])
 
-    return [_after(module.App, "_get_responder", found)]
+    return [_meet(module.App, "_get_responder", found, after=True)]
 
 
 def _bottle(module: Any) -> list[Undo]:
     def found(exchange: Exchange, result: Any) -> None:
         exchange.found(result[0].rule)
 
-    return [_after(module.Router, "match", found)]
+    return [_meet(module.Router, "match", found, after=True)]
 
 
 def _aiohttp(module: Any) -> list[Undo]:
@@ -138,7 +121,7 @@ def _aiohttp(module: Any) -> list[Undo]:
         if resource is not None:
             exchange.found(resource.canonical)
 
-    return [_before(module.UrlMappingMatchInfo, "freeze", found)]
+    return [_meet(module.UrlMappingMatchInfo, "freeze", found)]
 
 
 ROUTERS: Mapping[str, Callable[[Any], list[Undo]]] = {

@@ -81,27 +81,20 @@ def _together(*ways: Attach) -> Attach:
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
-def _granian(kind: Any) -> Attach:
+def _given(name: str, position: int, kind: Any) -> Attach:
+    """A function of a module that gets the app at a position."""
+
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        wrapper = module._callback_wrapper
+        run = getattr(module, name)
 
-        @functools.wraps(wrapper)
-        def _callback_wrapper(callback: Any, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(_served(callback, kind, exchanges), *args, **kwargs)
+        @functools.wraps(run)
+        def served(*args: Any, **kwargs: Any) -> Any:
+            app = _served(args[position], kind, exchanges)
+            return run(*args[:position], app, *args[position + 1 :], **kwargs)
 
-        return [replace(module, "_callback_wrapper", _callback_wrapper)]
+        return [replace(module, name, served)]
 
     return attach
-
-
-def _bjoern(module: Any, exchanges: Exchanges) -> list[Undo]:
-    run = module.server_run
-
-    @functools.wraps(run)
-    def server_run(sock: Any, wsgi_app: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(sock, _served(wsgi_app, wsgi.WsgiApp, exchanges), *args, **kwargs)
-
-    return [replace(module, "server_run", server_run)]
 
 
 EMBEDDING = frozenset({"uwsgi"})
@@ -154,7 +147,7 @@ ASGI: Mapping[str, Attach] = {
     "hypercorn.app_wrappers": _together(
         _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
     ),
-    "granian.asgi": _granian(asgi.AsgiApp),
+    "granian.asgi": _given("_callback_wrapper", 0, asgi.AsgiApp),
     "gunicorn.asgi.protocol": _together(
         _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
@@ -166,10 +159,10 @@ WSGI: Mapping[str, Attach] = {
     "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
     "wsgiref.handlers": _told("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
-    "granian.wsgi": _granian(wsgi.WsgiApp),
+    "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
     "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
-    "bjoern": _bjoern,
+    "bjoern": _given("server_run", 1, wsgi.WsgiApp),
     "flask.app": _embedded("Flask"),
     "django.core.handlers.wsgi": _embedded("WSGIHandler"),
     "falcon.app": _embedded("App"),
