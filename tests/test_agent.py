@@ -139,7 +139,7 @@ def children_of(pid: int, name: str = "") -> list[int]:
 
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
     answers = []
-    with run_folder.called(folder / run_folder.SOCKET, 60) as caller:
+    with run_folder.connected(folder / run_folder.SOCKET, 60) as caller:
         packets.send(caller, message)
         while True:
             answer, _ = packets.receive(caller)
@@ -161,7 +161,7 @@ from instrument import chrome
 from instrument.runtime import packets, run_folder
 
 def ask():
-    with run_folder.called(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
+    with run_folder.connected(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
         packets.send(caller, {"ask": "processes"})
         found = []
         while True:

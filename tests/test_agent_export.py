@@ -95,7 +95,7 @@ def profile(server: Collector, more: str = "", timeout: str = "") -> None:
 
 def recordings() -> Iterator[tuple[ExportPlace, Mapped]]:
     (home,) = run_folder.found()
-    with run_folder.called(home / run_folder.SOCKET, 60) as caller:
+    with run_folder.connected(home / run_folder.SOCKET, 60) as caller:
         packets.send(caller, {"ask": "processes", "memory": True})
         while True:
             message, descriptors = packets.receive(caller)
@@ -507,7 +507,7 @@ def test_a_process_whose_recording_the_agent_cannot_export_is_told_so_and_it_is_
     until(lambda: collector.taken)
     (home,) = run_folder.found()
     recording = os.memfd_create("no recording")
-    with run_folder.called(home / run_folder.SOCKET, 60) as member:
+    with run_folder.connected(home / run_folder.SOCKET, 60) as member:
         export = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
         packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": {"otlp": export}}}, [recording])
         assert packets.receive(member)[0] == {"yours": True}

@@ -29,7 +29,7 @@ from instrument.device import host as host_room
 from instrument.device import nvml
 from instrument.device.gauges import Gauges
 from instrument.device.host import Gone, Host
-from instrument.device.nvml import NvmlDevice, shown
+from instrument.device.nvml import NvmlDevice, visible_devices
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
@@ -365,7 +365,7 @@ SPLIT = NvmlDevice("s", "GPU-ssss", instances=[ONE, OTHER])
     ],
 )
 def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert shown(variable, [A, B, C]) == expected
+    assert visible_devices(variable, [A, B, C]) == expected
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expect
     ],
 )
 def test_of_mig_instances_cuda_shows_the_first(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert shown(variable, [A, SPLIT]) == expected
+    assert visible_devices(variable, [A, SPLIT]) == expected
 
 
 def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) -> None:

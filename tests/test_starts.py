@@ -17,7 +17,7 @@ import pytest
 import instrument
 from instrument.instrumentors import selection
 from instrument.instrumentors.selection import FAMILIES, awaited, packages_of
-from instrument.profile import handed_down
+from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.recorder import scopes
 from instrument.sessions import autostart
@@ -122,20 +122,20 @@ def test_a_profile_with_a_secret_is_not_handed_down_by_a_file(tmp_path: Path) ->
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environ.items():
                 patch.setenv(name, value)
-            consulted = handed_down.Consulted()
+            consulted = shared_profile.Consulted()
             profile = load("one.yaml", environ=consulted)
-            handed_down.write(tmp_path / "handed", profile, consulted)
-            assert handed_down.read(tmp_path / "handed", "one.yaml") == (profile if is_written else None)
+            shared_profile.write(tmp_path / "handed", profile, consulted)
+            assert shared_profile.read(tmp_path / "handed", "one.yaml") == (profile if is_written else None)
         (tmp_path / "handed").unlink(missing_ok=True)
-    assert handed_down.read(tmp_path / "handed", "one.yaml") is handed_down.read(None, "one.yaml") is None
+    assert shared_profile.read(tmp_path / "handed", "one.yaml") is shared_profile.read(None, "one.yaml") is None
 
 
 def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:
     for path in [*Path(__file__).parents[1].glob("configs/*.yaml"), Path("profile.yaml")]:
-        consulted = handed_down.Consulted()
+        consulted = shared_profile.Consulted()
         profile = load(path, environ=consulted)
-        handed_down.write(tmp_path / "handed", profile, consulted)
-        read = handed_down.read(tmp_path / "handed", str(path))
+        shared_profile.write(tmp_path / "handed", profile, consulted)
+        read = shared_profile.read(tmp_path / "handed", str(path))
         assert read == profile, path
         assert repr(read) == repr(profile), path
 

@@ -135,7 +135,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
     """The runs that an agent serves."""
     members: list[Member] = []
     try:
-        with run_folder.called(socket, run_folder.ANSWER_S) as caller:
+        with run_folder.connected(socket, run_folder.ANSWER_S) as caller:
             packets.send(caller, {"ask": "processes", "memory": memory})
             while True:
                 message, descriptors = packets.receive(caller)
@@ -167,7 +167,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
         holder = run_folder.holder_of(socket)
         if isinstance(error, TimeoutError) and holder is not None:
-            return f"{run_folder.named(holder)} listens{run_folder.in_the_way(holder)}"
+            return f"{run_folder.agent_name(holder)} listens{run_folder.unanswered(holder)}"
         return f"its agent does not answer: {error}"
     folder = socket.parent
     if folder not in run_folder.found():
@@ -190,7 +190,7 @@ def tell(
     `slow` is called once where some have not answered after a moment.
     """
     end = time.monotonic() + wait_s
-    with run_folder.called(run.socket, min(SLOW_S, wait_s)) as caller:
+    with run_folder.connected(run.socket, min(SLOW_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
         told = False
         while time.monotonic() < end:

@@ -62,7 +62,7 @@ class Exports:
         """Addresses of those that the child has."""
         self.fates: Counter[str] = Counter()
         """What has become of the spans of those processes that have ended."""
-        self.fates["perhaps"] = run_folder.taken_unsent(folder)
+        self.fates["perhaps"] = run_folder.take_unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:

@@ -138,7 +138,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
         "recorder": {"kind": "native", "why_not_native": ""},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
-        "device": cuda.found() if _asks_for_device_time(profile) else None,
+        "device": cuda.versions() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
         "files": {"why_not_written": _why_no_files(profile)},
         "rules": [
@@ -162,7 +162,7 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"Python {platform.python_version()}")
     if _asks_for_device_time(profile):
-        print(f"device: {_device_line(cuda.found())}")
+        print(f"device: {_device_line(cuda.versions())}")
     why = _why_no_gpu(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
     unwritten = _why_no_files(profile)
@@ -189,19 +189,19 @@ def _asks_for_device_time(profile: Profile) -> bool:
     return any(asks) or bool(profile.copies)
 
 
-def _device_line(found: dict[str, str]) -> str:
-    if found["rocm"]:
-        return f"torch {found['rocm']}, timed by its own events"
-    driver = f"driver for CUDA {found['driver']}" if found["driver"] else ""
-    bindings = f"cuda-bindings {found['bindings']}" if driver and found["bindings"] else ""
-    return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
+def _device_line(versions: dict[str, str]) -> str:
+    if versions["rocm"]:
+        return f"torch {versions['rocm']}, timed by its own events"
+    driver = f"driver for CUDA {versions['driver']}" if versions["driver"] else ""
+    bindings = f"cuda-bindings {versions['bindings']}" if driver and versions["bindings"] else ""
+    return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), versions["problem"]]))
 
 
 def _why_no_gpu(profile: Profile) -> str:
     """Return why the gauges of GPUs are not read on this machine, "" where they are."""
     from instrument.device import nvml
 
-    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.reason_against()
+    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
 
 
 def _why_no_files(profile: Profile) -> str:

@@ -33,7 +33,7 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
     service = os.fork()
     if service == 0:
         _become(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
-    agent = _begun(listener, run, service)
+    agent = _started_agent(listener, run, service)
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
     status, agent = _await(service, agent, path, run)
@@ -44,7 +44,7 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _begun(listener: socket.socket, run: str, service: int) -> int:
+def _started_agent(listener: socket.socket, run: str, service: int) -> int:
     """Fork an agent that listens on `listener`. Returns its pid."""
     agent = os.fork()
     if agent == 0:
@@ -55,10 +55,10 @@ def _begun(listener: socket.socket, run: str, service: int) -> int:
     return agent
 
 
-def _begun_again(path: Path, run: str, service: int) -> int:
+def _restarted_agent(path: Path, run: str, service: int) -> int:
     """Fork an agent in place of one that has gone. Returns its pid, 0 where it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
-        return _begun(listener, run, service)
+        return _started_agent(listener, run, service)
     return 0
 
 
@@ -85,7 +85,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
             reaped = _reaped()
             ended = [status for pid, status in reaped if pid == service]
             if agent in dict(reaped):
-                agent, begun = 0 if ended or begun == AGENTS else _begun_again(path, run, service), begun + 1
+                agent, begun = 0 if ended or begun == AGENTS else _restarted_agent(path, run, service), begun + 1
             for pid, status in reaped:
                 _report_end(path, pid, status)
             if ended:
@@ -106,7 +106,7 @@ def _reaped() -> list[tuple[int, int]]:
 
 def _report_end(path: Path, pid: int, status: int) -> None:
     """Send the agent the exit status of a process, which the system gives to its parent alone."""
-    with suppress(OSError), run_folder.called(path, 0.1) as caller:
+    with suppress(OSError), run_folder.connected(path, 0.1) as caller:
         packets.send(caller, {"ended": pid, "status": status})
 
 

@@ -17,7 +17,7 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.profile.keys import loads
 from instrument.proposal.first_profile import first_profile_of, text_of
-from instrument.proposal.observation import Observation, await_reports, observed, own_names, patterns_of
+from instrument.proposal.observation import Observation, await_reports, merged_reports, own_names, patterns_of
 from instrument.recorder.scopes import OFF
 from instrument.runtime.environment import INIT_FOLDER
 
@@ -123,7 +123,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
             code, is_over_time = _await(child, for_ns)
         await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
-        observation = observed(folder)
+        observation = merged_reports(folder)
     if not observation.processes:
         raise InstrumentError(
             f"init: the command ended with exit code {code} and no process of it reported; one that is killed, "

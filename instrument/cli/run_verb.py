@@ -19,7 +19,7 @@ from instrument.cli.interpreter import host_of, service_of
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.instrumentors.selection import awaited
 from instrument.instrumentors.verdict import CHECK_FOLDER
-from instrument.profile import handed_down
+from instrument.profile import shared_profile
 from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if native.WHY_MISSING:
         print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
-    consulted = handed_down.Consulted()
+    consulted = shared_profile.Consulted()
     profile = None if OFF or not host else load(path, environ=consulted)
     if profile is not None:
         _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
@@ -77,8 +77,8 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         environ.pop(run_folder.VARIABLE, None)
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
         listener = _listener_of_agent(environ, name)
-        if (place := run_folder.handed_down(handed_down.NAME, environ)) is not None:
-            handed_down.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
+        if (place := run_folder.shared_file(shared_profile.NAME, environ)) is not None:
+            shared_profile.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
         notes += [*_remarks(profile), *([] if asks_all or listener is None else _files_of(profile))]

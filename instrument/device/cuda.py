@@ -82,7 +82,7 @@ def misfit(bindings: str, driver: int) -> str:
     return f"the driver is for CUDA {_dotted(driver)} and older than cuda-bindings {bindings}; {cure}"
 
 
-def found() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of `driver`, `bindings` and `rocm` here, "" for none, and the `problem` as a sentence, or "".
 
     Loads the driver's library; imports and initialises nothing.

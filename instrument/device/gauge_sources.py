@@ -69,7 +69,7 @@ class GaugeSources:
         """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = SPOILT if is_spoilt else nvml.missing()
+            problem = SPOILT if is_spoilt else nvml.why_unavailable()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:

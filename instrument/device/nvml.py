@@ -1,6 +1,6 @@
 """NVML, NVIDIA's management library: gauges of GPUs without CUDA, next to any other tool.
 
-All but `missing` and `reason_against` is for one thread. A call may take milliseconds, or hang with the driver;
+All but `why_unavailable` and `why_unreadable` is for one thread. A call may take milliseconds, or hang with the driver;
 `pynvml` releases the GIL in each of them.
 
 Which GPUs: those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
@@ -56,7 +56,7 @@ class Closed(Exception):  # noqa: N818 - no error: it is to be opened again
     """Other code of the process has shut NVML down."""
 
 
-def missing() -> str:
+def why_unavailable() -> str:
     """Return why NVML cannot be opened, "" where it can. A host without an NVIDIA driver pays one failed `dlopen`.
 
     Imports `pynvml` where the driver is there, 20 to 40 ms: call it on a thread with no fork at the same time.
@@ -74,9 +74,9 @@ def missing() -> str:
     return ""
 
 
-def reason_against() -> str:
+def why_unreadable() -> str:
     """Return why no GPU can be read, "" where one can. Opens and closes NVML, which may take seconds."""
-    problem = missing()
+    problem = why_unavailable()
     if problem:
         return problem
     nvml = Nvml()
@@ -196,7 +196,7 @@ class Nvml:
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
-        self._shown = shown(self._variable, self._devices)
+        self._shown = visible_devices(self._variable, self._devices)
         self.gpus = [Gpu(number, device.model, device.uuid) for number, device in enumerate(self._shown)]
         if self._devices and not self._shown:
             self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; none is read")
@@ -351,7 +351,7 @@ _RARELY = (
 )
 
 
-def shown(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     """Return the GPUs or MIG instances that CUDA shows under the variable, of all in the order of PCI buses."""
     if variable is None:
         chosen = list(devices)

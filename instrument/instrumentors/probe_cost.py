@@ -271,7 +271,7 @@ class Costs:
 
         The processes of a run that begin later take what the first one has measured.
         """
-        path = run_folder.handed_down(f"costs{'-ticks' * with_ticks}")
+        path = run_folder.shared_file(f"costs{'-ticks' * with_ticks}")
         if path is None or not self._take_over(path):
             self.by_shape = measure_costs(with_ticks=with_ticks)
             self.passed_ns = measure_passed_ns()

@@ -106,12 +106,12 @@ class Observation:
             yield from root.walk()
 
 
-def begin(folder: str) -> None:
+def mark_begun(folder: str) -> None:
     """Mark this process as one that owes a report."""
     Path(folder, f"{os.getpid()}{BEGAN}").touch()
 
 
-def leave(
+def write_report(
     folder: str,
     *,
     tally: Tally,
@@ -222,7 +222,7 @@ def _silent(folder: str) -> set[str]:
     return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
 
 
-def observed(folder: str) -> Observation:
+def merged_reports(folder: str) -> Observation:
     """Merge the reports of a command's processes in a folder."""
     whole = Observation([])
     top: dict[Called, ObservedNode] = {}

@@ -38,7 +38,7 @@ ANSWER_S = 5.0
 _RUN = re.compile(r"[\w.-]{1,64}")
 
 
-def handed_down(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the file of that name by which the run's processes share results; None without such a run.
 
     It is of one build of Python, and in the run's own folder, never in one that agents of several runs share.
@@ -88,7 +88,7 @@ def listen(path: Path) -> socket.socket:
     holder = holder_of(path)
     if holder is not None:
         raise FileExistsError(
-            f"{path}: {named(holder)} listens there already{'' if _answers(path) else in_the_way(holder)}"
+            f"{path}: {agent_name(holder)} listens there already{'' if _answers(path) else unanswered(holder)}"
         )
     path.unlink(missing_ok=True)
     listener = socket.socket(packets.FAMILY, packets.KIND)
@@ -130,12 +130,12 @@ def identity(path: Path) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def named(holder: int) -> str:
+def agent_name(holder: int) -> str:
     """Name an agent, by its pid where that is known."""
     return f"an agent (process {holder})" if holder else "an agent"
 
 
-def in_the_way(holder: int) -> str:
+def unanswered(holder: int) -> str:
     """Describe an agent that listens and does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
@@ -143,7 +143,7 @@ def in_the_way(holder: int) -> str:
 
 def _answers(path: Path) -> bool:
     """Return True where the agent that listens on a socket answers."""
-    with suppress(OSError, packets.PacketError), called(path, ANSWER_S) as caller:
+    with suppress(OSError, packets.PacketError), connected(path, ANSWER_S) as caller:
         packets.send(caller, {"ask": "processes"})
         return packets.receive(caller)[0] is not None
     return False
@@ -177,7 +177,7 @@ def note_of(folder: Path, pid: int, started: int) -> Path:
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
-def untold(folder: Path) -> list[int]:
+def unreported(folder: Path) -> list[int]:
     """Return the processes of the run that recorded and have ended, and that no agent has reported."""
     pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
@@ -198,7 +198,7 @@ def unsent(folder: Path) -> dict[Path, int]:
     return {path: int(count) for path, count in counts.items() if count.isdecimal()}
 
 
-def taken_unsent(folder: Path) -> int:
+def take_unsent(folder: Path) -> int:
     """Return the number of these spans, and remove the notes."""
     notes = unsent(folder)
     for note in notes:
@@ -242,7 +242,7 @@ def remove_abandoned() -> None:
 
 
 @contextmanager
-def called(path: Path, timeout_s: float) -> Iterator[socket.socket]:
+def connected(path: Path, timeout_s: float) -> Iterator[socket.socket]:
     """Connect to an agent, with a time limit for each call. Raises `OSError`."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.settimeout(timeout_s)

@@ -153,7 +153,7 @@ class Membership:
         Raises `OSError`, which is a `TimeoutError` where the agent takes too long.
         """
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
-        with run_folder.called(Path(self.path), SCRAPE_S) as caller:
+        with run_folder.connected(Path(self.path), SCRAPE_S) as caller:
             packets.send(caller, {"ask": "scrape", "run": run})
             message, descriptors = packets.receive(caller)
         if message is None or not descriptors:
@@ -209,8 +209,8 @@ class Membership:
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            unsent = run_folder.taken_unsent(folder)
-            return {"unheard": True, "untold": run_folder.untold(folder), "unsent": unsent}
+            unsent = run_folder.take_unsent(folder)
+            return {"unheard": True, "untold": run_folder.unreported(folder), "unsent": unsent}
         answer = {} if save is None else self._answer(ALIVE_S)
         if answer is None:
             answer = {"unheard": True}

@@ -21,7 +21,7 @@ from instrument import native
 from instrument.errors import InstrumentError, StateError
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
-from instrument.profile import handed_down
+from instrument.profile import shared_profile
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.scopes import OFF
@@ -78,8 +78,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if isinstance(named, Profile):
         wanted = named
     else:
-        of_run = None if profile is not None else run_folder.handed_down(handed_down.NAME)
-        wanted = (handed_down.read(of_run, str(named)) if of_run is not None else None) or _loaded(named)
+        of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
+        wanted = (shared_profile.read(of_run, str(named)) if of_run is not None else None) or _loaded(named)
     is_read = wanted is not named
     is_told = is_read and wanted.leaves_nothing and environment.INIT_FOLDER not in os.environ
     for remark in wanted.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():

@@ -373,14 +373,14 @@ class Session(Exporting):
         if self._observed_for:
             from instrument.proposal import observation
 
-            FAULTS.attempt("report to init", partial(observation.begin, self._observed_for))
+            FAULTS.attempt("report to init", partial(observation.mark_begun, self._observed_for))
 
     def _leave_observation(self) -> None:
         """Tell `instrument init` what this process did."""
         from instrument.proposal import observation
 
         watch, cost = self.selection.argument_watch(), self.cost()
-        observation.leave(
+        observation.write_report(
             self._observed_for,
             tally=self.tally(),
             verdicts=self.verdicts(),
