@@ -21,7 +21,7 @@ from instrument import chrome
 from instrument.cli.interpreter import service_of
 from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
-from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, RequestsRule, Summary
+from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, Recordings, RequestsRule, Summary
 from instrument.profile.presets import PRESETS, path_of, text_of
 from instrument.sessions.files import Destination
 
@@ -67,7 +67,7 @@ class TestPresetsOfAnyService:
     def test_it_shows_one_screen_and_a_trace_of_each_process(self, preset: str) -> None:
         export = read(f"preset: {preset}").export
         assert (export.summary, export.otlp) == (Summary(), None)
-        assert export.chrome == Chrome()
+        assert (export.chrome, export.recording) == (Chrome(), Recordings())
 
     def test_a_container_that_starts_again_leaves_the_trace_of_its_first_life(
         self, preset: str, tmp_path: Path
@@ -147,7 +147,7 @@ def test_it_is_told_what_came_from_the_preset() -> None:
     of_preset = {name for name, origin in profile.origins.items() if origin == "preset"}
     assert of_preset == {
         "requests.ignore", "frameworks", "startup", "engines", "copies", "device.nvml", "export.otlp",
-        "export.summary.to", "export.chrome.path",
+        "export.summary.to", "export.recording.path", "export.chrome.path",
     }  # fmt: skip
     assert profile.origins["service"] == "OTEL_SERVICE_NAME"
     assert profile.shown["copies"] == "[{directions: [h2d, d2h]}]"
@@ -234,6 +234,9 @@ def test_a_service_runs_without_any_profile_and_its_requests_are_on_one_screen(f
     (file,) = folder.glob("traces/*.json.gz")
     trace, _ = chrome.read(file)
     assert sum(span.site.kind == "request" for span in trace.spans) == 2
+    (recording,) = folder.glob("traces/*.npz")  # beside it, and read in its place
+    assert recording.stem == file.name.removesuffix(".json.gz")
+    assert "requests: 2; none ended with an error" in command("report", "traces").stdout
 
 
 def test_the_preset_holds_in_child_processes_and_is_told_once(folder: Path) -> None:

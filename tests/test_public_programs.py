@@ -38,7 +38,7 @@ from instrument.profile.presets import text_of
 from instrument.recording.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
-LAST_LINES = r"(?:Chrome trace: [^\n]+\n|Processes: \d+\n(?:  \d+ [^\n]+\n)+)"
+LAST_LINES = r"(?:(?:(?:Recording|Chrome trace): [^\n]+\n)+|Processes: \d+\n(?:  \d+ [^\n]+\n)+)"
 REPORT = re.compile(rf"\n-{{20,}}> *Summary of \S+ *<-{{20,}}\n.*?\n{LAST_LINES}", re.DOTALL)
 EXPORT = """
 export:
@@ -140,7 +140,7 @@ def run_both(*host: str, stdin: str = "", output: Callable[[str], Any] = str) ->
 
 def traces() -> list[Trace]:
     """The traces that processes with spans have written."""
-    loaded = [chrome.load(path)[0] for path in sorted(Path("traces").iterdir())]
+    loaded = [chrome.load(path)[0] for path in sorted(Path("traces").glob("*.json*"))]
     return [trace for trace in loaded if trace.spans]
 
 
