@@ -21,7 +21,7 @@ from instrument import chrome
 from instrument.errors import ProfileError
 from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
-from instrument.report.instrumentation import instrumentation
+from instrument.report.section import instrumentation
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
 from instrument.sessions.session import Session

@@ -15,9 +15,8 @@ import numpy as np
 
 from instrument.recording.lines import CALLS, TOTAL
 from instrument.recording.spans import Cost, Site
-from instrument.report.instrumentation import uncached
 from instrument.report.line_sums import LineSums
-from instrument.report.section import NO_EVENTS, Coverage, Section, View
+from instrument.report.section import NO_EVENTS, Coverage, Section, View, uncached
 from instrument.report.table import (
     MISSING,
     Ratio,

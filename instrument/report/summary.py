@@ -10,8 +10,7 @@ from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
-from instrument.report.instrumentation import instrumentation
-from instrument.report.section import View
+from instrument.report.section import View, instrumentation
 from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, document
 

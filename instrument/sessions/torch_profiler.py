@@ -25,7 +25,7 @@ from instrument import chrome
 from instrument.errors import InstrumentError, ProfileError
 from instrument.instrumentors.functions import replace as replaced
 from instrument.recording.spans import Trace, is_operator
-from instrument.report.instrumentation import COST
+from instrument.report.section import COST
 from instrument.report.table import percent
 from instrument.sessions.operator_spans import with_operators
 

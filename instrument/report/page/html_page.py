@@ -28,7 +28,6 @@ from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
-from instrument.report.instrumentation import instrumentation
 from instrument.report.page.device_lanes import MOST_STRETCHES, CallsTree, DeviceLanes
 from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans
 from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, parts_of
@@ -41,6 +40,7 @@ from instrument.report.section import (
     Section,
     View,
     device_name,
+    instrumentation,
     kind_of,
     name_of,
     value_of,
