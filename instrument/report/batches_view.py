@@ -33,7 +33,7 @@ class NamedBatches:
     `weight` is the sum of the weights where they are told, and `uneven` the share of the heaviest item's weight times
     the size that no item had. `unbound` items have keys that no request is known by. `device_ns` is what they had of
     devices, `uneven_ns` what of that was padding, batch by batch, if all were padded; None where there is none. One
-    with `remaining` stands for so many names that were left out.
+    with `remaining` replaces that many names that were left out.
     """
 
     name: str

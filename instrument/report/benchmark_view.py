@@ -1,6 +1,6 @@
 """The `benchmark` view: what the steps of a loop cost, how long they waited for input, and how many a second.
 
-A step is a span of kind `step`, with the wait of its loop for its input right before it, or what lies between two calls
+A step is a span of kind `step`, with the wait of its loop for its input right before it, or what is between two calls
 of `Profiler.step`. Its batch cost is its host time; the reader cost is the part of it in which a loader of its thread
 (and of its task, where it has one) was asked for the next item. Averages divide by the steps that were timed: those
 from the index `skip` on, counted from 0. A rate is over the time on the clock: of steps side by side, their union.

@@ -30,7 +30,7 @@ class CallTimes:
 
 
 class PlaceCalls:
-    """One site below its callers on one line: sums over its calls. `inside` tells whether a call of the `kinds` asked
+    """One site below its callers on one line: sums over its calls. `inside` says whether a call of the `kinds` asked
     for is around it on its line, `again` whether one of the same name and kind is."""
 
     __slots__ = (
@@ -87,7 +87,7 @@ def place_tree(
 ) -> PlaceCalls:  # fmt: skip
     """The root above the places of all spans, or of those `among` them as if there were no others.
 
-    Device time is counted for calls of `kinds` and for those right below. With a `window`, only what lies in it counts.
+    Device time is counted for calls of `kinds` and for those right below. With a `window`, only what is in it counts.
     """
     tree = call_tree(trace, kinds, window, among)
     root = PlaceCalls(Site("(root)"), 0, None, ())
@@ -143,7 +143,7 @@ def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
 class CallRow:
     """The calls of one name. Ratios are of what the view says, a `gpu` of None means that no call had device time.
 
-    A row with `remaining` stands for so many rows of its level that were left out. Of its calls those that lie in no
+    A row with `remaining` replaces that many rows of its level that were left out. Of its calls those that lie in no
     other of them are in its ratios.
     """
 
@@ -205,7 +205,7 @@ def call_rows(
     options: Options,
 ) -> tuple[CallRow, ...]:
     """The rows of a level, each of a name and kind, in the order asked, as many as are asked for; the last one is of
-    those left out. In ratios of the topmost level what lies in another call of the row counts once.
+    those left out. In ratios of the topmost level what is in another call of the row counts once.
     """
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:

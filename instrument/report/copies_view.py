@@ -45,11 +45,11 @@ class CopyUse:
     """The copies of one call in one direction, or of all calls in it.
 
     `direction` is "" where the span does not say it. `call` is the function that copied, or the span's name; empty for
-    a whole direction. `sync` tells whether the call waits for the copy and `pinned` whether the host's side is
+    a whole direction. `sync` says whether the call waits for the copy and `pinned` whether the host's side is
     page-locked, None where that is not known or, of a whole direction, not one. `device_ns` is the sum over `timed`
     calls, those with device time; `timed_bytes` is what these moved. `waited_ns` and `waited_bytes` are of the calls
     whose host time is that of the copy. `staged` calls asked for an asynchronous copy with pageable memory, which is
-    none. One with `remaining` stands for so many that were left out.
+    none. One with `remaining` replaces that many that were left out.
     """
 
     direction: str

@@ -47,7 +47,7 @@ class SiteCost:
     """The probes of one place: their calls, what each costs, what they cost in all, and two shares of it.
 
     `ratio` is of the cost of all sites, `burden` of the host time of the very calls, which is less than the cost where
-    a call is shorter than its probe takes. One with `remaining` stands for so many sites that were left out, at their
+    a call is shorter than its probe takes. One with `remaining` replaces that many sites that were left out, at their
     mean.
     """
 

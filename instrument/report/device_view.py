@@ -174,7 +174,7 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The requests of a name, and the device time that they had. One with `remaining` stands for so many names."""
+    """The requests of a name, and the device time that they had. One with `remaining` replaces that many names."""
 
     name: str
     requests: int
@@ -223,7 +223,7 @@ COLUMN_WIDTH = 10
 class DeviceView(View):
     """The work of each device: fields of `Utilisation` without the single requests, and the readings of gauges.
 
-    `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
+    `reasons` counts the unanswered spans by reason. `is_ours` is False for a trace of another profiler.
     """
 
     coverage: Coverage

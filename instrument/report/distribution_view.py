@@ -1,7 +1,7 @@
 """The `distribution` view: communication beside computation, on the host and on each device.
 
 It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window where
-no step was recorded, and ratios are of these. Communication of the host is the time in spans of kind `comm`, and from
+no step was recorded, and ratios are of them. Communication of the host is the time in spans of kind `comm`, and from
 the call of an asynchronous one to the end of the wait for it; that of a device is what such spans and those below them
 put there, and kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies;
 that of the host is the time in operators, layers and phases, less what the same thread spent in communication, copies
@@ -225,7 +225,7 @@ def _is_named(site: Site) -> bool:
 
 
 def _in_flight(trace: Trace, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """The time from each call of a communication to the end of the span, as far as the span tells it."""
+    """The time from each call of a communication to the end of the span, as far as the span says it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):

@@ -53,7 +53,7 @@ class Blocker:
     at: str = ""
 
     def indented(self) -> Blocker:
-        """The same with a name that stands below that of the whole."""
+        """The same with a name that is below that of the whole."""
         return replace(self, name=f"  {row_name(self)}", remaining=0)
 
 
@@ -196,8 +196,8 @@ IN_ORDER = (
 class PhaseTime:
     """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
 
-    The mean and the percentiles, by `percentiles_of`, are over the requests that had it. One with `remaining` stands
-    for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
+    The mean and the percentiles, by `percentiles_of`, are over the requests that had it. One with `remaining` replaces
+    that many phases that were left out; how many requests had any of them is not told, nor what follows from that.
     """
 
     name: str
@@ -219,7 +219,7 @@ class EndpointTimes:
     went away, and have not failed. `statuses` are answers by class, such as `2xx`,
     and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
     `ratio` is of the wall of all requests of the view. `counted` are all requests of the name that ever ended, also
-    those of which no span is held any more. One with `remaining` stands for so many endpoints that were left
+    those of which no span is held any more. One with `remaining` replaces that many endpoints that were left
     out.
     """
 

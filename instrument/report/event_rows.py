@@ -25,7 +25,7 @@ from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""Phases in which work stands in line; a span of any kind that is called so is one."""
+"""Phases in which work is in line; a span of any kind that is called so is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tup
     sums = lines.by(np.arange(count), count)
     calls, times, waited = sums[:, CALLS].tolist(), sums[:, TIMES[state]].tolist(), sums[:, WAITING].tolist()
     sites, site_of, parents = lines.tree.sites, lines.site_of.tolist(), lines.parents.tolist()
-    # Of what lies right below each node: its time, computation and waiting; last for what is topmost.
+    # Of what is right below each node: its time, computation and waiting; last for what is topmost.
     below = [[0, 0, 0] for _ in range(count + 1)]
     for node in reversed(range(count)):  # a parent comes before its children
         site, time_ns = sites[site_of[node]], times[node]
@@ -133,10 +133,10 @@ class EventRow:
     `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
     threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
     share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
-    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail`
-    apart: a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
+    total is of another; the percentiles also where it `remaining`. `instance` is, with `AllOpDetail`,
+    a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
     leaves its own to the row around it, and the row of a type has that of its instances; of it the calls waited for
-    `waiting_ns`, suspended by what they awaited. A row with `remaining` stands for so many rows of its level that were
+    `waiting_ns`, suspended by what they awaited. A row with `remaining` replaces that many rows of its level that were
     left out.
     """
 

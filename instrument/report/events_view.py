@@ -10,7 +10,7 @@ follow these rules, which differ from that report where it counted wrongly:
 - Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, for that is what the tally's
   histogram holds; where a row's Total is not the sum of it, they are not known, and there is a dash.
 - Ratio. is a row's Total divided by the Total time of its block, which is the sum of the topmost rows. A row whose
-  span has not ended, or ended on another thread, has no call to count; what lies under it counts in its place.
+  span has not ended, or ended on another thread, has no call to count; what is under it counts in its place.
 - Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
   returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
 - A row is a path of names, held as a list: no character of a name has a meaning.

@@ -31,9 +31,9 @@ from instrument.trace.kernel_columns import KernelColumns
 class FlopRow:
     """The operations of the calls of one operator, and of what is below them on their line.
 
-    `calls` are those that told any or had any below them; where one lies in another of its name the outer one counts.
+    `calls` are those that told any or had any below them; where one is in another of its name the outer one counts.
     They took `time_ns` `on` devices (`GPU`) if each of them asked for work there, on the host (`CPU`) if none did; else
-    there is no such time. `ratio` is of all operations that were told. A row with `remaining` stands for so many.
+    there is no such time. `ratio` is of all operations that were told. A row with `remaining` replaces that many.
     """
 
     name: str
@@ -47,7 +47,7 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """10^9 operations a second over the time of these calls."""
+    """10^9 operations a second over the time of the calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """The table of spans of these kinds, and of others that tell operations of their own; None where nothing is told.
+    """The table of spans of the kinds, and of others that tell operations of their own; None where nothing is told.
 
     `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.
     """

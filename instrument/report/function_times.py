@@ -1,6 +1,6 @@
 """The functions that lines of a tally are of, and what is in each: what the views of self times are made of.
 
-A function is the topmost request of a path, or what is topmost where there is none. A call of a request that lies in
+A function is the topmost request of a path, or what is topmost where there is none. A call of a request that is in
 another function counts as the latter's, too, but where that is the same.
 """
 
@@ -104,7 +104,7 @@ class SiteFacts(NamedTuple):
 def functions(
     nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
 ) -> FunctionTable:
-    """The functions that merged lines of these nodes are of."""
+    """The functions that merged lines of the nodes are of."""
     function_of, root_of = _functions_of(parents, sites.is_request[site_of])
     its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
     key_of_node = sites.keys[site_of]

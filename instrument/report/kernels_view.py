@@ -69,7 +69,7 @@ class KernelUse:
     """The calls of one kernel: `total_ns` is their sum, `busy_ns` the union, `ratio` the sum's share of all kernels'.
 
     `name` is complete. Where `source` of the view is `STRETCHES`, it is that of the span whose device time this is.
-    One with `remaining` stands for so many that were left out; the union of their times is not told.
+    One with `remaining` replaces that many that were left out; the union of their times is not told.
     """
 
     name: str
@@ -89,7 +89,7 @@ class KernelPlace:
     """The kernels that were asked for directly within the spans of one place, outside of their children.
 
     `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them. One with `remaining`
-    stands for so many places that were left out, without what only a look at all their kernels could tell.
+    replaces that many places that were left out, without what only a look at all their kernels could tell.
     """
 
     name: str
@@ -127,7 +127,7 @@ class OtherWork:
 class Kernels(View):
     """The view. `source` is `KERNELS` or `STRETCHES`; `window` is the time that was looked at, its length the base of
     shares of time. `total_ns` is the sum over all kernels. `places` are empty where no kernel is known to have been
-    asked for from a thread that the trace knows. `outside` counts what lies outside of the window.
+    asked for from a thread that the trace knows. `outside` counts what is outside of the window.
     """
 
     source: str
@@ -295,7 +295,7 @@ class _Sums(NamedTuple):
 
 class _Found(NamedTuple):
     """The kernels of a trace in a window: kernels, other work by its kind, and of each kernel the
-    place that asked for it, where any is known. `outside` counts what lies outside of the window."""
+    place that asked for it, where any is known. `outside` counts what is outside of the window."""
 
     source: str
     window: Interval

@@ -38,7 +38,7 @@ class PlaceMemory:
     """The memory taken and given back directly within the spans of one place, outside of their children.
 
     `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
-    threads are together, `device` None for several. One with `remaining` stands for so many that were left out.
+    threads are together, `device` None for several. One with `remaining` replaces that many that were left out.
     """
 
     device: int | None
@@ -357,7 +357,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     """The view, of the part of the window that torch.profiler watched, and of all readings of gauges.
 
     `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all from the greatest down.
-    `rows` bounds the places, `threads: apart` tells them by thread too. `state` is CPU for the host's memory alone and
+    `rows` bounds the places, `threads: apart` splits them by thread too. `state` is CPU for the host's memory alone and
     GPU for that of devices. `unit` is that of times. The other options mean nothing here.
     """
     trace, facts = recording.columns, recording.facts

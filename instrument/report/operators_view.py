@@ -4,7 +4,7 @@ The columns are those of the Operator Summary of `paddle.profiler`. An operator 
 `comm`. Rows are sums over calls. The base of their ratios is the sum over operators that lie in no other one on their
 line (see `calls`), so that time which an inner operator shares with the outer one counts once; that profiler counts it
 for both. A call inside a call of the same name counts in the row's total and not again in its ratio. What of a call
-lies outside of the part of the window of which every span is held is not counted.
+is outside of the part of the window of which every span is held is not counted.
 
 `tracer_option: OpDetail` adds what is right below each operator: phases, inner operators, copies and the streams that
 its own device work ran on, with the operator's own times for a base. `AllOpDetail` adds every operator of an iteration
@@ -273,7 +273,7 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 class User(View):
     """The view: a block of rows for all threads, or for each. The bases of all ratios are `window_ns`.
 
-    That is the part of the window of which every span is held, and what of a call lies outside of it is not counted.
+    That is the part of the window of which every span is held, and what of a call is outside of it is not counted.
     """
 
     coverage: Coverage

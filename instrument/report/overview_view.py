@@ -2,7 +2,7 @@
 
 It is the Overview Summary of `paddle.profiler`. Every time is a union, over threads and over streams, so that what ran
 side by side counts once, and a row may lie inside another one: rows do not add up. The first row is what the ratios
-are of. Where steps were recorded there is a second ratio, of the part of the row that lies in steps to the time in
+are of. Where steps were recorded there is a second ratio, of the part of the row that is in steps to the time in
 steps; that profiler sets time between steps against it too.
 
 A pair of events times a stretch of a stream and does not tell what ran there: compute is all that no copy asked for,
@@ -40,7 +40,7 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """Spans of one kind in the window: how many, the union of their time, and how much of that lies in steps.
+    """Spans of one kind in the window: how many, the union of their time, and how much of that is in steps.
 
     `ratio` is of the window, `step_ratio` is `in_steps_ns` of the time in steps, None where no step was recorded.
     """

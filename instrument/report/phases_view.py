@@ -6,7 +6,7 @@ It is the Model Summary of `paddle.profiler` and the two lines of SINGA's first 
 it is of requests; where no request was either, of the window.
 
 A phase is a span that is declared one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader. At
-each instant one phase is under way on a thread: of those open, the one that began first, so that what lies in a phase
+each instant one phase is under way on a thread: of those open, the one that began first, so that what is in a phase
 belongs to it. An optimizer makes way for what its closure calls. A step's instants belong to what ran on its own thread
 and task: of tasks that it began, and of generators that stood still meanwhile, it is known that they were open and not
 when they ran, so that they have what is left; those of other tasks have nothing. Each instant thus counts once, the
@@ -14,7 +14,7 @@ rows add up to the steps, and `others` is never negative, as it may be with that
 overlap.
 
 Device time is that of what a phase put on streams, copies too. Work of one stream counts once, of several streams for
-each. `others` is what lies on a stream and in no stretch of a phase.
+each. `others` is what is on a stream and in no stretch of a phase.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def calls_of(trace: Trace, units: Units, held: Interval) -> Calls:
 def _beside_steps(trace: Trace, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
     """The line of each call, `NONE` of one between steps, also ones that are skipped, and where it ends.
 
-    Of a generator that stood still no more counts than lies in the step in which it began.
+    Of a generator that stood still no more counts than is in the step in which it began.
     """
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
@@ -257,7 +257,7 @@ class PhaseRow:
 class PhasesView(View):
     """The view. `of` is what the phases are of: `step`, `request` or `window`.
 
-    `timed` of these are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
+    `timed` of them are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
     `overwritten` ones before it the spans are gone.
     `mean_ns` are the means of a phase in a whole one, by its name. `beside` calls of phases, of `beside_ns`, ran where
     there is no step or request.

@@ -40,7 +40,7 @@ NO_EVENTS = "no events"
 class Coverage:
     """The spans that a report is made from, and the time whose shares it knows, from the trace's start.
 
-    `complete` tells that no span was overwritten by a newer one.
+    `complete` says that no span was overwritten by a newer one.
     """
 
     spans: int

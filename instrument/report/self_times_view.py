@@ -53,7 +53,7 @@ WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""Kinds of span whose code tells their class; a scope's code is that of whoever opened it."""
+"""Kinds of span whose code says their class; a scope's code is that of whoever opened it."""
 
 
 @dataclass(frozen=True, slots=True)

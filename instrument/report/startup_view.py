@@ -1,6 +1,6 @@
 """The `startup` view: how the process came to serve, apart from serving itself.
 
-What it tells is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
+What it says is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
 spans of the phases `load` and `compile`, of which the topmost of a call path count, so that nothing is counted twice.
 What began after the first request is not on the way to it. Where the calls of a path lie on both sides, the spans that
 are held tell how much that is.
@@ -56,7 +56,7 @@ class Preparation:
 
     `total_ns` is their sum without calls of the same within them, `self_ns` without all that is instrumented below,
     `in_requests_ns` the part of the total that went by within requests, which somebody has waited for. One with
-    `remaining` stands for so many that were left out: of those some may lie in others, so there is no sum.
+    `remaining` replaces that many that were left out: of those some may lie in others, so there is no sum.
     """
 
     phase: str
@@ -73,7 +73,7 @@ class Preparation:
 class Imports:
     """The imports of one package, as `ImportTime` says; `ratio` is the share of its own modules in all imports.
 
-    One with `remaining` stands for so many packages that were left out: some may have imported others, so that there
+    One with `remaining` replaces that many packages that were left out: some may have imported others, so that there
     is no sum of what they took with all that they imported.
     """
 

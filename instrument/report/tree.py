@@ -68,7 +68,7 @@ class Names(NamedTuple):
 
 
 def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
-    """The tree of names that lines of these nodes need.
+    """The tree of names that lines of the nodes need.
 
     `levels` has of each node the one or two levels that it adds to the tree, and the one that it adds where it is
     topmost, `NONE` for none; each topmost node adds one.

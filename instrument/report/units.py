@@ -41,7 +41,7 @@ def number_told(told: AttributeValue | None) -> int | None:
 
 
 def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """The waits for loaders of each line. One without length tells when a step began, too, and stays one."""
+    """The waits for loaders of each line. One without length says when a step began, too, and stays one."""
     found = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(found.groups, found.starts // 2, found.ends // 2)
 
@@ -50,7 +50,7 @@ def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     """Return the begin of each step of a line: that of the wait for its input, if there is one.
 
     That is the last of `waits` since a step before it ended or one around it began. Where a `Profiler` says that a step
-    has ended the next one begins, and what it waits for lies in it. Steps are in the order of their line and begin, and
+    has ended the next one begins, and what it waits for is in it. Steps are in the order of their line and begin, and
     may lie in one another.
     """
     lines, starts, ends = steps
@@ -116,7 +116,7 @@ def _clipped(trace: Trace, rows: Int64s, lines: Int64s, begins: Int64s, held: In
 
 
 def _steps(trace: Trace, found: Int64s, held: Interval, skip_first: int) -> Units:
-    """The steps that begin in no other one of their line, nor in one that a task of its own lies in."""
+    """The steps that begin in no other one of their line, nor in one that a task of its own is in."""
     thread = ranked(trace.thread_id)[1]
     line, some = numbered(thread, trace.task_id)
     rows = found[successive(line[found], trace.start_ns[found], trace.end_ns[found])]

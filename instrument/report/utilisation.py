@@ -68,7 +68,7 @@ class NameUse:
 
     `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
     the union over all calls, and `busy_ratio` its share of the time in which the device was busy, where an outer call
-    holds those below it; p50 and p99 are `histogram.percentiles`. One with `remaining` stands for so many names
+    holds those below it; p50 and p99 are `histogram.percentiles`. One with `remaining` replaces that many names
     that were left out; it has sums alone.
     """
 
@@ -90,7 +90,7 @@ class EndpointUse:
     """Sums over the requests of one name that had device time on a device: while one ran the device was busy with its
     own spans, with others alone, or idle, and the three add up to `wall_ns`. Own work beside that of others is own.
 
-    One with `remaining` stands for so many names that were left out.
+    One with `remaining` replaces that many names that were left out.
     """
 
     name: str
@@ -171,7 +171,7 @@ class DeviceUse:
 class Unanswered:
     """Spans of one name that asked for device time and got none: how many, and why (a label, or `NO_EVENTS`).
 
-    One with `remaining` stands for so many names that were left out.
+    One with `remaining` replaces that many names that were left out.
     """
 
     reason: str

@@ -111,7 +111,7 @@ class SortKey:
 class Upkeep:
     """The facts of the instrumentation that only the process itself knows; a saved trace does not have them.
 
-    `added_ns` tells what a call of each site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
+    `added_ns` says what a call of each site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
     `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
     recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now; `notes` say what
     else was not observed. `held_rows` of `ring_rows` are taken, of `ring_bytes` in all.
@@ -218,7 +218,7 @@ class Recording:
 
     @cached_property
     def held(self) -> HeldSpans | None:
-        """The facts of these spans together where none is made for it, else None."""
+        """The facts of the spans together where none is made for it, else None."""
         return None if "trace" in vars(self) else self.make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:

@@ -77,7 +77,7 @@ def call_tree(
     """The nodes of all spans, or of those `among` them as if there were no others. Device time is counted for calls of
     `kinds` and for those right below.
 
-    With a `window` only what lies in it counts, and nodes without calls are around some that have them.
+    With a `window` only what is in it counts, and nodes without calls are around some that have them.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
@@ -190,9 +190,9 @@ def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: I
 def lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """The calls with intervals at or below them on their lines, and how long the union of these is.
+    """The calls with intervals at or below them on their lines, and how long the union of them is.
 
-    Unions go up level by level, so what lies deep is held once, and a call that only hands on what one call below it
+    Unions go up level by level, so what is deep is held once, and a call that only hands on what one call below it
     has takes no level of its own.
     """
     holder = nearest(around, is_call)

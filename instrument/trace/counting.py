@@ -197,7 +197,7 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
 
 
 def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
-    """Return the length of the union of each row's device intervals, and of these and its host interval."""
+    """Return the length of the union of each row's device intervals, and of them and its host interval."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
         rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)

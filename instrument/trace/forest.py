@@ -1,4 +1,4 @@
-"""Trees as a column of parents: which row is the parent of each, and how deep each lies, in whatever order rows are."""
+"""Trees as a column of parents: which row is the parent of each, and how deep each is, in whatever order rows are."""
 
 from __future__ import annotations
 

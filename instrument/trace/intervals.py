@@ -74,7 +74,7 @@ class Unions(NamedTuple):
         return np.asarray(places)
 
     def at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """The place of the one of each of some groups in which a time lies, `NONE` where it lies in none."""
+        """The place of the one of each of some groups in which a time is, `NONE` where it is in none."""
         places = self.begun(groups, times)
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
@@ -96,7 +96,7 @@ class Unions(NamedTuple):
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
         """Return the pairs of intervals and places of their group that overlap, in their order.
 
-        One without length has it with that in which it lies.
+        One without length has it with that in which it is.
         """
         own_starts, own_ends, starts, ends = _on_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
@@ -142,7 +142,7 @@ def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
 
 
 def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-    """The places of those of each group that begin in none before it of these, by group and begin.
+    """The places of those of each group that begin in none before it of them, by group and begin.
 
     Of several that begin at once it is the longest.
     """

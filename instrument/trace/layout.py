@@ -61,7 +61,7 @@ def in_order(trace: Trace) -> Int64s:
 
 
 def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns of a file by name, and what stands in its metadata beside them.
+    """The columns of a file by name, and what is in its metadata beside them.
 
     Rows are put in the order of `in_order`.
     """

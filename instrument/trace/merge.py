@@ -254,7 +254,7 @@ class _Merge:
         rows = rows[
             np.lexsort((-end_ns[rows], start_ns[rows], site[rows], thread_id[rows], span_id[rows], process[rows]))
         ]
-        while len(rows):  # as often as one span lies in several parts that do not overlap
+        while len(rows):  # as often as one span is in several parts that do not overlap
             is_first = np.ones(len(rows), dtype=np.bool_)
             is_first[1:] = False
             for column in (process, span_id, thread_id, site):
@@ -382,7 +382,7 @@ def _few(notes: list[str]) -> list[str]:
 
 
 def _newest(trace: Trace, count: int) -> tuple[Trace, int]:
-    """The spans that ended last, with the sites and errors of these alone, and since when none is missing (0: ever)."""
+    """The spans that ended last, with the sites and errors of them alone, and since when none is missing (0: ever)."""
     wanted, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
         in_order = np.argsort(trace.end_ns, kind="stable")

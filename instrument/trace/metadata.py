@@ -43,7 +43,7 @@ from instrument.recording.tally import Tally, Totals
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 
 FORMAT = 5
-"""Version of what stands in the key. In 4, a tally did not tell running from waiting."""
+"""Version of what is in the key. In 4, a tally did not tell running from waiting."""
 
 READ = (4, 5)
 """The versions that are read."""

@@ -107,7 +107,7 @@ def end_of(start_ns: int, end_ns: int) -> int:
 
 
 def checked(value: object, *kinds: type) -> Any:
-    """The value, which must be of just one of these types, and no whole number beyond int64."""
+    """The value, which must be of just one of some types, and no whole number beyond int64."""
     if type(value) not in kinds or (isinstance(value, int) and not -INT64 <= value < INT64):
         raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
     return value

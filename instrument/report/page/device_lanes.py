@@ -47,7 +47,7 @@ class CallsTree:
         self._parents = _parents(self.rows)
         self.names: list[str] = []
         for row, parent in zip(self.rows, self._parents, strict=True):
-            # A phase is labelled with what it is a phase of, which here stands above it.
+            # A phase is labelled with what it is a phase of, which here is above it.
             is_below = row.kind == "phase" and parent != NEVER
             self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
 

@@ -2,7 +2,7 @@
 
 A page lists requests, or the outermost steps where there are none, or else the topmost spans. It has the spans of one
 that is asked for, then of the request in the middle of each endpoint, then of the slowest down: those of the request in
-all processes, the batches that served it, and what lies below these. Of one that alone has more than fit it has the
+all processes, the batches that served it, and what is below these. Of one that alone has more than fit it has the
 longest.
 
 Columns of whole numbers are varints: few bytes for small numbers, whatever the greatest one is.
