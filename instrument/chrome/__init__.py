@@ -1,11 +1,11 @@
 """Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
 
 To write one: `lanes` finds the place of every slice, and the arrows between them, `drawing` makes the events and
-`writing` the file. To read one, whoever wrote it: `events` takes the events from the text, `slices` makes trees of
+`writing` the file. To read one, of any writer: `events` takes the events from the text, `slices` makes trees of
 them, `others` knows the names and arguments of other profilers, `reading` puts it together, and joins a trace of ours
 with one of torch.profiler. `track_events` writes the same slices in Perfetto's own format.
 
-Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
+Viewers need only the events. All else that a trace knows is in the top-level key `instrument`, which they ignore, so
 that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
 replacement character and, in attributes, a sequence becomes a tuple, a number that JSON or int64 does not have becomes
 text, and a value of any other type becomes the type's name in angle brackets.

@@ -104,7 +104,7 @@ class JsonText:
         """Pass over the next character that is not blank, which must be one of those expected."""
         found = self.peek()
         if not found or found not in expected:
-            what = f"{found!r} stands" if found else "it ends"
+            what = f"{found!r} comes" if found else "it ends"
             raise self._wrong(f"{what} where one of {expected} belongs", self.passed)
         self._at += 1
         return found
@@ -303,8 +303,10 @@ def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
-    """Microseconds as nanoseconds, exact for three decimals, as `nanoseconds` has them; those of `limit_ns` and beyond
-    are refused."""
+    """Return microseconds as nanoseconds, exact for three decimals, as `nanoseconds` has them.
+
+    Raises for those of `limit_ns` and beyond.
+    """
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
         for time in times_us:
@@ -337,7 +339,7 @@ _decode_any = json.JSONDecoder(strict=False).decode
 
 
 def next_events(text: JsonText, first: int) -> list[TraceEvent]:
-    """The events of a list that come next: as many as are at hand. `first` is the number of the first."""
+    """Return the events of a list that come next: as many as are at hand. `first` is the number of the first."""
     events, found = text.values(_decode, b"}")
     if events is None:
         return _mended_events(found, first, text.left_out)
@@ -348,7 +350,7 @@ def next_events(text: JsonText, first: int) -> list[TraceEvent]:
 
 
 def _mended_events(found: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """The events of a text in which not all are sound; `first` is the number of the first. One that is none is void."""
+    """Return the events of a text in which not all are sound. One that is none is void."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _chunks(found):
         number = first + len(events)
@@ -396,7 +398,7 @@ def _mended(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
 
 
 def _with_sound_escapes(text: bytes) -> bytes:
-    """The text in which a backslash that escapes nothing is one, and half of a character is a mark for that."""
+    """Return the text in which a backslash that escapes nothing is one, and half of a character is a mark for that."""
     return _ESCAPE.sub(lambda known: known[1] or (rb"\\" if known[2] else rb"\ufffd"), text)
 
 
@@ -438,14 +440,14 @@ def _time(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str | None:
-    """A name or a category, which some write as a number."""
+    """Return a name or a category, which some write as a number."""
     if value is None or isinstance(value, str):
         return value
     return written({"": value})[4:-1].decode("utf-8", "replace")
 
 
 def lane_of(value: Any) -> int | str | None:
-    """The number or the name of a process or a thread."""
+    """Return the number or the name of a process or a thread."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):

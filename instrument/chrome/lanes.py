@@ -1,21 +1,21 @@
-"""Lanes: where in a viewer each slice lies.
+"""Lanes: the place of each slice in a viewer, and the arrows between them.
 
 * Each process of a merged trace is a process, under a number that no other one has. A task's lane is of one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
 * Requests, and all that tasks ran, are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
   their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
   `args.kind` says what a slice is, because Perfetto nests async slices of one category only.
-* The lane of a request has an id among those of all processes, too. What has one stands before the processes in
+* The lane of a request has an id among those of all processes, too. A track that has one comes before the processes in
   Perfetto, which shows the threads of a process, its main one first, before what else it has, whatever a file says.
 * Where a batch begins that serves a request there is a mark (`n`) on the request's lane.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream. The places that a file names
   put devices last, and threads of steps and batches before others. Perfetto 52 goes by the numbers of slices instead,
   later ones obey for processes alone; chrome://tracing obeys.
 * A sample of a gauge is a counter (`C`) of the process that it is of, one track for each gauge. What a device does not
-  tell is no event, because counters have numbers only; it stands in the metadata.
+  know is no event, because counters have numbers only; it is in the metadata.
 * An arrow that would point into the past, or that the format has no room for, is left out and counted in
   `instrument.arrows_left_out`.
-* Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
+* Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or is deeper than viewers
   show, goes to a further lane such as `MainThread (2)` and has the lane's number in `args.lane`; nothing is cut.
 """
 
@@ -325,7 +325,7 @@ class OrderedIntervals(NamedTuple):
 
 
 def batches(count: int) -> Iterator[tuple[int, int]]:
-    """The begins and ends of batches of so many events."""
+    """Yield the begins and ends of batches."""
     for first in range(0, count, BATCH):
         yield first, min(first + BATCH, count)
 

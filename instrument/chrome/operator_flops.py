@@ -26,12 +26,12 @@ _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
 def is_counted(name: str) -> bool:
-    """Whether the operations of torch's operators of this name are counted."""
+    """Return True where the operations of torch's operators of this name are counted."""
     return name in _FORMULAS
 
 
 def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
-    """How many operations a call of one of torch's operators did, by the name and the arguments of its event.
+    """Return the operations of a call of one of torch's operators, by the name and the arguments of its event.
 
     None where it is none that is counted, its shapes are not there, or they are not those of such a call.
     """
@@ -57,7 +57,7 @@ def _shape(sizes: object) -> Shape:
 
 
 def _product(left: Shape, right: Shape) -> int:
-    """Of a matrix, or a batch of them, with as many matrices or with a vector."""
+    """Return the operations of matrices with as many others, or with a vector."""
     *batch, rows, inner = left
     *others, inner_too, columns = right if len(right) > 1 else (*right, 1)
     if inner != inner_too or batch != others:
@@ -66,7 +66,7 @@ def _product(left: Shape, right: Shape) -> int:
 
 
 def _products(first: int) -> _Formula:
-    """Of the tensors at a place and after it."""
+    """Return the formula for a product of the tensors at a place and after it."""
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
 
@@ -90,14 +90,14 @@ def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int
     gradient, source, weight = shapes[:3]
     wanted = _TRUTHS.fullmatch(values[10])
     if wanted is None:
-        raise ValueError("it is not told which gradients were wanted")
+        raise ValueError("the wanted gradients are unknown")
     # As many for the gradient of the input as for that of the weight, and as in the way forward.
     size = source[2:] if values[7] == "True" else gradient[2:]
     return wanted[1].split(", ")[:2].count("True") * _convolved(source, weight, size)
 
 
 def _convolved(source: Shape, weight: Shape, size: Shape) -> int:
-    """The weight at each of so many places, for each of the batch. It has the inputs of a group for each output."""
+    """Return the operations of the weight at each place, for each of the batch: it has a group's inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
@@ -137,4 +137,4 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention(backward=True) for name in _ATTENTION},
 }
-"""What is counted, by the name of the event. Where one lies in another, the outer one counts."""
+"""The formulas by the name of the event. Where one event is within another, the outer one counts."""

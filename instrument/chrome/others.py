@@ -40,13 +40,13 @@ LAUNCHES = re.compile(r"\w+_(?:runtime|driver)|CudaRuntime")
 HOST_MEMORY = 0
 
 STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
-"""What torch.profiler and paddle.profiler call the slice of a step, with its number; paddle adds how long it took."""
+"""The name of a step's slice in torch.profiler and paddle.profiler, with its number; paddle adds its length."""
 
 ON_DEVICE = "gpu_user_annotation"
 """Category of the slices by which torch.profiler draws what the host named above the device's work for it."""
 
 NAMELESS = "(no name)"
-"""How a slice without a name is called."""
+"""The name of a slice without one."""
 
 
 _LONGEST_EPOCH = 20
@@ -56,8 +56,11 @@ ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
 
 
 class _Facts(NamedTuple):
-    """What slices of one category and name have in common: the place of their site and its name, the number of a step,
-    what kind of work of a device they are, whether they may ask for some, and whether their operations are counted."""
+    """The facts of all slices of one category and name.
+
+    These are the place of their site and its name, the number of a step, and the kind of work of a device. Booleans:
+    they may ask for such work, their operations are counted, their arguments become attributes as they are.
+    """
 
     place: int
     name: str
@@ -65,10 +68,7 @@ class _Facts(NamedTuple):
     work: str | None
     launches: bool
     counts: bool
-    asks: bool
-    """Whether their arguments tell the work of a device."""
-    says_more: bool
-    """Whether their arguments, or their name, tell what becomes an attribute."""
+    is_plain: bool
 
 
 class _Lane(NamedTuple):
@@ -109,7 +109,7 @@ class Others:
         self._sites: dict[tuple[str, str, paddle_traces.Attributes], int] = {}
         self._facts: dict[tuple[Any, Any], _Facts] = {}
         self._attributes = GatheredAttributes()
-        self._telling: dict[int, bytes] = {}
+        self._with_flops: dict[int, bytes] = {}
         self._counts_flops = False
         self._clock_of_paddle = paddle_traces.EventClock()
         self._names: dict[tuple[Any, ...], str] = {}
@@ -118,8 +118,8 @@ class Others:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._unsized = 0
-        # The work of devices: its names and kinds, and six numbers for each: which of these, device, stream, begin, end
-        # and correlation.
+        # The work of devices: its names and kinds, and six numbers for each: the place in these, device, stream, begin,
+        # end and correlation.
         self._work: dict[tuple[str, str], int] = {}
         self._work_numbers = array("q")
         self._launches: dict[int, int] = {}
@@ -169,7 +169,7 @@ class Others:
         return [one for _, one in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
-        """The name of a process or of a thread."""
+        """Add the name of a process or of a thread."""
         args = json.loads(bytes(event.args)) if bytes(event.args).startswith(b"{") else {}
         name = args.get("name") if isinstance(args, dict) else None
         if not isinstance(name, str):
@@ -186,7 +186,7 @@ class Others:
         first = len(self._site)
         rows: list[int] = []
         for at, (event, facts, lane, text) in enumerate(zip(slices, known, lanes, texts, strict=True)):
-            if not facts.says_more and not facts.asks and not lane.is_paddles and are_attributes(text):
+            if facts.is_plain and not lane.is_paddles and are_attributes(text):
                 if len(text) > 2:
                     rows.append(at)
                 continue
@@ -212,15 +212,15 @@ class Others:
             attributes[FLOPS] = flops
             self._counts_flops = True
         if FLOPS in attributes:
-            self._telling[at] = written(attributes)
+            self._with_flops[at] = written(attributes)
         elif attributes:
             self._attributes.add(at, written(attributes))
-        if event.ph == "X" and facts.asks:
+        if event.ph == "X":
             self._add_work(at, facts, args, lane, start_ns, end_ns)
         return start_ns, end_ns
 
     def _facts_of(self, of: object, named: object) -> _Facts:
-        """What is known of a slice by its category and its name."""
+        """Return the facts of slices of this category and name."""
         kind, text = text_of(of) or "", NAMELESS if named is None else f"{text_of(named)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
@@ -230,8 +230,7 @@ class Others:
             name = step[1]
         elif known is not None:
             name, (ours, attributes, work) = known
-        launches = LAUNCHES.fullmatch(kind) is not None
-        counts = kind == OPERATOR and is_counted(name)
+        launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and is_counted(name)
         facts = self._facts[of, named] = _Facts(
             place=self._sites.setdefault((name, ours, attributes), len(self._sites)),
             name=name,
@@ -239,8 +238,7 @@ class Others:
             work=work,
             launches=launches,
             counts=counts,
-            asks=launches or work is not None,
-            says_more=step is not None or counts,
+            is_plain=step is None and work is None and not counts and not launches,
         )
         return facts
 
@@ -297,7 +295,7 @@ class Others:
         """Return the slices as columns, and all else as a trace without spans."""
         first_ns, last_ns = self._bounds(rows.start_ns, rows.end_ns)
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
-        self._tell_flops(parent, rows.rank)
+        self._add_flops(parent, rows.rank)
         inner = np.flatnonzero(parent != NONE)
         children_ns = lengths_by_group(parent[inner], rows.start_ns[inner], rows.end_ns[inner], len(parent))
         found = columns.Trace(
@@ -322,7 +320,7 @@ class Others:
         return found, self._beside(first_ns, last_ns, rows)
 
     def _bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
-        """The first and the last that happened, 0 where nothing has."""
+        """Return the first and the last time, 0 where there is none."""
         at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
         starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
@@ -367,14 +365,14 @@ class Others:
         numbers_of = (np.ascontiguousarray(one) for one in (device, stream, start_ns, end_ns, thread_id, launched_ns))
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
-    def _tell_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the attributes of those that tell operations. Where shapes tell some, those of a product or convolution
-        are left to the outermost of the operators that tell them."""
-        told = np.zeros(len(rank), dtype=np.bool_)
-        for at, text in self._telling.items():
-            told[rank[at]] = self._counts_flops and flops_told(json.loads(text)) > 0
-        outer = nearest(parent, told)
-        for at, text in self._telling.items():
+    def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
+        """Add the attributes of slices with operations. Where shapes have some, those of a product or convolution are
+        left to the outermost of the operators that have them."""
+        has_flops = np.zeros(len(rank), dtype=np.bool_)
+        for at, text in self._with_flops.items():
+            has_flops[rank[at]] = self._counts_flops and flops_told(json.loads(text)) > 0
+        outer = nearest(parent, has_flops)
+        for at, text in self._with_flops.items():
             above = parent[rank[at]]
             if above != NONE and outer[above] != NONE:
                 text = written({key: value for key, value in json.loads(text).items() if key != FLOPS})
@@ -384,12 +382,12 @@ class Others:
 
 _VALUES = frozenset((str, int, float, bool))
 _NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
-"""What is in no text of arguments that may stay as it is."""
+"""Texts that are in no arguments that may stay as they are."""
 
 
 def are_attributes(args: bytes) -> bool:
-    """Whether the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is looked for
-    later under a name with escapes."""
+    """Return True where the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is
+    looked for later under a name with escapes."""
     is_flat = args.startswith(b"{") and args.find(b"{", 1) < 0 and len(args) < LONGEST_PLAIN
     return is_flat and not any(mark in args for mark in _NOT_PLAIN)
 
@@ -399,7 +397,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _arguments(event: TraceEvent) -> dict[str, Any]:
-    """The arguments of an event, numbers of any length among them."""
+    """Return the arguments of an event, numbers of any length among them."""
     found = event.args
     try:
         args = msgspec.json.decode(found)
@@ -409,7 +407,7 @@ def _arguments(event: TraceEvent) -> dict[str, Any]:
 
 
 def _allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
-    """What an event of torch.profiler says that was taken or given back."""
+    """Return the allocation that an event of torch.profiler is."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(
         HOST if in_host else max(checked(args.get("Device Id"), int), 0),

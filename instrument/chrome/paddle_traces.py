@@ -1,4 +1,4 @@
-"""What `paddle.profiler` means by the events of its Chrome traces: kinds, names, lanes, times and allocations.
+"""The meaning of events in Chrome traces of `paddle.profiler`: kinds, names, lanes, times and allocations.
 
 Its category is the type of an event. A name ends with how long the call took, a thread has a lane for Python and one
 for C++, and the time of an event is cut to microseconds, while its arguments have it to the nanosecond.
@@ -56,17 +56,17 @@ _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""What the name of a range says, in small letters, where it is about memory."""
+"""Words in the name of a range about memory, in small letters."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""How far the two times of an event may lie apart."""
+"""Nanoseconds by which the two times of an event may differ."""
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
-    """The name of an event without its time, and what it is; None where the category is none of Paddle's."""
+    """Return the name of an event without its time, and its meaning; None for a category that is not Paddle's."""
     known = _MEANINGS.get(category)
     took = None if known is None else _TOOK.fullmatch(name)
     if known is None or (known.work is not None and took is None):
@@ -81,30 +81,30 @@ def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
 
 
 def thread_of(lane: object) -> object:
-    """The thread whose lane for Python or C++ this is; any other lane as it is."""
+    """Return the thread whose lane for Python or C++ this is; any other lane as it is."""
     found = _LANE.fullmatch(lane) if isinstance(lane, str) else None
     return lane if found is None else int(found[1])
 
 
 def thread_name(name: str) -> str:
-    """The name of a thread without the language of its lane."""
+    """Return the name of a thread without the language of its lane."""
     found = _THREAD.fullmatch(name)
     return name if found is None else found[1]
 
 
 class EventClock:
-    """Times of events to the nanosecond, from what their arguments tell since the first of them."""
+    """Times of events to the nanosecond, which their arguments count from the first of them."""
 
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
     def times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Begin and end, None where the arguments do not tell them. What tells them is taken out of the arguments."""
+        """Take begin and end out of the arguments. Return None where these do not have them."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None
-        told = [_SINCE_FIRST.fullmatch(text) for text in (start, end)]
-        since, until = (None if one is None else int(one[1]) * 1_000 + int(one[2]) for one in told)
+        parts = [_SINCE_FIRST.fullmatch(text) for text in (start, end)]
+        since, until = (None if one is None else int(one[1]) * 1_000 + int(one[2]) for one in parts)
         if since is None or until is None or until < since:
             return None
         if self._first_ns is None:
@@ -115,7 +115,7 @@ class EventClock:
 
 
 def allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
-    """What an event says that was taken or given back, None where it says nothing of the kind."""
+    """Return the allocation that an event is, None for another event."""
     args = event.get("args")
     if event.get("cat") not in ("Allocate", "Free") or not isinstance(args, dict):
         return None

@@ -23,7 +23,6 @@ from instrument.recording.allocations import Allocations
 from instrument.recording.spans import FLOPS, Flops, Trace, flops_told
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
-from instrument.trace import columns
 from instrument.trace.file import Saved, without_endless
 from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import Metadata
@@ -31,7 +30,7 @@ from instrument.trace.of_spans import columns_of_spans
 from instrument.trace.text import LIMIT_BYTES, checked
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
-"""Most times its size that a packed file unpacks to, beyond so many bytes. Traces pack to a tenth, at times a
+"""The most times its size that a packed file unpacks to, beyond a number of bytes. Traces pack to a tenth, at times a
 thirtieth: their times do not repeat."""
 
 LIMIT_KEYS = 1000
@@ -55,23 +54,25 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
-    """As `load`, but a tally that the file does not have is counted when it is asked for: a fifth of the time."""
+    """Read as `load` does, but count a tally that the file does not have when it is asked for: a fifth of the time."""
     saved = load_columns(path, limit_bytes=limit_bytes)
     return saved.trace(), saved.counted
 
 
 def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """As `load`, with the spans as columns, and no object for any of them."""
+    """Read as `load` does, with the spans as columns, and no object for any of them."""
     with _refusals(path):
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
-        _refuse_backward(saved.columns)
+        # Views would take endless time for more than a few.
+        if np.count_nonzero(saved.columns.parent > np.arange(len(saved.columns))) > LIMIT_BACKWARD:
+            raise ValueError("parents in it begin after their children; it is damaged")
         return without_endless(saved)
 
 
 @contextmanager
 def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Everything that a file may raise, as a `TraceError`."""
+    """Raise everything that a file may raise as a `TraceError`."""
     why: str
     cause: Exception
     try:
@@ -146,7 +147,7 @@ def _content(text: JsonText) -> Saved:
 
 
 def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
-    """The file's top-level keys and values; events many at once, with None for a key."""
+    """Yield the file's top-level keys and values; events many at once, with None for a key."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
@@ -198,12 +199,6 @@ def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
             text.left_out.add("events that are no object", f"event {count}")
             yield None, [TraceEvent()]
     _take_end(text, "]")
-
-
-def _refuse_backward(found: columns.Trace) -> None:
-    """Raise for parents that begin after their children, beyond a few, for which views would take endless time."""
-    if np.count_nonzero(found.parent > np.arange(len(found))) > LIMIT_BACKWARD:
-        raise ValueError("parents in it begin after their children; it is damaged")
 
 
 # Joined with a trace of torch.profiler

@@ -1,4 +1,4 @@
-"""Slices of a trace into columns, whoever wrote them.
+"""Slices of a trace into columns, of any writer.
 
 Slices nest that are on one line: that of a thread, or of an async key. The innermost slice around another is its parent
 unless its arguments name one. The arguments of ours have ids, and the numbers that do not follow from other slices;
@@ -237,7 +237,7 @@ class Ours:
         self._samples: list[Sample] = []
         self._intervals = {name: array("q") for name in _OF_INTERVALS}
         self._labels: dict[str, int] = {}
-        self._told: list[Arguments] = []
+        self._waiting: list[Arguments] = []
 
     def add(self, events: list[TraceEvent], slices: list[TraceEvent]) -> list[TraceEvent]:
         """Read events and the arguments of slices. Return the slices of spans, for which `add_rows` is called next."""
@@ -247,11 +247,11 @@ class Ours:
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         begun = [one for one in slices if one.ph != "E" and one.ph != "e"]
-        told = decoded_arguments([one.args for one in begun])
-        self._told = [one for one in told if one.owner is UNSET]
-        if len(self._told) == len(told):
+        found = decoded_arguments([one.args for one in begun])
+        self._waiting = [one for one in found if one.owner is UNSET]
+        if len(self._waiting) == len(found):
             return slices
-        of_device = [(event, one) for event, one in zip(begun, told, strict=True) if one.owner is not UNSET]
+        of_device = [(event, one) for event, one in zip(begun, found, strict=True) if one.owner is not UNSET]
         self._add_intervals([event for event, _ in of_device], [one for _, one in of_device])
         wanted = {id(event) for event, _ in of_device}
         return [one for one in slices if id(one) not in wanted]
@@ -265,16 +265,16 @@ class Ours:
 
     def add_rows(self, slices: list[TraceEvent]) -> list[int]:
         """Add the arguments of the slices of spans that complete or begin. Return the thread of each."""
-        told, self._told = self._told, []
+        found, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name in _NUMBERS:
-            self._numbers[name].extend(_numbers(told, name))
+            self._numbers[name].extend(_numbers(found, name))
         errors = self._errors
         self._numbers["error"].extend([
             NONE if one.error is UNSET or one.error is None else errors.setdefault(one.error, len(errors) - 1)
-            for one in told
+            for one in found
         ])  # fmt: skip
-        for row, one in enumerate(told, first):
+        for row, one in enumerate(found, first):
             if one.clipped is True:
                 self._clipped.append(row)
             if one.attributes is not UNSET:
@@ -283,19 +283,19 @@ class Ours:
             if one.remote:
                 self._remote[row] = one.remote.parent()
         tids: list[Any] = [one.tid for one in slices]
-        return [tid if one.thread is UNSET else one.thread for tid, one in zip(tids, told, strict=True)]
+        return [tid if one.thread is UNSET else one.thread for tid, one in zip(tids, found, strict=True)]
 
-    def _add_intervals(self, slices: list[TraceEvent], told: list[Arguments]) -> None:
+    def _add_intervals(self, slices: list[TraceEvent], found: list[Arguments]) -> None:
         start_ns = times_ns([one.ts for one in slices], FARTHEST_NS)
         end_ns = start_ns + times_ns([one.dur for one in slices], FARTHEST_NS)
         labels, its = self._labels, self._intervals
         for name in ("owner", "place", "uncertainty_ns"):
-            its[name].extend(_numbers(told, name, 0))
-        its["device"].extend(_numbers(told, "device"))
-        streams = zip(_numbers(told, "stream"), _numbers(told, "enclosing_stream"), strict=True)
+            its[name].extend(_numbers(found, name, 0))
+        its["device"].extend(_numbers(found, "device"))
+        streams = zip(_numbers(found, "stream"), _numbers(found, "enclosing_stream"), strict=True)
         its["stream"].extend([other if stream == UNTOLD else stream for stream, other in streams])
         its["label"].extend([
-            labels.setdefault("exclusive" if one.label is UNSET else one.label, len(labels)) for one in told
+            labels.setdefault("exclusive" if one.label is UNSET else one.label, len(labels)) for one in found
         ])  # fmt: skip
         its["start_ns"].extend(start_ns.tolist())
         its["end_ns"].extend(end_ns.tolist())
@@ -355,9 +355,9 @@ class Ours:
         return DeviceIntervals(row=rows[order], **kept, label=label, labels=tuple(self._labels))
 
 
-def _numbers(told: list[Arguments], name: str, otherwise: int = UNTOLD) -> list[int]:
-    found = list(map(attrgetter(name), told))
-    return [otherwise if number is UNSET else number for number in found] if UNSET in found else found
+def _numbers(found: list[Arguments], name: str, otherwise: int = UNTOLD) -> list[int]:
+    numbers = list(map(attrgetter(name), found))
+    return [otherwise if number is UNSET else number for number in numbers] if UNSET in numbers else numbers
 
 
 def _or(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:

@@ -1,12 +1,12 @@
 """A trace in Perfetto's own format: track events, which its viewer and its trace processor read as they are.
 
-Slices, their names, times and lanes are those of the Chrome trace (see `lanes`), but that a slice without length lies
-beside what begins with it, into which readers of Chrome traces put it. Tracks stand in this order: requests, then the
-tasks in their trees; each process with its threads, of which the main one is shown first; other tasks; gauges, which
-are counters; devices, with a track for each stream. Arrows lead to as many slices as there are, for events carry them,
-so none is left out for want of room. Kinds are categories; attributes and what else is known of a span are debug
-annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once and
-referred to by number.
+Slices, their names, times and lanes are those of the Chrome trace (see `lanes`), but that a slice without length is
+beside one that begins with it, into which readers of Chrome traces put it. Tracks come in this order: requests, then
+the tasks in their trees; each process with its threads, of which the main one is shown first; other tasks; gauges,
+which are counters; devices, with a track for each stream. An arrow leads to any number of slices: events carry them, so
+none is left out for want of room. Kinds are categories; attributes and other facts of a span are debug annotations.
+Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once and referred to by
+number.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PROCESS = 1
 """The track of the first process; others are numbered from there."""
 
 REQUESTS = 2
-"""The track around those of requests. What lies in no process, and around others, is shown before all processes."""
+"""The track around those of requests. A track in no process, and around others, is shown before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
-"""The order of what lies below the threads of a process."""
+"""The order of the tracks below the threads of a process."""
 
 LIMIT_PID = 1 << 31
 """No process or thread has a number from here on."""
@@ -152,7 +152,7 @@ class _Packets:
         return number
 
     def _begin_of(self, site: Site, *, on_device: bool = False) -> Any:
-        """What the begins of a site's slices have in common."""
+        """Return the common part of the begins of a site's slices."""
         is_layer = site.kind == "layer" and site.instance
         name, kind = clean(site.instance if is_layer else site.name), "device" if on_device else clean(site.kind)
         event = self._pb.TrackEvent(
@@ -394,7 +394,7 @@ def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, b
 
 
 class _Arrows:
-    """What leads from a span to what it started on another thread or task, and on the device, and from a request to the
+    """Arrows from a span to its work on another thread or task, and on the device, and from a request to the
     batches that serve it, numbered from 1.
 
     Of a span those that lead out of it follow one another. One that would point into the past is none.
@@ -420,5 +420,5 @@ class _Arrows:
             self.into_batches.setdefault(place, []).append(number)
 
     def out_of(self, place: int) -> range:
-        """Those that lead out of a span."""
+        """Return the arrows that lead out of a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))
