@@ -35,10 +35,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile(
     "instrument",
     settings(),
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("fast", settings.get_profile("instrument"), max_examples=25)
+settings.register_profile("fast", settings.get_profile("instrument"), max_examples=20)
 settings.register_profile("quick", settings.get_profile("instrument"), max_examples=10)
 settings.load_profile("fast")  # or what --hypothesis-profile says; .ci/run says `instrument` beside the slow tests
 

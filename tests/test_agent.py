@@ -209,6 +209,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
@@ -285,6 +286,7 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
     assert errors.partition("Processes:")[2].count("in order") == 2
 
 
+@pytest.mark.slow
 def test_a_report_says_of_who_had_told_of_itself_before_others_came_that_it_did() -> None:
     done = run("""
         import engine, instrument
@@ -377,6 +379,7 @@ os.waitpid(child, 0)
     assert row.split()[3] == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["-B", "-X", "dev", "-m", "instrument"], [str(COMMAND)]], ids=["module", "script"])
 def test_our_own_command_is_no_process_of_the_run_that_it_is_called_in(words: list[str], folder: Path) -> None:
     if words == [str(COMMAND)] and not COMMAND.exists():
@@ -478,6 +481,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "how"),
     [pytest.param(*end, id=name, marks=[pytest.mark.slow] * (name != "is killed")) for name, end in ENDS.items()],
@@ -754,6 +758,7 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
     assert "Summary of shop" in Path("service.err").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> None:
     Path("main.py").write_text(
         "import subprocess, sys, engine\n"
@@ -1060,6 +1065,7 @@ def test_each_look_tells_of_what_came_since_the_one_before(service: subprocess.P
     looking.communicate()
 
 
+@pytest.mark.slow
 def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subprocess.Popen[str]) -> None:
     assert "dump.npz: " in command("dump", "--output", "dump.npz")
     saved = file.load("dump.npz")
@@ -1075,6 +1081,7 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
     assert {row.path[-1].name for row in file.load("last.npz").counted().rows()} == {"GET /slow", "hang"}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_none(
     service: subprocess.Popen[str],
 ) -> None:
@@ -1094,6 +1101,7 @@ def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_non
     assert folder.name in missing.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_switched_off_and_on_and_every_process_answers(service: subprocess.Popen[str]) -> None:
     assert command("off") == f"{service.pid}: does not record\n"
     serve_one(service)
@@ -1119,6 +1127,7 @@ def test_reload_goes_by_the_agent_and_every_process_answers(service: subprocess.
     assert "stays in force" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
     waiting = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
     assert waiting.stdout is not None
@@ -1292,6 +1301,7 @@ for number in range(12):
 """
 
 
+@pytest.mark.slow
 def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their_spans_are_in_files(
     folder: Path,
 ) -> None:
@@ -1311,6 +1321,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
         assert sum(len(load(path)) for path in paths) == 11
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_in_the_middle_of_a_span_has_died_whatever_its_code(folder: Path) -> None:
     Path("engine.py").write_text("import os\n\ndef step(x):\n    os._exit(x)\n")
     done = run("import os, engine\nif os.fork() == 0:\n    engine.step(0)\nos.wait()\n")

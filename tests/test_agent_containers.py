@@ -60,6 +60,7 @@ def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what
     assert "(without a goodbye (SIGKILL))" in done.stderr  # in the report of the run
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lost_its_parent() -> None:
     done = first("""
@@ -333,6 +334,7 @@ def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: st
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) -> None:
     Path("profile.yaml").write_text(f"{PROFILE}limits: {{ring: 64KiB, ring_dir: ./rings}}\nagent: off\n")
     killed = begin("""

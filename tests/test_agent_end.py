@@ -92,8 +92,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [10, 6000])
-@pytest.mark.parametrize("collector", [refusing, swallowing, dripping])
+@pytest.mark.parametrize(("collector", "requests"), [(refusing, 10), (swallowing, 6000), (dripping, 10)])
 def test_an_agent_that_is_told_to_end_has_ended_in_five_seconds_and_tells_what_is_lost(
     collector: Callable[[], AbstractContextManager[int]], requests: int
 ) -> None:
@@ -185,6 +184,7 @@ session.EXIT_LIMIT_NS = 600 * 10**9
 """
 
 
+@pytest.mark.slow
 def test_who_ends_after_another_that_waited_for_the_collector_in_vain_waits_but_a_moment() -> None:
     Path("main.py").write_text(WORKERS_ONE_BY_ONE)
     Path("engine.py").write_text(ENGINE)
@@ -226,6 +226,7 @@ def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leav
     assert not run_folder.found()
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_lost_in_its_export_is_in_a_report_that_goes_into_a_pipe() -> None:
     Path("engine.py").write_text(ENGINE)
     Path("main.py").write_text(SERVICE % 10)

@@ -127,6 +127,7 @@ def test_beside_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cu
                 collector.metrics.clear()
 
 
+@pytest.mark.slow
 def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
     told: dict[str, dict[str, list[Any]]] = {}
     for agent in ("off", "auto"):
@@ -148,6 +149,7 @@ def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
         assert outside[name][-1] == pytest.approx(own[name][-1], rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["off", "auto"])
 def test_the_gauges_of_a_short_session_are_read_as_it_ends(agent: str) -> None:
     service = serve(f"{FUNCTIONS}device: {{cuda: off, host: 1h}}\nagent: {agent}\n")

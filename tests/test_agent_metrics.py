@@ -167,6 +167,7 @@ def check(collector: Collector, preference: str, by_status: dict[int, int]) -> N
         assert counted(collector.metrics, name, preference) == {None: every}, name
 
 
+@pytest.mark.slow
 def test_what_a_process_had_counted_that_was_killed_is_at_the_collector(collector: Collector, preference: str) -> None:
     service = started()
     do(service, "ask 200 20", "ask 404 5")
@@ -278,6 +279,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_told(collector: Collector) -> None:
     Path("engine.py").write_text(ENGINE)
     Path("main.py").write_text(RESTARTS)

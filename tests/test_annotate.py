@@ -228,6 +228,7 @@ def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder:
     assert (FAULTS.counts_of_rules() != {}) == (kept is None)
 
 
+@pytest.mark.slow
 def test_a_tensor_is_kept_where_it_is_one_number_of_the_host(recorder: Any) -> None:
     torch = pytest.importorskip("torch")
     with recorder.make_scope("scope"):
@@ -488,6 +489,7 @@ class Behind:
     """Can be asked for whether it is there."""
 
 
+@pytest.mark.slow
 def test_nothing_large_that_a_service_gives_is_kept_alive_by_rows(recorder: Any) -> None:
     large = 5 * 10**6
     held: list[weakref.ref[Any]] = []

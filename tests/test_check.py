@@ -115,6 +115,7 @@ sys.exit(3 if child else 0)
 """
 
 
+@pytest.mark.slow
 def test_a_command_runs_as_it_would_and_its_processes_tell_what_was_called() -> None:
     write("p.yaml", 'functions: [{match: "checked:**"}, {match: "json.tool:main"}]\nexport: {summary: {to: s.txt}}')
     write("main.py", MAIN)
@@ -259,6 +260,7 @@ def test_a_rule_that_calls_the_script_itself_by_its_file_is_told_its_name() -> N
     assert "main not imported, but run as the program: a rule calls it __main__, not main" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() -> None:
     write("p.yaml", 'functions: [{match: "chekced:busy"}]')
     write("main.py", "import checked\nchecked.busy(1)")
@@ -290,6 +292,7 @@ def test_what_cannot_be_checked_is_one_clear_error(arguments: list[str], environ
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_check_alone_ends_the_command_and_its_verdicts_are_told(number: signal.Signals) -> None:
     write("p.yaml", 'functions: [{match: "checked:busy"}]')

@@ -88,6 +88,7 @@ def test_run_is_the_host_with_a_summary_and_a_trace_beside_it(folder: Path) -> N
 SHOW = "import sys, work; work.step(1); print(sys.argv, sys.path[0], sys.flags, sys.warnoptions, __name__)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "host", "stdin"),
     [
@@ -201,6 +202,7 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
     assert len(traces()) == 4
 
 
+@pytest.mark.slow
 def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -> None:
     write(
         folder / "main.py",
@@ -229,6 +231,7 @@ def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -
     assert len(traces()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed", ["0 1", *(pytest.param(one, marks=pytest.mark.slow) for one in ("0", "1", "2", "1 2"))]
 )
@@ -245,6 +248,7 @@ def test_a_daemon_with_closed_standard_streams_runs_and_has_an_agent(folder: Pat
     assert "Not observed: agent" not in ours.stderr
 
 
+@pytest.mark.slow
 def test_names_beyond_ascii_are_written_and_printed_by_an_ascii_locale(folder: Path) -> None:
     profile = "service: größe-🙂\nfunctions: [{match: '__main__:größe'}]\n"
     profile += "export: {chrome: {path: 'traces/{service}.json'}, summary: {to: stderr}}\n"
@@ -283,6 +287,7 @@ def test_run_with_a_module_and_with_the_profile_from_the_environment(folder: Pat
     assert len(traces()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code", "stderr"),
     [
@@ -336,6 +341,7 @@ def test_a_host_that_is_terminated_flushes_first_and_its_own_handler_wins(folder
     assert len(traces()) == 2
 
 
+@pytest.mark.slow
 def test_children_that_inherit_the_environment_are_instrumented_too(folder: Path) -> None:
     write(
         folder / "main.py",

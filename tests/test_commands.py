@@ -41,6 +41,7 @@ def instrument(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -59,6 +60,7 @@ def test_a_command_runs_as_a_shell_runs_it_and_is_recorded(command: list[str], s
     assert [line.split()[-2] for line in done.stderr.splitlines() if line.startswith("step ")] != [], done.stderr
 
 
+@pytest.mark.slow
 def test_check_and_init_take_the_same_commands() -> None:
     done = instrument("check", "profile.yaml", "--", "./start.sh")
     assert done.returncode == 0, done.stderr

@@ -853,6 +853,7 @@ def test_there_is_a_table_for_every_system_and_its_first_line_is_the_import() ->
         assert [index for index, (old, _, _) in enumerate(rows) if old.startswith(("from ", "import "))] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_line_of_the_tables_runs_in_our_words(system: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"work": work, "y": work}

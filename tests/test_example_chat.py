@@ -276,6 +276,7 @@ def test_health_says_ok_and_other_paths_and_methods_are_refused(url: str) -> Non
     assert httpx.get(f"{url}/nothing", trust_env=False).status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "code"),
     [(signal.SIGTERM, -signal.SIGTERM), pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow)],

@@ -938,6 +938,7 @@ def run(program: str, **settings: Any) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"missing": ("cuEventElapsedTime_v2",)}, {"version": 12040}],

@@ -126,6 +126,7 @@ def test_a_framework_that_was_asked_for_by_name_and_not_imported_is_named(
     assert select("frameworks: auto").verdicts() == []
 
 
+@pytest.mark.slow
 def test_check_imports_the_frameworks_that_are_asked_for_by_name() -> None:
     pytest.importorskip("sklearn")
     verdicts, _ = check(loads("frameworks: [sklearn]", environ={}))

@@ -54,6 +54,7 @@ def values(tensor: Any) -> Any:
     return keras.ops.convert_to_numpy(tensor)
 
 
+@pytest.mark.slow
 def test_layers_record_by_path_and_type_under_the_names_that_lead_to_them(
     recorder: Recorder, select: Callable[[str], Selection]
 ) -> None:
@@ -77,6 +78,7 @@ def test_layers_record_by_path_and_type_under_the_names_that_lead_to_them(
     assert {"type Block: first: attached", "type Block: second: attached"} <= set(states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", ["before", "after"])
 def test_functional_and_sequential_models_show_their_layers_and_building_one_records_nothing(
     recorder: Recorder, select: Callable[[str], Selection], built: str

@@ -79,6 +79,7 @@ def test_each_window_reaches_the_collector_with_its_tree_and_its_times(received:
     assert {(span.name, span.start_ns, span.end_ns) for span in sent.values()} == wanted
 
 
+@pytest.mark.slow
 def test_handlers_are_combined_and_each_does_its_work(received: Receiver, capsys: pytest.CaptureFixture[str]) -> None:
     handlers = [export_otlp(received.endpoint), export_chrome("traces"), print_summary()]
     with Profiler(schedule=schedule(record=2, repeat=2), on_trace_ready=handlers) as profiler:
@@ -206,6 +207,7 @@ def test_what_a_collector_does_not_take_is_counted(behave: Any, taken: int, lost
     assert profiler.failures == failures
 
 
+@pytest.mark.slow
 def test_a_window_larger_than_any_queue_arrives_whole() -> None:
     with collecting(take) as other:
         own = loads("limits: {ring: 256MiB}", environ={})
@@ -422,6 +424,7 @@ def test_a_fork_while_windows_are_written_leaves_the_child_without_them() -> Non
     assert seen == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 0), (2, 1)], ids=["the thread begins at exit", "the thread is there"])
 def test_the_interpreters_exit_writes_and_sends_what_is_left(counts: tuple[int, int]) -> None:
     with collecting(take) as other:

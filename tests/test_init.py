@@ -138,6 +138,7 @@ def test_a_script_is_observed_and_its_first_profile_passes_check_and_records_its
     assert len(requests) == 30
 
 
+@pytest.mark.slow
 def test_a_file_that_is_there_is_replaced_only_by_force_and_nothing_runs_before() -> None:
     write("batch.py", "print('ran')\ndef f(): pass\nfor _ in range(9): f()\n")
     write("profile.yaml", "service: mine\n")
@@ -157,6 +158,7 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
     assert not Path("profile.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [

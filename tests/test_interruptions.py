@@ -62,6 +62,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["auto", "off"])
 def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str, tmp_path: Path) -> None:
     with collecting(take) as collector:

@@ -61,6 +61,7 @@ def kept() -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_in_files_while_the_service_runs_and_after_the_exporter_was_killed() -> None:
     Path("profile.yaml").write_text("service: shop\ncapture: {sample: 0, errors: true, to: captures/}\n")
     service = begin(SERVICE)

@@ -93,6 +93,7 @@ def checked(profile: str, *words: str) -> tuple[dict[str, int | None], dict[str,
 RULES = 'functions: [{{match: ["{0}:*", "{0}:Engine.*"]}}]\nexport: {{summary: {{to: ./s.txt}}}}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in ("folder", "zip"))) for way in WAYS]
 )
@@ -109,6 +110,7 @@ def test_a_program_is_recorded_and_is_the_same_to_itself_and_in_its_tracebacks(w
     assert states == {f"__main__:{name}": "partly" if name == "handle" else "attached" for name in CALLS}
 
 
+@pytest.mark.slow
 def test_a_module_that_is_run_by_its_name_is_reached_by_that_name_too() -> None:
     calls, _ = checked(RULES.format("pkg.tool"), *WAYS["module"])
     assert calls == {f"pkg.tool:{name}": count for name, count in CALLS.items()}
@@ -128,6 +130,7 @@ RUN_BY = {
 """Tools that run a script as the main module, in their own process."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tool", [pytest.param(tool, marks=[pytest.mark.slow] * (tool in ("profile", "pdb"))) for tool in RUN_BY]
 )
@@ -189,6 +192,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -301,6 +305,7 @@ print(handle(1), asyncio.run(wait(1)), list(items(1)), asyncio.run(collect(strea
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

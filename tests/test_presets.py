@@ -239,6 +239,7 @@ def test_a_service_runs_without_any_profile_and_its_requests_are_on_one_screen(f
     assert "requests: 2; none ended with an error" in command("report", "traces").stdout
 
 
+@pytest.mark.slow
 def test_the_preset_holds_in_child_processes_and_is_told_once(folder: Path) -> None:
     pytest.importorskip("waitress")
     write("serve.py", WAITRESS)
@@ -301,6 +302,7 @@ def test_check_prints_the_yaml_of_a_preset_which_is_a_profile_to_begin_with(pres
     assert (done.returncode, done.stdout, done.stderr) == (0, text_of(preset), "")
 
 
+@pytest.mark.slow
 def test_check_without_a_profile_shows_what_the_preset_stands_for_and_what_it_reaches(folder: Path) -> None:
     pytest.importorskip("waitress")
     done = command("check")
@@ -369,6 +371,7 @@ def engine(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_rules_for_an_engine_are_taken_on_where_the_service_imports_it_and_that_is_said_once(engine: Path) -> None:
     write("changed.yaml", "preset: serving\nrequests: auto")
     done = command("run", "--preset", "serving", "--", "main.py", "again")
@@ -378,6 +381,7 @@ def test_the_rules_for_an_engine_are_taken_on_where_the_service_imports_it_and_t
     assert done.stderr.count("imports mlserver, so the rules of the preset mlserver are taken on, too") == 1
 
 
+@pytest.mark.slow
 def test_a_profile_that_wants_no_rules_for_engines_gets_none(engine: Path) -> None:
     write("p.yaml", "preset: serving\nengines: off")
     done = command("run", "--profile", "p.yaml", "--", "main.py")
@@ -386,6 +390,7 @@ def test_a_profile_that_wants_no_rules_for_engines_gets_none(engine: Path) -> No
     assert "mlserver" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_service_without_a_name_is_called_as_what_is_run(engine: Path) -> None:
     (engine / "shop").mkdir()
     (engine / "shop" / "api.py").write_text("import instrument\nprint(instrument.session().profile.service)\n")

@@ -746,6 +746,7 @@ def test_a_summary_leaves_out_the_first_steps_that_it_is_asked_to(steps: int) ->
     assert profiler.benchmark().steps == steps - 10
 
 
+@pytest.mark.slow
 def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str], torch: Any) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32, 1))
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
@@ -922,6 +923,7 @@ def test_waiting_for_an_asynchronous_loader_is_reader_cost() -> None:
     assert found.reader.mean >= 1.9e7
 
 
+@pytest.mark.slow
 def test_an_asynchronous_wait_that_nobody_awaits_any_more_is_closed_in_silence(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -152,6 +152,7 @@ def only_tree() -> str:
 # ---------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_a_module_of_the_standard_library_reads_and_refuses_json(folder: Path) -> None:
     write_profile('service: json\nfunctions: [{match: ["json:load", "json.decoder:*.decode"]}]')
     run_both("-m", "json.tool", "--compact", stdin='{"a": [1, 2.5, null]}')
@@ -173,6 +174,7 @@ def test_a_module_of_the_standard_library_reads_and_refuses_json(folder: Path) -
     )
 
 
+@pytest.mark.slow
 def test_the_path_of_the_host_is_as_without_us_and_its_environment_has_eight_names_more(folder: Path) -> None:
     write_profile("")
     run_both("-m", "site")
@@ -186,6 +188,7 @@ def test_the_path_of_the_host_is_as_without_us_and_its_environment_has_eight_nam
     assert ours["PYTHONPATH"].split(os.pathsep)[1:] == list(filter(None, [plain.get("PYTHONPATH")]))
 
 
+@pytest.mark.slow
 @needs("pip")
 def test_pip_tells_its_version(folder: Path) -> None:
     write_profile(
@@ -206,6 +209,7 @@ def test_pip_tells_its_version(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_pytest_runs_tests_that_a_rule_names(folder: Path) -> None:
     write_profile(
         """
@@ -548,6 +552,7 @@ def trees_by_worker(shape: str) -> Counter[int]:
     return found
 
 
+@pytest.mark.slow
 @needs("gunicorn")
 @pytest.mark.parametrize("stop", SIGNALS, ids=lambda stop: stop.name)
 def test_each_worker_that_gunicorn_forks_writes_a_trace(folder: Path, stop: signal.Signals) -> None:
@@ -611,11 +616,7 @@ WSGIServer(("127.0.0.1", int(sys.argv[1])), app, log=None).serve_forever()
 GUNICORN = ("-m", "gunicorn", "--workers", "2", "--bind", "127.0.0.1:{port}")
 LEAVERS = {
     "gevent": (["main.py", "{port}"], "gevent", 1),
-    "gunicorn -k gevent": ([*GUNICORN, "-k", "gevent", "shop:app"], "gevent", 2),
     "gunicorn -k gthread": ([*GUNICORN, "-k", "gthread", "shop:app"], "gunicorn", 2),
-    "gunicorn -k uvicorn.workers.UvicornWorker": (
-        [*GUNICORN, "-k", "uvicorn.workers.UvicornWorker", "shop:asgi"], "uvicorn", 2
-    ),
     "uvicorn --workers": (
         # A worker that takes long to begin on a loaded machine is not to be taken for dead.
         ["-m", "uvicorn", "--workers", "2", "--timeout-worker-healthcheck", "60", "--port", "{port}",
@@ -815,6 +816,7 @@ BY_CHANCE = ("loop blocked", "garbage collection")
 """Spans that a slow machine has more of."""
 
 
+@pytest.mark.slow
 @needs("fastapi", "uvicorn")
 def test_every_route_of_fastapi_is_a_request_with_its_parts_by_our_profile_for_it(folder: Path) -> None:
     write("shop.py", FASTAPI_SHOP)

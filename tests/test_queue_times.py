@@ -145,6 +145,7 @@ def bounds_s() -> tuple[float, float]:
     return least / 1e9, sum(begun[x] - accepted[x] for x in begun) / 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preference", ["cumulative", pytest.param("delta", marks=pytest.mark.slow)])
 def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch

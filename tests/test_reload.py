@@ -881,6 +881,7 @@ def tell(*arguments: str) -> tuple[int, dict[int, str], str]:
 TRACES = "export: {chrome: {path: 'traces/{pid}.json'}}\n"
 
 
+@pytest.mark.slow
 def test_every_worker_of_a_pre_fork_server_follows_and_one_that_does_not_is_named() -> None:
     write("prefork.py", PREFORK)
     write("profile.yaml", LISTENING + TRACES + 'functions: [{match: "reloaded:handle"}]')
@@ -979,6 +980,7 @@ def test_a_reload_reaches_its_own_service_and_file_and_names_the_others() -> Non
     assert "handle" in Path("a.txt").read_text()
 
 
+@pytest.mark.slow
 def test_of_two_services_with_one_file_the_variable_says_which_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     write("both.yaml", LISTENING)
     with contextlib.ExitStack() as stack:

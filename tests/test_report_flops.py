@@ -256,6 +256,7 @@ def test_the_time_of_a_call_is_that_of_what_it_and_all_below_it_put_on_devices()
     assert rows(inside((outer, 1, (untimed,))))["outer"].on == "CPU"
 
 
+@pytest.mark.slow
 def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
     """What each of them lies in, told one by one, would be gigabytes and minutes for a file of some MB."""
     depth, count = 4000, 20_000

@@ -75,6 +75,7 @@ def test_a_packed_bomb_is_refused_within_half_a_gigabyte(says: str, tmp_path: Pa
     assert done.peak_bytes < 500_000_000
 
 
+@pytest.mark.slow
 def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     its = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1,"args":{{"a":"b"}}}}' for ts in range(100_000)]

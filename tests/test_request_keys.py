@@ -370,6 +370,7 @@ def test_a_tensor_on_a_device_is_no_batch_and_is_never_read(rule: str, recorded:
     assert "found OnDevice that is on a device or has not one dimension, and is not read" in note
 
 
+@pytest.mark.slow
 def test_numbers_in_tensors_of_the_host_are_keys_and_weights(recorded: Callable[..., list[Span]]) -> None:
     torch = pytest.importorskip("torch")
     keyed = "{match: 'keyed_engine:add', key: request}"
@@ -506,6 +507,7 @@ export:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "export",
     [

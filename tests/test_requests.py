@@ -206,6 +206,7 @@ def parametrised(cases: dict[str, Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", made)
 
 
+@pytest.mark.slow
 @parametrised(CASES)
 def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(
     case: Case, tmp_path: Path, collector: Receiver

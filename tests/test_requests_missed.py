@@ -202,6 +202,7 @@ def test_a_service_on_a_server_that_nobody_knows_says_so_at_its_end(tmp_path: Pa
     assert f"requests: connections: unmet (they came to port {port}, and no request was recorded there" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_verdicts_outlive_a_process_that_ends_without_a_goodbye(tmp_path: Path, end: str) -> None:
     (tmp_path / "main.py").write_text(

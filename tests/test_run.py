@@ -108,6 +108,7 @@ def test_a_parent_of_eight_workers_and_their_helpers_get_no_threads_and_write_no
         assert {span.site.name for span in spans} == {"step"}
 
 
+@pytest.mark.slow
 def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
     done = run(f"""
         import os, time
@@ -236,6 +237,7 @@ def test_a_forking_program_of_its_own_session_writes_nothing_where_only_its_chil
     assert names == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_records_and_ends_at_once_has_its_threads_for_the_last_delivery() -> None:
     done = run("import engine; engine.step(1)")
     assert done.returncode == 0, done.stderr
@@ -246,6 +248,7 @@ def test_a_process_that_records_and_ends_at_once_has_its_threads_for_the_last_de
     )
 
 
+@pytest.mark.slow
 def test_a_profile_without_an_export_says_so_at_start_and_in_check_and_once(caplog: pytest.LogCaptureFixture) -> None:
     Path("profile.yaml").write_text("functions: [{match: 'engine:step'}]")
     says = "has no `export:` (recording, chrome, otlp, prometheus or summary), so nothing will be written or sent"

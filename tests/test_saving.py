@@ -242,6 +242,7 @@ for child in children: os.waitpid(child, 0)
 """
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_run_write_beside_one_another_under_its_name() -> None:
     Path("service.py").write_text(RUN)
     Path("profile.yaml").write_text("service: shop\nexport: {recording: }")

@@ -142,6 +142,7 @@ def calls(text: str) -> float:
     return sum(values(text, f"{CALLS}_count").values())
 
 
+@pytest.mark.slow
 def test_any_process_of_a_run_tells_the_metrics_of_all_and_so_does_the_agent_over_http() -> None:
     port = free_port()
     with collecting(take) as collector:
@@ -183,6 +184,7 @@ def test_any_process_of_a_run_tells_the_metrics_of_all_and_so_does_the_agent_ove
                 assert answer.read().endswith(b"# EOF\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
     Path("profile.yaml").write_text("requests: auto\nfunctions: [{match: 'engine:work', metrics: true}]")
     with started() as service:

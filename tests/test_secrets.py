@@ -98,6 +98,7 @@ def check(*arguments: str, **environ: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_check_shows_the_reference_and_not_what_it_stands_for(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(

@@ -22,6 +22,7 @@ OF_MODULES = (
 COMMAND = str(Path(sys.executable).with_name("instrument"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "python_path"),
     [

@@ -50,6 +50,7 @@ def run(source: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["", "serving", "training"])
 def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str) -> None:
     done = run(
@@ -69,6 +70,7 @@ def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str)
     assert off | off_too <= {"sitecustomize"}
 
 
+@pytest.mark.slow
 def test_a_process_that_records_loads_nothing_that_only_reads_writes_or_sends() -> None:
     done = run(f"""
         import subprocess, sys
@@ -86,6 +88,7 @@ def test_a_process_that_records_loads_nothing_that_only_reads_writes_or_sends() 
     assert len(new) <= 260
 
 
+@pytest.mark.slow
 def test_a_later_process_takes_the_profile_and_the_costs_of_probes_from_the_first() -> None:
     """It reads YAML where the variables that the profile asked for are others here, or its file has changed."""
     Path("profile.yaml").write_text(PROFILE.replace("shop", "${SHOP_NAME:-shop}"))
@@ -162,6 +165,7 @@ def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:
     assert set(ast.literal_eval(off)) == set(ast.literal_eval(of_scopes.comparators[0]))  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_session_begins_with_the_first_awaited_package_or_with_the_first_name_of_ours() -> None:
     done = run("""
         import os, subprocess, sys

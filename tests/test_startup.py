@@ -118,6 +118,7 @@ def test_every_name_that_is_installed_here_is_where_the_table_says(select: Calla
     assert len(there) >= 6
 
 
+@pytest.mark.slow
 def test_a_reload_without_it_takes_every_probe_off(select: Callable[[str], Selection]) -> None:
     selection = select(PROFILE)
     before = torch.load
@@ -225,6 +226,7 @@ print(instrument.summary(views=["startup"]))
 """
 
 
+@pytest.mark.slow
 def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(PROGRAM)
     (tmp_path / "p.yaml").write_text("startup: auto\nexport: {chrome: {path: trace.json.gz}}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -57,9 +58,8 @@ ENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
+    ("source", "number"), [*zip(ENDS.values(), itertools.cycle([signal.SIGTERM, signal.SIGHUP]))], ids=ENDS.keys()
 )
-@pytest.mark.parametrize("source", ENDS.values(), ids=ENDS.keys())
 def test_a_service_that_resets_a_signal_leaves_its_summary_and_dies_of_the_signal(
     tmp_path: Path, source: str, number: signal.Signals
 ) -> None:

@@ -216,8 +216,7 @@ needs_gevent = pytest.mark.skipif(importlib.util.find_spec("gevent") is None, re
 
 
 @needs_gevent
-@pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("when", "secure"), [("before", True), ("after", False)])
 @pytest.mark.slow
 def test_every_request_of_a_service_patched_by_gevent_reaches_the_collector(
     tmp_path: Path, when: str, secure: bool, monkeypatch: pytest.MonkeyPatch
