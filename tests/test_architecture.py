@@ -322,7 +322,7 @@ SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_777, 28),
-    "chrome": (3_152, 11),
+    "chrome": (3_115, 11),
     "cli": (2_417, 20),
     "compat": (1_367, 6),
     "device": (3_727, 16),
@@ -336,7 +336,7 @@ LINES_AND_FILES = {
     "report": (12_302, 47),
     "runtime": (2_272, 18),
     "sessions": (8_044, 35),
-    "trace": (7_380, 36),
+    "trace": (7_365, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

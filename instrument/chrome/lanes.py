@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import BATCH_KEYS, MergedProcess, Site
+from instrument.recording.spans import BATCH_KEYS, MergedProcess
 from instrument.recording.spans import Trace as Facts
 from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
@@ -218,51 +218,25 @@ def one_by_one(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 # Slices in their order
 
 
-class Spans(NamedTuple):
-    """The spans in that order: `row` is the row of each in the trace, `place_of` the place of each row.
+class Spans:
+    """The spans by begin, the longer ones first: `row` is the row of each in the trace, `place_of` the place of a row.
 
     Times count from the base of the file, `parent` is the place of the parent, `site` the number of the site among
     `sites`, which are by first sight. `process` is the place of the process among those that are shown.
     """
 
-    trace: Trace
-    sites: Sequence[Site]
-    row: Int64s
-    place_of: Int32s
-    span_id: Int64s
-    parent: Int32s
-    thread_id: Int64s
-    task_id: Int64s
-    start_ns: Int64s
-    end_ns: Int64s
-    site: Int64s
-    is_request: Bools
-    is_async: Bools
-    process: Int64s
-
-    @classmethod
-    def of(cls, trace: Trace, base_ns: int, processes: ShownProcesses) -> Spans:
-        row = in_order(trace)
-        place_of, parent, task_id = rank_of(row), trace.parent[row], trace.task_id[row]
-        site, firsts = by_first_sight(trace.site[row])
-        sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
-        is_request = np.array([one.kind == "request" for one in sites], dtype=np.bool_)[site]
-        return cls(
-            trace=trace,
-            sites=sites,
-            row=row,
-            place_of=place_of,
-            span_id=trace.span_id[row],
-            parent=np.where(parent == NONE, np.int32(NONE), place_of[parent]) if len(row) else parent,
-            thread_id=trace.thread_id[row],
-            task_id=task_id,
-            start_ns=trace.start_ns[row] - base_ns,
-            end_ns=trace.end_ns[row] - base_ns,
-            site=site,
-            is_request=is_request,
-            is_async=(task_id != 0) | is_request,
-            process=processes.numbers_of(trace.thread_id[row]),
-        )
+    def __init__(self, trace: Trace, base_ns: int, processes: ShownProcesses) -> None:
+        self.trace, self.row = trace, in_order(trace)
+        row, parent = self.row, trace.parent[self.row]
+        self.place_of = rank_of(row)
+        self.parent = np.where(parent == NONE, np.int32(NONE), self.place_of[parent]) if len(row) else parent
+        self.span_id, self.thread_id, self.task_id = trace.span_id[row], trace.thread_id[row], trace.task_id[row]
+        self.start_ns, self.end_ns = trace.start_ns[row] - base_ns, trace.end_ns[row] - base_ns
+        self.site, firsts = by_first_sight(trace.site[row])
+        self.sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
+        self.is_request = np.array([one.kind == "request" for one in self.sites], dtype=np.bool_)[self.site]
+        self.is_async = (self.task_id != 0) | self.is_request
+        self.process = processes.numbers_of(self.thread_id)
 
     def groups(self) -> Int64s:
         """The thread, or the task of a tree in a process, that each span is on: numbers from 0."""
@@ -295,27 +269,16 @@ class Spans(NamedTuple):
         return called[away], callers[away]
 
 
-class OrderedIntervals(NamedTuple):
+class OrderedIntervals:
     """The device intervals in that order: `owner` is the place of the span that each is of, `number` its number among
     those of that span."""
 
-    row: Int64s
-    owner: Int64s
-    number: Int64s
-    start_ns: Int64s
-    end_ns: Int64s
-
-    @classmethod
-    def of(cls, spans: Spans, base_ns: int) -> OrderedIntervals:
+    def __init__(self, spans: Spans, base_ns: int) -> None:
         its = spans.trace.device
-        row = np.lexsort((-its.end_ns, its.start_ns))
-        return cls(
-            row=row,
-            owner=spans.place_of[its.row[row]].astype(np.int64),
-            number=row - np.searchsorted(its.row, its.row[row]),
-            start_ns=its.start_ns[row] - base_ns,
-            end_ns=its.end_ns[row] - base_ns,
-        )
+        row = self.row = np.lexsort((-its.end_ns, its.start_ns))
+        self.owner = spans.place_of[its.row[row]].astype(np.int64)
+        self.number = row - np.searchsorted(its.row, its.row[row])
+        self.start_ns, self.end_ns = its.start_ns[row] - base_ns, its.end_ns[row] - base_ns
 
     def lanes(self, its: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
         """The stream of each, the number of its lane there, and the one that is innermost around it."""

@@ -83,8 +83,8 @@ class _Packets:
         times = trace.start_ns, trace.device.start_ns, np.array([one.at_ns for one in facts.samples], dtype=np.int64)
         self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
         self._processes = ShownProcesses(facts)
-        self._spans = Spans.of(trace, self._base_ns, self._processes)
-        self._intervals = OrderedIntervals.of(self._spans, self._base_ns)
+        self._spans = Spans(trace, self._base_ns, self._processes)
+        self._intervals = OrderedIntervals(self._spans, self._base_ns)
         self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))
         self._uuids = count(REQUESTS + 1)
         self._of_process = [PROCESS, *(next(self._uuids) for _ in self._processes.all[1:])]

@@ -74,9 +74,9 @@ def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iter
     processes = ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
-    spans, board = Spans.of(columns, base_ns, processes), Board(processes)
+    spans, board = Spans(columns, base_ns, processes), Board(processes)
     sites = Sites(spans.sites)
-    drawing = Drawing(spans, OrderedIntervals.of(spans, base_ns), board, sites.place)
+    drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.place)
     yield b'{"displayTimeUnit":"ms","instrument":'
     for text in metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")

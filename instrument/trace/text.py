@@ -12,9 +12,6 @@ from typing import Any
 INT64 = 1 << 63
 """The first number beyond those of 64 bits, which is as far as viewers go."""
 
-MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
-"""The decimals of a time in microseconds, by nanoseconds."""
-
 # What bounds the memory that a hostile file can ask for: characters of one value, microseconds of a time (ns since
 # 1970 still are in int64).
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
@@ -83,11 +80,6 @@ def is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and (not isinstance(value, int) or -INT64 <= value < INT64)
 
 
-def microseconds(time_ns: int) -> str:
-    """Nanoseconds as microseconds with three decimals, exactly."""
-    return f"{time_ns // 1000}{MILLI[time_ns % 1000]}"
-
-
 # In
 
 
@@ -97,13 +89,6 @@ def nanoseconds(time_us: object) -> int:
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
     return round(time * 1000)
-
-
-def end_of(start_ns: int, end_ns: int) -> int:
-    """The end of a slice, which must not lie before its start."""
-    if end_ns < start_ns:
-        raise ValueError("a slice in it ends before it starts; it is damaged")
-    return end_ns
 
 
 def checked(value: object, *kinds: type) -> Any:
