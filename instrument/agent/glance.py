@@ -21,10 +21,7 @@ def holds_anything(fd: int) -> bool:
         inner = _number(head, layout.HEADER, "object_bytes")
         if inner > layout.STRIDES["rings"] - layout.RING.size:
             return False
-        has_rows = any(
-            _number(ring, layout.RING, "head", inner) or _number(ring, layout.RING, "folded", inner)
-            for _, ring in _rings_of_now(fd, head, inner)
-        )
+        has_rows = any(_number(ring, layout.RING, "head", inner) for _, ring in _rings_of_now(fd, head, inner))
         return has_rows or _has_open_frame(fd, head, inner)
     except (OSError, struct.error, OverflowError):
         return False
