@@ -15,7 +15,7 @@ from instrument.profile.model import VIEWS
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.view import Recording
 
-CIRCLE, TWICE, LATE = "parents in it run in a circle", "two spans in it have one id", "a time that no clock reads"
+CIRCLE, TWICE, LATE = "parents in it run in a circle", "two spans in it have one id", "slices without a time"
 
 UNSOUND = {
     "two that are in each other": ([(1, 2, 0), (2, 1, 0)], CIRCLE),
