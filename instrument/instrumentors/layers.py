@@ -22,7 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
@@ -230,7 +230,8 @@ class Layers:
         self._paths = Paths(module_type, _torch_children)
         handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
         self._undos.append(handle.remove)
-        self._undos.append(self._watch_subclasses(module_type))
+        # A model without children is never registered anywhere.
+        self._undos.append(watch_subclasses(module_type, self._defined, "a layer class"))
         for cls in subclasses(module_type):
             self._defined(cls)
         for name, child in self._paths.walk_heap():
@@ -253,19 +254,6 @@ class Layers:
         self._patched.clear()
         self._sites.clear()
         self._shared.clear()
-
-    def _watch_subclasses(self, module_type: type[Any]) -> Undo:
-        """See each class as it is defined: a model without children is never registered anywhere."""
-        layers = self
-
-        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - it is one
-            super(module_type, cls).__init_subclass__(**kwargs)
-            try:
-                layers._defined(cls)
-            except Exception as fault:
-                FAULTS.note("definition of a layer class", fault)
-
-        return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
 
     def _defined(self, cls: type[Any]) -> None:
         if known_as(cls) in self._types:

@@ -8,6 +8,7 @@ defined later tell of themselves through `__init_subclass__` of the class that t
 from __future__ import annotations
 
 import dis
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -59,22 +60,8 @@ class Lineage:
 
     def watch(self) -> None:
         """Hear of subclasses from now on. Raises what a class raises that lets nothing be set."""
-        if self._undo is not None:
-            return
-        lineage, base = self, self.base
-        own = type_namespace(base).get("__init_subclass__")
-
-        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - it is one
-            if own is None:
-                super(base, cls).__init_subclass__(**kwargs)
-            else:
-                own.__get__(None, cls)(**kwargs)
-            try:
-                lineage._subclassed(cls)
-            except Exception as fault:
-                FAULTS.note("definition of a subclass", fault)
-
-        self._undo = replace(base, "__init_subclass__", classmethod(__init_subclass__))
+        if self._undo is None:
+            self._undo = watch_subclasses(self.base, self._subclassed)
 
     def end(self) -> None:
         """Hear of no more subclasses."""
@@ -133,6 +120,28 @@ def _goes_to_super(function: Any, attribute: str) -> bool:
         if "JUMP" in instruction.opname or instruction.opname in ("RETURN_VALUE", "RETURN_CONST", "FOR_ITER"):
             return False
     return False
+
+
+def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], what: str = "a subclass") -> Undo:
+    """Have `defined(cls)` called for each class that is defined below one from now on; returns the way back.
+
+    `what` such a class is, for the log.
+    """
+    own = type_namespace(base).get("__init_subclass__")
+
+    def __init_subclass__(cls: type[Any], /, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+        if own is None:
+            super(base, cls).__init_subclass__(*args, **kwargs)
+        else:
+            own.__get__(None, cls)(*args, **kwargs)
+        try:
+            defined(cls)
+        except Exception as fault:
+            FAULTS.note(f"definition of {what}", fault)
+
+    if isinstance(own, classmethod):
+        functools.update_wrapper(__init_subclass__, own.__func__)
+    return replace(base, "__init_subclass__", classmethod(__init_subclass__))
 
 
 def subclasses(cls: type[Any]) -> Iterator[type[Any]]:

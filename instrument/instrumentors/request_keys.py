@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from instrument import native
-from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of
+from instrument.instrumentors.arguments import LEFT_OUT, Parameter, parameter_of, part_of
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.annotation import (
     ALLOWED_KEYS,
@@ -183,7 +183,7 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
 
     def read(value: Any) -> Told:
         for step in steps:
-            value = _part(value, step)
+            value = part_of(value, step)
         key = text(value)
         if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
             raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")
@@ -244,7 +244,7 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
 
         def plain(value: Any) -> Any:
             for step in steps:
-                value = _part(value, step)
+                value = part_of(value, step)
             return value
 
         return plain
@@ -258,7 +258,7 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(_is_mapping_type, kinds))
-            some = [_part(item, step) for item in some] if has_keys else list(map(attribute, some))
+            some = [part_of(item, step) for item in some] if has_keys else list(map(attribute, some))
         return some
 
     return each
@@ -272,11 +272,6 @@ def _is_mapping_type(kind: type) -> bool:
 def _is_mapping(value: Any) -> bool:
     kind: Any = type(value)
     return _is_mapping_type(kind)
-
-
-def _part(value: Any, name: str) -> Any:
-    """Return the value of a mapping for a name, else the attribute. Asking inserts nothing (`defaultdict`)."""
-    return value[name] if _is_mapping(value) and name in value else getattr(value, name)
 
 
 def _text_of(cut: str) -> Callable[[Any], str]:

@@ -53,7 +53,7 @@ def _entries(entries: Sequence[Entry], facts_of: Callable[[Any], Facts], by_clas
 
 
 ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
-    "jax": jax.probes,
+    "jax": jax.Jitted,
     "onnxruntime": _entries(
         [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
         _of_session,
@@ -80,7 +80,7 @@ ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
         _of_model,
         by_class=True,
     ),
-    "sklearn": sklearn.probes,
+    "sklearn": sklearn.Estimators,
 }
 
 

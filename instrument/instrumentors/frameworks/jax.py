@@ -262,8 +262,3 @@ def _concrete(array: Any) -> Iterator[type[Any]]:
     concrete = namespace(module).get("ArrayImpl") if module is not None else None
     if isinstance(concrete, type):
         yield from concrete.__mro__
-
-
-def probes(rule: FrameworkRule, recorder: Recorder = RECORDER) -> Jitted:
-    """The probes of the rule."""
-    return Jitted(rule, recorder)

@@ -16,14 +16,13 @@ from typing import Any
 
 from instrument.instrumentors.frameworks.entries import missing
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.namespaces import namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.faults import FAULTS
 
 METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
@@ -59,7 +58,8 @@ class Estimators:
         self._base = base
         self._wrapping = next((cls for cls in _bases_of_transformers(module) if cls.__name__ == WRAPPING[1]), None)
         for watched in filter(None, (base, self._wrapping)):
-            self._undos.append(self._watch_subclasses(watched))
+            defined = functools.partial(self._defined_below, watched)
+            self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
         for cls in subclasses(base):
             self._defined(cls)
         return False
@@ -79,24 +79,6 @@ class Estimators:
         else:
             first = Verdict(self.rule.text, "waiting", why="no estimator has run")
         return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
-
-    def _watch_subclasses(self, watched: type[Any]) -> Undo:
-        estimators = self
-        before = vars(watched).get("__init_subclass__")
-
-        def __init_subclass__(cls: type[Any], /, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
-            if before is None:
-                super(watched, cls).__init_subclass__(*args, **kwargs)
-            else:
-                before.__get__(None, cls)(*args, **kwargs)
-            try:
-                estimators._defined_below(watched, cls)
-            except Exception as fault:
-                FAULTS.note("definition of an estimator class", fault)
-
-        if before is not None:
-            functools.update_wrapper(__init_subclass__, before.__func__)
-        return replace(watched, "__init_subclass__", classmethod(__init_subclass__))
 
     def _defined_below(self, watched: type[Any], cls: type[Any]) -> None:
         """A class is defined: attach, once the last of the classes that we watch has done its own work on it."""
@@ -179,8 +161,3 @@ class _Inside(threading.local):
 def _bases_of_transformers(module: ModuleType) -> tuple[type[Any], ...]:
     mixin: Any = namespace(module).get("TransformerMixin")
     return mixin.__mro__ if isinstance(mixin, type) else ()
-
-
-def probes(rule: FrameworkRule, recorder: Recorder = RECORDER) -> Estimators:
-    """The probes of the rule."""
-    return Estimators(rule, recorder)
