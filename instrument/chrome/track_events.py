@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans
+from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, one_by_one
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
@@ -244,37 +244,33 @@ class _Packets:
         has_any = np.zeros(len(trace), dtype=np.bool_)
         has_any[trace.attributes.rows()] = True
         tracks, track = self._tracks_of_spans(number), 0
-        starts, ends, ids, tasks, threads, sites, rows, is_async, is_target = _read_one_by_one(
-            spans.start_ns, spans.end_ns, spans.span_id, spans.task_id, spans.thread_id, spans.site, row,
-            spans.is_async, self._arrows.into_spans,
-        )  # fmt: skip
-        parents, roots, totals, actives, selves, errors, is_clipped, has_attributes = _read_one_by_one(
-            trace.parent_id, trace.root_id, trace.total_ns, trace.active_ns, trace.self_ns, trace.error, trace.clipped,
-            has_any,
-        )  # fmt: skip
+        parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
+        active_ns, self_ns = trace.active_ns[row], trace.self_ns[row]
+        numbers = [
+            (name, *_read_one_by_one(has, column))
+            for name, has, column in (
+                ("parent", parent_id != 0, parent_id),
+                ("root", root_id != spans.span_id, root_id),
+                ("task", spans.task_id != 0, spans.task_id),
+                ("thread", spans.is_async, spans.thread_id),
+                ("active_ns", active_ns != total_ns, active_ns),
+                ("self_ns", self_ns != total_ns, self_ns),
+                ("clipped", trace.clipped[row], trace.clipped[row]),
+            )
+        ]
+        starts, ends, ids, sites, rows, is_target, errors, has_attributes = _read_one_by_one(
+            spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
+        )
         for place, is_begin, is_first in _tour(*numbered(groups, number), around):
             if not is_begin:
                 self._end(ends[place], track)
                 yield
                 continue
             track = tracks(place) if is_first else track
-            its, span_id = rows[place], ids[place]
+            its = rows[place]
             event = self._begin(starts[place], track, self._begun[sites[place]])
-            facts: dict[str, Any] = {"id": span_id}
-            if parents[its]:
-                facts["parent"] = parents[its]
-            if roots[its] != span_id:
-                facts["root"] = roots[its]
-            if tasks[place]:
-                facts["task"] = tasks[place]
-            if is_async[place]:
-                facts["thread"] = threads[place]
-            if actives[its] != totals[its]:
-                facts["active_ns"] = actives[its]
-            if selves[its] != totals[its]:
-                facts["self_ns"] = selves[its]
-            if is_clipped[its]:
-                facts["clipped"] = True
+            facts: dict[str, Any] = {"id": ids[place]}
+            facts |= {name: column[place] for name, has, column in numbers if has[place]}
             if errors[its] != NONE:
                 facts["error"] = self._errors[errors[its]]
             if has_attributes[its]:
@@ -381,14 +377,11 @@ def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, b
     is_first[firsts] = True
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
-    for begin in range(0, len(order), BATCH):
-        places = order[begin : begin + BATCH]
-        its = zip(places.tolist(), around[places].tolist(), is_first[places].tolist(), strict=True)
-        for place, outer, opens in its:
-            while stack and (opens or stack[-1] != outer):
-                yield stack.pop(), False, False
-            yield place, True, opens
-            stack.append(place)
+    for place, outer, opens in one_by_one(order, around[order], is_first[order]):
+        while stack and (opens or stack[-1] != outer):
+            yield stack.pop(), False, False
+        yield place, True, bool(opens)
+        stack.append(place)
     while stack:
         yield stack.pop(), False, False
 
