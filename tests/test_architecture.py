@@ -321,7 +321,7 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_777, 28),
+    "agent": (4_774, 28),
     "chrome": (3_108, 11),
     "cli": (2_417, 20),
     "compat": (1_367, 6),
