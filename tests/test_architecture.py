@@ -326,7 +326,7 @@ LINES_AND_FILES = {
     "cli": (2_417, 20),
     "compat": (1_367, 6),
     "device": (3_727, 16),
-    "instrumentors": (11_421, 53),
+    "instrumentors": (11_419, 53),
     "native": (10_120, 29),
     "otlp": (8_312, 36),
     "profile": (2_556, 9),

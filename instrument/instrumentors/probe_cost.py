@@ -200,10 +200,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """Return the usual cost of a muted call, which is only counted, by the shape of the probe. 2 ms.
-
-    Requests are never muted.
-    """
+    """Return the usual cost of a muted call by the shape of its probe, except requests, which are never muted. 2 ms."""
     recorder = _fresh_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:

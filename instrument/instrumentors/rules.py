@@ -45,7 +45,7 @@ class Functions:
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
-        self.watch = _argument_watch(self._is_named) if watches else None
+        self.watch = _argument_watch(self.is_named) if watches else None
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
         self._seams: list[functions.Undo] = []
@@ -79,7 +79,7 @@ class Functions:
         for module in modules if rules else ():
             self._take_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
-        modules = [module for module in modules if any(map(self._is_named, names_of(module)))]
+        modules = [module for module in modules if any(map(self.is_named, names_of(module)))]
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
@@ -128,16 +128,17 @@ class Functions:
 
     def wants(self, module_name: str) -> bool:
         """Return True where a rule could have a target in that module, or where its functions take handlers."""
-        return module_name in registrations.SEAMS or self._is_named(module_name)
+        return module_name in registrations.SEAMS or self.is_named(module_name)
 
-    def _is_named(self, module_name: str) -> bool:
+    def is_named(self, module_name: str) -> bool:
+        """Return True where a rule could have a target in that module."""
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def imported(self, module: ModuleType) -> bool:
         """Attach to the functions of a module that rules name. Return True where there were such."""
         with self._lock:
             self._take_registrations(module)
-            return any(map(self._is_named, names_of(module))) and self._imported(module)
+            return any(map(self.is_named, names_of(module))) and self._imported(module)
 
     def _take_registrations(self, module: ModuleType) -> None:
         if names_of(module)[0] in registrations.SEAMS:

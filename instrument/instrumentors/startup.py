@@ -85,7 +85,7 @@ class StartupWatch:
 
     def wants(self, module_name: str) -> bool:
         """Return True where that module has functions that load or compile."""
-        return module_name == _DYNAMO or self._functions.wants(module_name)
+        return module_name == _DYNAMO or self._functions.is_named(module_name)
 
     def imported(self, module: ModuleType) -> bool:
         """Attach to what a module of a framework has."""
