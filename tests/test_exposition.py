@@ -129,9 +129,10 @@ def test_requests_are_told_apart_by_tenant_in_metrics_and_in_a_view_up_to_a_limi
     assert found == {"ada": 5, "bo": 2, "other": 5, "": 1}
     view: Any = instrument.session().views(["requests"])["requests"]
     assert [(one.name, one.requests) for one in view.groups] == [("ada", 5), ("cy", 4), ("other", 3)]
-    text = instrument.summary(views=["requests"])
-    assert re.search(rf"By {re.escape(by)}", text)
-    assert re.search(r"^other +3 ", text, re.MULTILINE)
+    for name in ("requests", "brief"):
+        text = instrument.summary(views=[name])
+        assert re.search(rf"By {re.escape(by)}", text)
+        assert re.search(r"^other +3 ", text, re.MULTILINE)
 
 
 def test_who_goes_on_counting_tells_the_same_tenants_apart() -> None:

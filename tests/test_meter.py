@@ -342,7 +342,7 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         exchange = CURRENT.get()
         assert exchange is not None
         exchange.found(scope["path"])
-        instrument.annotate_request({"gen_ai.request.model": "tiny"})
+        instrument.annotate_request({"gen_ai.request.model": "tiny", "tenant": "acme"})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for number in range(5):
             await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
@@ -351,7 +351,7 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         await send({"type": "http.response.body", "body": b""})
 
     with collecting(take) as server:
-        asked = "requests: {gen_ai: [/v1/chat/completions, /v1/b*]}"
+        asked = "requests: {by: tenant, gen_ai: [/v1/chat/completions, /v1/b*]}"
         text = f"{asked}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
         instrument.start(loads(text, environ={}))
         app = Served()
@@ -366,6 +366,7 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
             "gen_ai.operation.name": "chat",
             "gen_ai.request.model": "tiny",
             "http.route": "/v1/chat/completions",
+            "tenant": "acme",
         }
         (each,) = newest(server.metrics, "gen_ai.server.time_per_output_token").values()
         assert (first.count, each.count) == (4, 4)

@@ -137,7 +137,7 @@ def test_what_there_is_no_room_for_is_counted() -> None:
 
 def test_no_number_is_made_a_second_time() -> None:
     trace = service()
-    recording, few, ten = Recording.of_trace(trace), Options(rows=6), Options(rows=10)
+    recording, few, ten = Recording.of_trace(trace), Options(rows=6, at_most=6), Options(rows=10)
     found = brief(recording, Options())
     assert found.requests == requests(recording, few)
     assert found.device == device(recording, few)

@@ -136,23 +136,24 @@ class Meter:
                 continue
             attributes = row[ATTRIBUTES] or {}
             duration_ns = row[END_NS] - row[START_NS]
-            labels = (*_labels(endpoint, attributes, row[ERROR]), *self._group(attributes))
-            _series(self._requests, labels).add(duration_ns)
+            group = self._group(attributes)
+            _series(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation(_of_route(endpoint), attributes, duration_ns, row[ERROR])
+                self._count_generation((*_of_route(endpoint), *group), attributes, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
         """Take a kept request, as a span of these ids, for an exemplar of its series, where it has one."""
         endpoint = endpoint_of(request.site)
-        labels = (*_labels(endpoint, request.attributes, request.error), *self._group(request.attributes))
+        group = self._group(request.attributes)
+        labels = (*_labels(endpoint, request.attributes, request.error), *group)
         if endpoint and labels in self._requests:
             exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
             self._exemplars.setdefault(labels, Exemplars()).add(exemplar)
             if self._is_generation(endpoint):
                 attributes = request.attributes
                 for name, of_generation, value_ns in _generation(
-                    _of_route(endpoint), attributes, request.total_ns, request.error
+                    (*_of_route(endpoint), *group), attributes, request.total_ns, request.error
                 ):
                     self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
@@ -187,7 +188,7 @@ class Meter:
         labels = _of_route(endpoint) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *said_of_generation(attributes))
-        labels = (*labels, *_ending(attributes, error))
+        labels = (*labels, *_ending(attributes, error), *self._group(attributes))
         is_generation = is_generation or streams or says_generation((*attributes, *dict(site.attributes)))
         values = {
             QUEUE_TIME if is_generation else OTHER_QUEUE_TIME: queue_ns,

@@ -84,7 +84,8 @@ class Brief(View):
         service = shorten(safe(self.service), LINE // 2)
         lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
         if self.requests.requests:
-            lines += [*_request_lines(self.requests, unit), *_slowest(self.requests, unit)]
+            lines += [*_request_lines(self.requests, unit), *_group_lines(self.requests, self._options)]
+            lines += _slowest(self.requests, unit)
             lines += [*_blocked_line(self.requests, unit), ""]
         elif self.steps is not None and self.steps.loops:
             lines += [*_step_lines(self.steps, self.phases, unit), ""]
@@ -136,7 +137,7 @@ def brief(recording: Recording, options: Options) -> Brief:
     handed to the views that it is made of. `tracer_option`, `state` and `threads` mean nothing to it.
     """
     places = ops(recording, _at_most(PLACES, options)).functions
-    few = _at_most(PARTS, options)
+    few = replace(_at_most(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
     steps = None if served.requests else benchmark(recording, few)
     has_steps = steps is not None and bool(steps.loops)
@@ -167,7 +168,7 @@ def _at_most(rows: int, options: Options) -> Options:
 def _request_lines(times: RequestTimes, unit: str) -> list[str]:
     """The endpoints, and below the heaviest ones their parts, as far as there is room."""
     header = ["Request, and its parts", "Count", "Errors", f"Mean, {unit}", "p50", "p99", "Max", "Of wall"]
-    room = 2 * PARTS + 3 - len(times.endpoints)
+    room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     cells = []
     for endpoint in times.endpoints:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
@@ -187,6 +188,17 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
         unknown = in_unit(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", "", "", *unknown])
     return named_table(header, cells, 0)
+
+
+def _group_lines(times: RequestTimes, options: Options) -> list[str]:
+    """The requests by the attribute that groups them, such as a tenant's header, if any does."""
+    header = [f"By {safe(options.requests_by or '')}", "Count", "Errors", f"Mean, {options.unit}", "p50", "p99", "Max"]
+    cells = []
+    for group in times.groups:
+        its = (group.mean_ns, group.p50_ns, group.p99_ns, group.max_ns)
+        shown = [in_unit(time_ns, options.unit) for time_ns in its]
+        cells.append([row_name(group), str(group.requests), str(group.errors), *shown])
+    return named_table(header, cells, 0) if cells else []
 
 
 def _slowest(times: RequestTimes, unit: str) -> list[str]:
