@@ -34,7 +34,7 @@ def span(site: Site = SITE, span_id: int = 1, parent_id: int = 0, root_id: int =
 def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list[Span]:
     """A root and its children, three to a parent, with numbers from `first_id`."""
     return [
-        span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i, **facts)
+        span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i % 2_999, **facts)
         for i in range(spans)
     ]
 

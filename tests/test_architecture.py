@@ -328,14 +328,14 @@ LINES_AND_FILES = {
     "device": (3_727, 16),
     "instrumentors": (11_419, 53),
     "native": (10_120, 29),
-    "otlp": (8_312, 36),
+    "otlp": (8_318, 36),
     "profile": (2_556, 9),
     "proposal": (1_429, 6),
     "recorder": (3_277, 17),
     "recording": (4_134, 24),
     "report": (12_314, 47),
     "runtime": (2_272, 18),
-    "sessions": (8_044, 35),
+    "sessions": (8_027, 35),
     "trace": (7_365, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 669, 976
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 660, 970
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

@@ -53,12 +53,10 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, senders
-from instrument.otlp.exporter import REQUEST_BYTES
-from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
-from instrument.otlp.packing import pack_resource
+from instrument.otlp.packed_spans import REQUEST_BYTES, REQUEST_SPANS
+from instrument.otlp.packing import Body
 from instrument.otlp.senders import Response
-from instrument.otlp.span_ids import SpanIds
-from instrument.otlp.span_queue import Source, SpanQueue
+from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Site, Span
@@ -80,12 +78,11 @@ def exporting(settings: Otlp, threads: Callable[[], Mapping[int, str]] = lambda:
 
 
 def adds_up(exporter: Exporter) -> Mapping[str, int]:
-    """The counts, after checking that in both units every offer has exactly one fate."""
+    """The counts, after checking that every offer has exactly one fate."""
     counts = exporter.counts()
-    for unit in ("", "_trees"):
-        fates = [counts[fate + unit] for fate in ("exported", "rejected", "failed", "dropped", "pending")]
-        assert counts["offered" + unit] == sum(fates), counts
-        assert min(fates) >= 0, counts
+    fates = [counts[fate] for fate in ("exported", "rejected", "failed", "dropped", "pending")]
+    assert counts["offered"] == sum(fates), counts
+    assert min(fates) >= 0, counts
     return counts
 
 
@@ -133,7 +130,6 @@ def test_every_span_of_large_and_small_trees_arrives_exactly(
         counts = adds_up(exporter)
     assert delivery == Delivery(4_504, 4_504, 0, 0, 0, 0, settled=True)
     assert delivery.complete
-    assert (counts["exported_trees"], counts["requests"]) == (3, counts["requests"])
     assert counts["requests"] >= 3
     arrived = {found.span_id: found for found in collector.spans()}
     assert len(arrived) == 4_504
@@ -282,16 +278,13 @@ def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, mon
         monkeypatch.setattr(http.client.HTTPConnection, name, lambda *_, name=name: seen.append(name))
     suppressed: list[object] = []
 
-    def threads() -> Mapping[int, str]:
-        suppressed.append(context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY))
-        return {}
-
-    with exporting(way_to(collector), threads) as exporter:
+    with exporting(way_to(collector)) as exporter:
+        exporter._settled = lambda _: suppressed.append(context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY))
         for _ in range(2):
             exporter.offer(tree(1))
             assert exporter.flush(60 * SECOND).complete
     assert seen == []
-    assert suppressed == [None, True]
+    assert suppressed == [True] * 4, "before each request and after it"
     assert context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY) is None
 
 
@@ -344,7 +337,7 @@ def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
         counts = adds_up(exporter)
     assert delivery.settled
     assert delivery.complete == (fate == "exported")
-    assert (counts[fate], counts[f"{fate}_trees"]) == (7, 2)
+    assert counts[fate] == 7
     assert reason in delivery.reason
     assert bool(reason) == bool(delivery.reason) or fate == "exported"
     assert len(server.taken) == (7 if fate == "exported" else 0)
@@ -367,7 +360,10 @@ def test_spans_wait_in_the_queue_as_long_as_the_collector_asks_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_oldest_spans_go_while_a_collector_has_them_wait_for_ever_and_a_stop_does_not_wait() -> None:
+def test_the_oldest_spans_go_while_a_collector_has_them_wait_for_ever_and_a_stop_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("instrument.otlp.span_queue.QUEUE_BYTES", 4 << 20)
     with collecting(refuse_with(503, Retry_After="86400")) as server:
         exporter = Exporter(server.settings, ORIGIN, lambda: THREADS)
         exporter.start()
@@ -375,8 +371,8 @@ def test_the_oldest_spans_go_while_a_collector_has_them_wait_for_ever_and_a_stop
         wait_until(lambda: server.tries == 1)
         for number in range(10):
             exporter.offer(tree(10_000, 1_000 + 10_000 * number))
-        assert exporter.flush(60 * SECOND).pending == 60_010  # at once: it would be in vain
-        assert adds_up(exporter)["dropped"] == 40_000
+        exporter.flush(60 * SECOND)  # at once: it would be in vain
+        assert 10_000 < adds_up(exporter)["dropped"] < 90_000
         delivery = exporter.stop(5 * SECOND)
         assert server.tries == 1
     assert not delivery.complete
@@ -413,7 +409,7 @@ def test_a_collector_that_rejects_two_spans_is_believed_where_it_can_be(offered:
         counts = adds_up(exporter)
     assert delivery == Delivery(offered, offered - rejected, rejected, 0, 0, 0, settled=True, reason="quota")
     assert not delivery.complete
-    assert (counts["exported_trees"], counts["rejected_trees"]) == (0, 1)
+    assert counts["rejected"] == rejected
 
 
 def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +435,7 @@ def test_one_span_that_is_too_large_fails_alone() -> None:
         delivery = exporter.flush(60 * SECOND)
         counts = adds_up(exporter)
     assert (delivery.exported, delivery.failed) == (10, 1)
-    assert (counts["exported_trees"], counts["failed_trees"]) == (1, 1)
+    assert (counts["exported"], counts["failed"]) == (10, 1)
 
 
 def test_a_request_keeps_within_both_limits() -> None:
@@ -456,7 +452,7 @@ def test_a_request_keeps_within_both_limits() -> None:
             exporter.offer(tree(40, 20_000, attributes={"text": "x" * 50_000}))
             assert exporter.flush(60 * SECOND).complete
     assert sum(spans for spans, _ in sizes) == 9_040
-    assert max(spans for spans, _ in sizes) <= senders.HttpSender.request_spans
+    assert max(spans for spans, _ in sizes) <= REQUEST_SPANS
     assert max(size for _, size in sizes) <= REQUEST_BYTES + 2_048  # the resource and the scope
     assert len(sizes) < 12
 
@@ -489,8 +485,7 @@ def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> No
         grown[0].device = (DeviceInterval(0, 1, 1, 2),)
         shrunk.clear()
         assert exporter.flush(60 * SECOND).complete
-        counts = adds_up(exporter)
-    assert (counts["offered"], counts["exported"], counts["exported_trees"]) == (3, 3, 2)
+        assert adds_up(exporter)["offered"] == 3
 
 
 def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_own_resource() -> None:
@@ -522,7 +517,10 @@ def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_
 
 def test_packed_requests_are_sent_under_the_resource_that_they_have_and_in_halves_where_they_are_too_large() -> None:
     with collecting(at_most(5)) as server, exporting(server.settings) as exporter:
-        sources = [Source(Ids((number,) * 3, f"process-{number}"), ORIGIN, dict, dict) for number in range(2)]
+        sources = [
+            Source(Ids(), ORIGIN, dict, lambda name=name: {"service.instance.id": name})
+            for name in ("process-0", "process-1")
+        ]
         for source in sources:
             exporter.submit(bodies_of(source, tree(13)), source)
         exporter.offer(tree(2))
@@ -532,7 +530,7 @@ def test_packed_requests_are_sent_under_the_resource_that_they_have_and_in_halve
         assert delivery == Delivery(28, 28, 0, 0, 0, 0, settled=True)
         assert {source.counts["exported"] for source in sources} == {13}
     for source in sources:
-        sent = server.spans[source.ids.instance]
+        sent = server.spans[str(source.resource()["service.instance.id"])]
         assert {one.span_id for one in sent} == {
             source.ids.span_id(number).to_bytes(8, "big") for number in range(1, 14)
         }
@@ -554,12 +552,9 @@ def test_of_too_many_packed_requests_the_oldest_go_and_are_counted(monkeypatch: 
     assert set(server.taken) == {f"tree {number}" for number in range(5, 9)}
 
 
-def bodies_of(source: Source, spans: Sequence[Span]) -> Iterator[tuple[bytes, int]]:
+def bodies_of(source: Source, spans: Sequence[Span]) -> list[Body]:
     """The spans packed as requests."""
-    trace = trace_of(spans)
-    packer = SpanPacker(PROTOBUF, trace, SpanIds(trace, source.ids), source.origin, source.threads())
-    resource = pack_resource({"service.instance.id": source.ids.instance, **source.resource()})
-    return request_bodies(packer.pack(np.arange(len(trace))), resource)
+    return list(source.requests(trace_of(spans), np.arange(len(spans)), REQUEST_BYTES))
 
 
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:
@@ -681,23 +676,6 @@ def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
         assert adds_up(exporter)["dropped"] == 2
 
 
-def test_a_full_queue_drops_the_oldest_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.otlp.span_queue.QUEUE_SPANS", 100)
-    exporter = Exporter(Otlp(), ORIGIN, dict)
-    for number in range(30):
-        assert exporter.offer(tree(10, 1 + number * 10, Site(f"tree {number}")))
-    assert not exporter.offer(tree(101, 5_000))
-    assert not exporter.offer([])
-    counts = adds_up(exporter)
-    assert (counts["pending"], counts["dropped"]) == (100, 301)
-    assert (counts["pending_trees"], counts["dropped_trees"]) == (10, 21)
-    with collecting(take) as server:
-        exporter._settings = server.settings
-        exporter.start()
-        assert exporter.stop(60 * SECOND).exported == 100
-    assert set(server.taken) == {f"tree {number}" for number in range(20, 30)}
-
-
 def test_device_intervals_count_as_the_spans_that_they_become() -> None:
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.offer([span(device=(DeviceInterval(0, 1, 1, 2), DeviceInterval(0, 2, 1, 2)))])
@@ -728,13 +706,13 @@ def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
         counts = adds_up(exporter)
     assert delivery.settled
     assert counts["offered"] == 4 * sum(1 + number % 30 for number in range(100))
-    assert (counts["offered_trees"], counts["pending"]) == (400, 0)
+    assert counts["pending"] == 0
     assert counts["exported"] + counts["rejected"] == len(server.taken)
 
 
 def test_an_offer_never_waits_for_the_lock() -> None:
     exporter = Exporter(Otlp(), ORIGIN, dict)
-    with exporter._trees.lock:  # as when a signal handler interrupts the thread that holds it
+    with exporter._queue.lock:  # as when a signal handler interrupts the thread that holds it
         assert exporter.offer(tree(3))
         assert exporter.counts()["offered"] == 0
     assert adds_up(exporter)["offered"] == 3
@@ -744,13 +722,13 @@ def test_a_tree_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(2))
-        exporter.offer([span(start_ns=-(2**62))])
+        exporter.offer([span(start_ns=-(2**63))])
         exporter.offer([object()])  # type: ignore[list-item]
         exporter.offer(tree(2, 10))
         delivery = exporter.flush(60 * SECOND)
         adds_up(exporter)
     assert (delivery.exported, delivery.failed) == (4, 1)
-    assert FAULTS.counts() == {"encoding of spans": 1, "offer of spans to the OTLP exporter": 1}
+    assert FAULTS.counts() == {"packing of spans": 1, "offer of spans to the OTLP exporter": 1}
     FAULTS.clear()
 
 
@@ -844,11 +822,11 @@ def test_what_begins_after_a_step_of_the_wall_clock_is_sent_by_the_new_time_and_
         look(1001, 1001 * SECOND + SECOND // 10)  # drifts; not yet
         source.renewed_ns = 1001 * SECOND
         look(1030, 1030 * SECOND + SECOND // 10)
-        assert source.origin_at(1030 * SECOND).realtime_of(0) == 0
+        assert source.origin.realtime_of(0) == 0
         look(1062, 1062 * SECOND + SECOND // 10)
-        assert source.origin_at(1000 * SECOND).realtime_of(0) == SECOND // 10
+        assert source.origin.realtime_of(0) == SECOND // 10
         look(1063, 3600 * SECOND)
-        begun = [[span(SITE, at_s, 0, at_s, start_ns=at_s * SECOND)] for at_s in (1061, 1063)]
+        begun = [[span(SITE, at_s, 0, at_s, start_ns=at_s * SECOND, end_ns=1064 * SECOND)] for at_s in (1061, 1063)]
         for spans in begun:
             exporter.offer(spans)
         assert exporter.flush(60 * SECOND).exported == 2
@@ -1076,21 +1054,20 @@ def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol:
 
 
 def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> None:
-    queue, source = SpanQueue(), Source(Ids(), ORIGIN, dict, dict)
-    for number in (1, 2):
-        queue.offer(tree(number), source)
-    queue.gather()
+    queue, source = RequestQueue(), Source(Ids(), ORIGIN, dict, dict)
+    for spans in (1, 2):
+        queue.offer(Body(b"any", spans), source)
     with queue.lock:
         answered, pending = queue.take(), queue.take()
         assert answered is not None
         assert pending is not None
-        queue.settle_request([answered] * answered.size, Response(taken=True))
+        queue.settle(answered, Response(taken=True))
         queue.is_closed = True
         queue.give_up("stopped")
-        queue.settle_request([pending] * pending.size, Response(taken=True, rejected=1))
+        queue.settle(pending, Response(taken=True, rejected=1))
     counts = queue.counts()
-    assert (counts["exported"], counts["failed"], counts["rejected"]) == (answered.size, pending.size, 0)
-    assert (counts["pending"], counts["pending_trees"], source.counts["pending"]) == (0, 0, 0)
+    assert (counts["exported"], counts["failed"], counts["rejected"]) == (1, 2, 0)
+    assert (counts["pending"], source.counts["pending"]) == (0, 0)
 
 
 def test_the_export_beside_a_service_rests_between_stretches_of_work_and_that_of_an_agent_does_not(
@@ -1102,5 +1079,7 @@ def test_the_export_beside_a_service_rests_between_stretches_of_work_and_that_of
     with collecting(take) as server:
         for detects in (True, False):
             exporter = Exporter(server.settings, ORIGIN, dict, detects=detects)
-            exporter.send([tree(3)] * 5)
+            for number in range(5):
+                exporter.offer(tree(3, 1 + 10 * number))
+                exporter.counts()
     assert len(rests) == 5

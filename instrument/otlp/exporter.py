@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Ids, halves_of
+from instrument.otlp.packing import Body, Ids, halves_of, linked_spans
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
     detected_attributes,
@@ -21,7 +23,7 @@ from instrument.otlp.resource import (
     resource_attributes,
 )
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, sender_for
-from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedTree, Source, SpanQueue
+from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.faults import FAULTS, logger
@@ -42,8 +44,10 @@ to single spans. What it refuses then is given up as it is, until it has taken a
 HOLD_LIMIT_S = 300.0
 """The longest that a collector may have all spans wait by one answer. They wait in the queue, within its bound."""
 
-_BATCH_SPANS = 2_000
+_BATCH_SPANS, UNPACKED_SPANS = 2_000, 20_000
+"""The spans that are packed and sent without delay, and the most that wait to be packed by the thread that sends."""
 _BATCH_DELAY_S = 1.0
+_PACKING = ("instrument.otlp.packed_spans", "instrument.trace.of_spans")
 _QUIET_NS = 60 * 10**9
 _LOOK_S = 0.005
 _NEVER_NS = 1 << 63
@@ -115,7 +119,9 @@ class Exporter:
         self.own = Source(Ids(), origin, self._threads, self.resource, metrics=self.metrics)
         self._metered: tuple[Source, ...] = (self.own,)
         self._telling: Source | None = None
-        self._trees = SpanQueue()
+        self._queue = RequestQueue()
+        self._offered: deque[tuple[Sequence[Span], int, Source]] = deque()
+        self._unpacked = 0
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -124,7 +130,6 @@ class Exporter:
         self._halvings = 0
         self._is_patient = True
         self._held_until_ns = self._metrics_held_until_ns = self._sent_at_ns = 0
-        self._resource_key: tuple[object, ...] = ()
         self._failing = False
         self._quiet_until_ns = 0
         self.thread_ns = 0
@@ -138,13 +143,13 @@ class Exporter:
 
     def add_metrics(self, source: Source) -> None:
         """From now on send the metrics of a source, too."""
-        with self._trees.lock:
+        with self._queue.lock:
             if source not in self._metered:
                 self._metered = (*self._metered, source)
 
     def remove_metrics(self, source: Source, limit_s: float) -> None:
         """Send no more metrics of a source; what is just being sent is waited for, at most so long."""
-        with self._trees.lock:
+        with self._queue.lock:
             self._metered = tuple(one for one in self._metered if one is not source)
         end = time.monotonic() + limit_s
         while self._telling is source and time.monotonic() < end:
@@ -180,7 +185,9 @@ class Exporter:
         fork in the middle of an import leaves the child with a module that it can never import.
         """
         self.prepare()
-        with self._trees.lock:
+        for name in _PACKING:
+            import_module(name)
+        with self._queue.lock:
             if self._thread is not None and self._thread.is_alive():
                 return
             sender = self._opened()
@@ -201,70 +208,119 @@ class Exporter:
 
     def _serves(self, sender: Sender) -> bool:
         """Whether it is still the sender's thread that delivers: not after `stop`, or once there is another sender."""
-        return self._sender is sender and not self._trees.is_closed
+        return self._sender is sender and not self._queue.is_closed
 
     def _opened(self) -> Sender:
         """With the lock: open anew, whatever `stop` has ended."""
-        self._trees.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
-        self._sender, self._resource_key = sender_for(self._settings), ()
+        self._queue.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
+        self._sender = sender_for(self._settings)
         return self._sender
 
-    def send(self, parts: Iterable[Sequence[Span]]) -> Delivery:
-        """Send trees, or parts of them, from the calling thread, one after the other, instead of `start` and `offer`.
+    def send(self, bodies: Iterable[Body]) -> Delivery:
+        """Send packed requests from the calling thread, one after the other, instead of `start` and `submit`.
 
-        Ends with the first part that does not get through, after the time-out of the settings at the latest.
+        Ends with the first request that does not get through, after the time-out of the settings at the latest.
         """
         self.prepare()
-        with self._trees.lock:
+        with self._queue.lock:
             sender = self._opened()
             self._is_patient = False
         before = self.counts()
         try:
-            for part in parts:
-                self.offer(part)
+            for body in bodies:
+                self._queue.offer(body, self.own)
                 self._send_queue(sender)
                 counts = self.counts()
                 if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
                     break
         except BaseException as fault:
-            with self._trees.lock:
-                self._trees.give_up(f"{type(fault).__name__}: {fault}")
+            with self._queue.lock:
+                self._queue.give_up(f"{type(fault).__name__}: {fault}")
             raise
         finally:
             sender.close()
         return self.flush(0)
 
     def offer(self, spans: Sequence[Span], source: Source | None = None) -> bool:
-        """Hand over one kept tree, of another process where its source is given.
+        """Hand over one kept tree, of another process where its source is given. It is packed with others later.
 
-        True if it will be sent unless newer ones push it out. Never blocks and never raises; about 1 us, and 20 ns a
-        span. When the queue is full the oldest trees go. A later part of the same tree may be offered by itself; any
-        one span with the root's `remote` gives the part its trace.
+        True if it will be sent unless newer ones push it out. Never waits for a lock, and never raises. Any span with
+        the root's `remote` gives a part of a tree its trace.
         """
         if not spans:
             return False
+        source = source or self.own
         try:
-            is_kept = self._trees.offer(spans, source or self.own)
-            if self._trees.queued >= _BATCH_SPANS:
+            intervals = sum([len(span.device) for span in spans])
+            size = len(spans) + intervals
+            self._queue.expect(size, source, intervals)
+            self._offered.append((spans, size, source))
+            self._unpacked += size
+            if self._unpacked >= UNPACKED_SPANS:
+                self._pack_offered()
+            elif self._unpacked >= _BATCH_SPANS:
                 self.hurry()
         except Exception as fault:  # our own fault is counted, not raised into the service
             FAULTS.note("offer of spans to the OTLP exporter", fault)
             return False
-        return is_kept
+        return not self._queue.is_closed
 
-    def submit(self, bodies: Iterable[tuple[bytes, int]], source: Source | None = None) -> None:
-        """Hand over packed requests, each with the number of its spans, of another process where its source is given.
+    def _pack_offered(self) -> None:
+        """Pack the trees that were offered, those of one source together."""
+        trees: dict[Source, list[tuple[Sequence[Span], int]]] = {}
+        self._unpacked = 0
+        while self._offered:
+            spans, size, source = self._offered.popleft()
+            trees.setdefault(source, []).append((spans, size))
+        for source, its in trees.items():
+            together = [*chain.from_iterable(spans for spans, _ in its)], sum(size for _, size in its)
+            if not self._pack_trees(*together, source, is_last=len(its) == 1):
+                for spans, size in its:  # one tree that cannot be packed does not stop the others
+                    self._pack_trees(spans, size, source, is_last=True)
 
-        `instrument.otlp.packed_spans.request_bodies` makes them, each of at most `request_bytes`. Never blocks and
-        never raises. Of more than `QUEUE_BYTES` the oldest ones go, and are counted as dropped.
-        """
+    def _pack_trees(self, spans: Sequence[Span], size: int, source: Source, *, is_last: bool) -> bool:
+        """Pack spans that were counted as so many, and hand them over. Returns False where that fails."""
         try:
-            for request, spans in bodies:
-                self._trees.submit(request, spans, source or self.own)
-            if self._trees.queued >= _BATCH_SPANS:
-                self.hurry()
-        except Exception as fault:  # our own fault is counted, not raised into the service
-            FAULTS.note("packing of spans for the OTLP exporter", fault)
+            bodies = self._packed(spans, source)
+        except Exception as fault:
+            if is_last:
+                self._queue.fail(size, source, f"{type(fault).__name__}: {fault}")
+                FAULTS.note("packing of spans", fault)
+            return False
+        packed = sum(body.spans for body in bodies)
+        if packed != size:  # a device interval came late
+            self._queue.expect(packed - size, source, packed - size)
+        for body in bodies:
+            self._queue.offer(body, source, is_expected=True)
+        return True
+
+    def _packed(self, spans: Sequence[Span], source: Source) -> list[Body]:
+        import numpy as np
+
+        from instrument.trace.of_spans import trace_of
+
+        pace = Pace() if self._is_beside_service else None
+        # Columns hold 64 bits with a sign, of which ids are made without it.
+        spans = [one if one.span_id < 1 << 63 else replace(one, span_id=one.span_id - (1 << 64)) for one in spans]
+        links = {row: linked_spans(span.links, source.ids) for row, span in enumerate(spans) if span.links}
+        hits = {row: span.interruptions for row, span in enumerate(spans) if span.interruptions}
+        rows, bodies = np.arange(len(spans)), []
+        for body in source.requests(trace_of(spans), rows, self._request_bytes, links=links, interruptions=hits):
+            bodies.append(body)
+            if pace is not None and self._stop_at_ns == _NEVER_NS:
+                pace.rest()
+        return bodies
+
+    def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
+        """Hand over packed requests, of another process where its source is given.
+
+        `Source.requests` makes them, each of at most `request_bytes`. Of more than `QUEUE_BYTES` the oldest ones go,
+        and are counted as dropped. True if all will be sent unless newer ones push them out. Never waits for a lock.
+        """
+        are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
+        if self._queue.waiting_bytes >= LEAST_REQUEST_BYTES:
+            self.hurry()
+        return False not in are_taken
 
     @property
     def request_bytes(self) -> int:
@@ -273,8 +329,8 @@ class Exporter:
 
     @property
     def waiting(self) -> int:
-        """How many spans are on their way."""
-        return self._trees.pending
+        """The number of spans that are on their way."""
+        return self._queue.pending
 
     def hurry(self) -> None:
         """Send what was offered so far now."""
@@ -288,7 +344,7 @@ class Exporter:
         """
         thread = self._thread
         counts = self.counts()
-        newest = counts["offered_trees"]
+        newest = self._queue.newest
         settled = not (counts["pending"] or any(one.waits() for one in self._of_metered()))
         held_ns = self._held_until_ns if self._stop_at_ns == _NEVER_NS else 0
         in_vain = held_ns - time.monotonic_ns() > timeout_ns
@@ -299,10 +355,10 @@ class Exporter:
                 settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, TIMEOUT_MAX))
             except Empty:
                 pass  # the time is up; the counts say how far it came
-            settled = settled and not self._trees.is_pending(newest)
+            settled = settled and not self._queue.is_pending(newest)
         counts = self.counts()
         fates = {fate: counts[fate] for fate in FATES}
-        return Delivery(**fates, settled=settled, reason=self._trees.reason)
+        return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within the time given and end the thread, whatever the collector does.
@@ -314,13 +370,13 @@ class Exporter:
         self._halt.put(None)
         settled = self.flush(timeout_ns).settled
         sender, thread = self._sender, self._thread
-        held = self._trees.lock.acquire(timeout=PATIENCE_S)
+        held = self._queue.lock.acquire(timeout=PATIENCE_S)
         try:
-            self._trees.is_closed, self._thread = True, None
-            self._trees.give_up(sender.obstacle or "stopped before the collector had answered")
+            self._queue.is_closed, self._thread = True, None
+            self._queue.give_up(sender.obstacle or "stopped before the collector had answered")
         finally:
             if held:
-                self._trees.lock.release()
+                self._queue.lock.release()
         for metrics in self._of_metered():
             metrics.drop()
         self._wake.put(None)
@@ -339,8 +395,9 @@ class Exporter:
             self._say(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
     def counts(self) -> Mapping[str, int]:
-        """What became of all spans so far; see `SpanQueue.counts`."""
-        return self._trees.counts()
+        """The fates of all spans so far, see `RequestQueue.counts`."""
+        self._pack_offered()
+        return self._queue.counts()
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
@@ -362,9 +419,9 @@ class Exporter:
                 self._send_queue(sender)
             except BaseException as fault:  # the thread has to outlive what it did not expect
                 settled = False
-                with self._trees.lock:
+                with self._queue.lock:
                     if self._serves(sender):
-                        self._trees.give_up(f"{type(fault).__name__}: {fault}")
+                        self._queue.give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
                 self._send_metrics(sender, at_once=reply is not None)
@@ -376,43 +433,13 @@ class Exporter:
         sender.close()
 
     def _send_queue(self, sender: Sender) -> None:
-        waiting = self._trees.gather()
-        if not waiting:
-            return
-        pieces: list[Any] = []
-        owners: list[QueuedTree] = []
-        source, size = None, 0
-        pace = Pace() if self._is_beside_service else None
-        for _ in range(waiting):
-            if pace is not None and self._stop_at_ns == _NEVER_NS:
-                pace.rest()
-            with self._trees.lock:
-                tree = self._trees.take() if self._serves(sender) else None
-            if tree is None:
-                break
-            if tree.request:
-                if pieces:
-                    self._deliver(sender, sender.request_of(pieces), owners)
-                    pieces, owners, size = [], [], 0
-                self._deliver(sender, tree.request, [tree] * tree.size)
-                continue
-            if tree.source is not source:  # a request is of one resource
-                if pieces:
-                    self._deliver(sender, sender.request_of(pieces), owners)
-                pieces, owners, size = [], [], 0
-                source, threads = tree.source, tree.source.threads()
-                self._speak_for(sender, source)
-            encoded = self._encode(sender, tree, threads)
-            for piece in encoded:
-                added = sender.size(piece)
-                if pieces and (len(pieces) >= sender.request_spans or size + added > self._request_bytes):
-                    self._deliver(sender, sender.request_of(pieces), owners)
-                    pieces, owners, size = [], [], 0
-                pieces.append(piece)
-                owners.append(tree)
-                size += added
-        if pieces:
-            self._deliver(sender, sender.request_of(pieces), owners)
+        self._pack_offered()
+        while True:
+            with self._queue.lock:
+                request = self._queue.take() if self._serves(sender) else None
+            if request is None:
+                return
+            self._deliver(sender, request)
 
     def _of_metered(self) -> list[Metrics]:
         return [one.metrics for one in self._metered if one.metrics is not None]
@@ -450,7 +477,7 @@ class Exporter:
             return True
 
     def _put_last(self, source: Source) -> None:
-        with self._trees.lock:
+        with self._queue.lock:
             if source in self._metered:  # it may have been removed meanwhile
                 self._metered = (*(one for one in self._metered if one is not source), source)
 
@@ -459,13 +486,13 @@ class Exporter:
 
         Samples that do not get through in a short while are lost; what a snapshot tells, the next one does.
         """
-        self._speak_for(sender, source)
+        suppress_instrumentation()
         taken = self._send_snapshot(sender, source, metrics)
         while taken and metrics.has_samples() and self._serves(sender):
             series, samples = metrics.take(source.origin)
             if not series:
                 continue
-            verdict = self._deliver_metrics(sender, series)
+            verdict = self._deliver_metrics(sender, source, series)
             taken = verdict.taken
             metrics.settle(samples, verdict.rejected if taken else samples, verdict)
         return taken or bool(metrics.off)
@@ -476,7 +503,7 @@ class Exporter:
         if snapshot is None:
             return True
         for piece in metrics.pieces(snapshot, source.origin):
-            verdict = self._deliver_metrics(sender, piece.series)
+            verdict = self._deliver_metrics(sender, source, piece.series)
             if not self._serves(sender):
                 return False
             metrics.settle_piece(piece, verdict)
@@ -485,7 +512,7 @@ class Exporter:
         metrics.snapshots.delivered(snapshot)
         return True
 
-    def _deliver_metrics(self, sender: Sender, series: Sequence[Series]) -> Response:
+    def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
         """Send one request of metrics. What waits because the collector asks for it does not hold up spans.
 
         At the end there are no spans to hold up, and no next time: then it may take as long as the end may.
@@ -493,47 +520,28 @@ class Exporter:
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
         left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
-        verdict = sender.send_metrics(series, left_s, self._pause)
+        verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
         if verdict.wait_s:
             self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         return verdict
 
-    def _speak_for(self, sender: Sender, source: Source) -> None:
-        key = (source.ids, source.resource())
-        if key != self._resource_key:
-            sender.speak_for(key[1])
-            self._resource_key = key
-            suppress_instrumentation()
-
-    def _encode(self, sender: Sender, tree: QueuedTree, threads: Mapping[int, str]) -> list[Any]:
-        spans, tree.spans = tree.spans, ()
-        try:
-            origin = tree.source.origin_at(spans[0].start_ns if spans else 0)
-            encoded = list(sender.encode(spans, tree.source.ids, origin, threads))
-            if len(encoded) != tree.size:
-                self._trees.recount(tree, len(encoded))
-            return encoded
-        except Exception as fault:  # one tree that cannot be said does not stop the others
-            self._trees.fail(tree, f"{type(fault).__name__}: {fault}")
-            FAULTS.note("encoding of spans", fault)
-            return []
-
-    def _deliver(self, sender: Sender, request: bytes, owners: list[QueuedTree]) -> None:
-        """Send one request, in halves when the collector finds it too large, and settle its spans, by their trees.
+    def _deliver(self, sender: Sender, request: QueuedRequest) -> None:
+        """Send one request, in halves when the collector finds it too large, and settle its spans.
 
         Where the collector says when to come again, everything waits for that, and the request is sent once more.
         """
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
+        suppress_instrumentation()
         while True:
             if not self._hold(sender, last_ns):
-                verdict = Response(False, reason=self._trees.reason)
+                verdict = Response(False, reason=self._queue.reason)
                 break
-            self._trees.note_sending(owners[0].source, len(owners))
-            self._settled(owners[0].source)  # who is told what is settled is told before it is sent, too
+            self._queue.note_sending(request)
+            self._settled(request.source)  # who hears what is settled hears it before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
             left_s = partial(self._left_s, sender, self._sent_at_ns + timeout_ns)
-            verdict = sender.send(request, len(owners), left_s, self._pause)
+            verdict = sender.send(request.data, request.spans, left_s, self._pause)
             self._sent_at_ns = 0
             if not verdict.wait_s:
                 break
@@ -541,18 +549,19 @@ class Exporter:
             self._held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         if verdict.taken:
             self._halvings = 0
-        if verdict.too_large and len(owners) > 1 and self._halvings < HALVINGS:
+        if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
             self._halvings += 1
-            self._request_bytes = max(LEAST_REQUEST_BYTES, len(request) // 2)
-            first, second = halves_of(request)
-            self._deliver(sender, first, owners[: len(owners) // 2])
-            self._deliver(sender, second, owners[len(owners) // 2 :])
+            self._request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
+            with self._queue.lock:
+                halves = self._queue.split(request, halves_of(request.data))
+            for half in halves:
+                self._deliver(sender, half)
             return
-        with self._trees.lock:
+        with self._queue.lock:
             if not self._serves(sender):
                 return
-            self._trees.settle_request(owners, verdict)
-        self._settled(owners[0].source)
+            self._queue.settle(request, verdict)
+        self._settled(request.source)
         self._say(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:
@@ -582,13 +591,13 @@ class Exporter:
     def _say(self, verdict: Response) -> None:
         """Log the first failure and the recovery from it, each at most once in a while."""
         if verdict.reason:
-            self._trees.reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
+            self._queue.reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
         lost = not verdict.taken or verdict.rejected > 0
         if lost and not self._failing and time.monotonic_ns() >= self._quiet_until_ns:
             self._failing = True
             logger.warning(
                 "spans do not reach the OpenTelemetry collector (%s); the service is not affected, losses are counted",
-                self._trees.reason if verdict.reason else f"{verdict.rejected} spans rejected",
+                self._queue.reason if verdict.reason else f"{verdict.rejected} spans rejected",
             )
         elif self._failing and not lost:
             self._failing = False

@@ -23,6 +23,7 @@ from instrument.otlp.packing import (
     IS_REMOTE,
     LINK_NAMES,
     SERVER_KIND,
+    Body,
     LinkedSpan,
     cause_of,
     device_attributes,
@@ -428,13 +429,6 @@ class ProtobufForm:
 
 
 PROTOBUF = ProtobufForm()
-
-
-class Body(NamedTuple):
-    """The bytes of an `ExportTraceServiceRequest`, and how many spans it has."""
-
-    data: bytes
-    spans: int
 
 
 REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000

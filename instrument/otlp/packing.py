@@ -17,7 +17,14 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, remote_of
+from instrument.recording.remote_parents import (
+    LINK,
+    LINK_REMOTE,
+    LINK_STATE,
+    LINK_TRACE_ID,
+    LinkedRequest,
+    remote_of,
+)
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, DeviceInterval, Origin, Site, Span
 
 SCOPE = "instrument"
@@ -153,6 +160,18 @@ class LinkedSpan(NamedTuple):
     state: str = ""
 
 
+def linked_spans(requests: Sequence[LinkedRequest], ids: Ids) -> list[LinkedSpan]:
+    """Return the requests that a batch serves as links."""
+    found = []
+    for one in requests:
+        if not one.root_id and one.remote is not None:
+            found.append(LinkedSpan(one.remote.trace_id, one.remote.span_id, one.remote.state))
+            continue
+        trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
+        found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
+    return found
+
+
 def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
     """What a span is linked to: the ended span that its task or thread came from, or its caller's, and the requests
     that it serves as a batch."""
@@ -161,14 +180,7 @@ def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
         return LinkedSpan(ids.trace_id(root_id), ids.span_id(span_id))
 
     cause = cause_of(span.attributes, linked) if span.attributes else None
-    found = [] if cause is None else [cause]
-    for one in span.links:
-        if not one.root_id and one.remote is not None:
-            found.append(LinkedSpan(one.remote.trace_id, one.remote.span_id, one.remote.state))
-            continue
-        trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
-        found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
-    return found
+    return [*([] if cause is None else [cause]), *linked_spans(span.links, ids)]
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
@@ -358,15 +370,22 @@ def request_of(resource: bytes, pieces: Iterable[bytes]) -> bytes:
     return pack_field(b"\x0a", resource + pack_field(b"\x12", scope_spans))
 
 
-def halves_of(request: bytes) -> tuple[bytes, bytes]:
-    """Return two requests that have the spans, or the metrics, of one that `request_of` made."""
+class Body(NamedTuple):
+    """The bytes of an `ExportTraceServiceRequest`, and how many spans it has."""
+
+    data: bytes
+    spans: int
+
+
+def halves_of(request: bytes) -> Sequence[Body]:
+    """Return two requests that have the spans of one that `request_of` made, and the number of spans in each."""
     (of_resource,) = _fields(request, 0, len(request))
     resource, of_scope = _fields(request, *of_resource[1:])
     _, *pieces, _ = _fields(request, *of_scope[1:])
     packed = [request[first:end] for first, _, end in pieces]
     middle = len(packed) // 2
     its = request[resource[0] : resource[2]]
-    return request_of(its, packed[:middle]), request_of(its, packed[middle:])
+    return [Body(request_of(its, half), len(half)) for half in (packed[:middle], packed[middle:])]
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -71,33 +71,22 @@ class Sender(ABC):
     obstacle = ""
     """The reason why the last try of the request under way failed."""
 
-    request_spans = 4_000  # there are receivers that drop beyond 8,192
-    encode = staticmethod(packing.pack)
-    _resource = b""
     _places: tuple[Any, Any]
     """Where spans and metrics go."""
-
-    def speak_for(self, resource: Mapping[str, object]) -> None:
-        """Send under this resource from now on."""
-        self._resource = packing.pack_resource(resource)
-
-    def size(self, piece: bytes) -> int:
-        """Bytes that a piece adds to a request."""
-        return len(piece)
-
-    def request_of(self, pieces: Sequence[bytes]) -> bytes:
-        """Return a request of packed spans."""
-        return packing.request_of(self._resource, pieces)
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
         """Deliver one request, trying again while there is time and hope."""
         return self._send(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
-        self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]
+        self,
+        resource: Mapping[str, object],
+        series: Sequence[Series],
+        left_s: Callable[[], float],
+        pause: Callable[[float], None],
     ) -> Response:
         """Deliver one request of metrics, likewise; what is rejected counts points."""
-        body = packing.request_of(self._resource, map(pack_metric, series))
+        body = packing.request_of(packing.pack_resource(resource), map(pack_metric, series))
         return self._send(self._places[1], body, sum(len(one.points) for one in series), left_s, pause)
 
     def _send(

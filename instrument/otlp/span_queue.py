@@ -1,24 +1,27 @@
-"""The queue of kept trees on their way to a collector, and the fate of every span in numbers."""
+"""The queue of packed requests on their way to a collector, and the fate of every span in numbers."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from instrument import clock
 from instrument.otlp.metrics import Metrics
-from instrument.otlp.packing import Ids
+from instrument.otlp.packing import Body, Ids, pack_resource
 from instrument.otlp.senders import Response
-from instrument.recording.spans import Origin, Span
+from instrument.recording.spans import Origin
 from instrument.runtime.unpatched import Lock
 
-QUEUE_SPANS = 65_536
-"""Spans that may wait for delivery; beyond it the oldest whole trees go."""
+if TYPE_CHECKING:
+    from instrument.otlp.span_ids import SpanIds
+    from instrument.trace.columns import Int64s, Trace
 
 QUEUE_BYTES = 16 << 20
-"""Bytes of packed requests that may wait for delivery; beyond it the oldest go."""
+"""Bytes of requests that may wait for delivery; beyond it the oldest requests go."""
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
@@ -29,12 +32,10 @@ CLOCK_STEP_NS = 5 * 10**8
 """The difference that is no drift but a step, as of a machine that was suspended."""
 
 PATIENCE_S = 0.1
-"""How long the lock is waited for where a signal handler may have interrupted its holder."""
+"""Seconds for which the lock is waited for where a signal handler may have interrupted its holder."""
 
-_OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
-_EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
-FATES = ("offered", *_OUTCOMES, "pending")
-_INTERVALS, _SENDING = "intervals", "sending"
+FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
+_SENDING = "sending"
 
 
 @dataclass(eq=False)
@@ -68,202 +69,195 @@ class Source:
         self.origin = replace(self.origin, monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
         self.renewed_ns = monotonic_ns
 
-    def origin_at(self, monotonic_ns: int) -> Origin:
-        """Return the origin by whose clocks a tree is sent that began then."""
-        stepped_ns, before = self.before or (0, self.origin)
-        return before if monotonic_ns < stepped_ns else self.origin
+    def requests(
+        self, trace: Trace, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
+    ) -> Iterator[Body]:
+        """Pack rows of a trace as requests. `facts` are those of `SpanPacker`.
+
+        Trees that began before the wall clock stepped have the times of then.
+        """
+        from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
+        from instrument.otlp.span_ids import SpanIds
+        from instrument.trace.groups import Groups, ranked
+
+        resource, threads, ids = pack_resource(self.resource()), self.threads(), ids or SpanIds(trace, self.ids)
+        parts = [(self.origin, rows)]
+        if self.before is not None:
+            stepped_ns, before = self.before
+            roots, trees = ranked(trace.root_id[rows])
+            is_before = Groups(trees, len(roots)).least(trace.start_ns[rows], 0)[trees] < stepped_ns
+            parts = [(before, rows[is_before]), (self.origin, rows[~is_before])]
+        for origin, its in parts:
+            packer = SpanPacker(PROTOBUF, trace, ids, origin, threads, **facts)
+            yield from request_bodies(packer.pack(its), resource, most_bytes)
 
 
 @dataclass(slots=True, eq=False)
-class QueuedTree:
-    """One kept tree, or one request, on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
+class QueuedRequest:
+    """A packed request on its way, or a part of one. `number` counts the requests in the order of being offered.
 
-    spans: Sequence[Span]
+    One that `is_expected` was counted before it was packed. Without data it is that count.
+    """
+
+    data: bytes
+    spans: int
     source: Source
-    size: int
-    left: int
-    outcome: int = _EXPORTED
-    number: int = 0  # in the order of being offered
-    request: bytes = b""
-    """The request, where the spans are packed."""
+    number: int = 0
+    is_expected: bool = False
 
 
-class SpanQueue:
-    """Kept trees that wait to be sent, and those under way, within a bound; counts what became of each span.
+class RequestQueue:
+    """Requests that wait to be sent, and the one under way, within a bound; counts the fate of each span.
 
-    `lock` is held by whoever calls what says so. `reason` is why the last spans that were lost were lost.
+    `lock` is held by the callers of what asks for it. `reason` is why the last spans that were lost were lost.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.is_closed = False
-        """Whether nothing more is sent: what is offered then is dropped."""
+        """True where nothing more is sent: what is offered then is dropped."""
         self.reason = ""
-        self._inbox: deque[QueuedTree] = deque()
-        self._queue: deque[QueuedTree] = deque()
-        self._queued_spans = self._queued_bytes = 0
-        self._in_flight: set[QueuedTree] = set()
-        self._counts = dict.fromkeys((*FATES, *(f"{fate}_trees" for fate in FATES), _INTERVALS, "requests"), 0)
+        self._inbox: deque[QueuedRequest] = deque()
+        self._queue: deque[QueuedRequest] = deque()
+        self._in_flight: deque[QueuedRequest] = deque()
+        self._queued_bytes = 0
+        self.newest = 0
+        """The number of the newest request."""
+        self._counts = dict.fromkeys((*FATES, "intervals", "requests"), 0)
 
-    def offer(self, spans: Sequence[Span], source: Source) -> bool:
-        """Hand over one kept tree, without waiting. True if it will be sent unless newer ones push it out."""
-        size = len(spans) + sum([len(span.device) for span in spans])
-        self._inbox.append(QueuedTree(spans, source, size, size))
-        self._try_take_in()
-        return size <= QUEUE_SPANS and not self.is_closed
-
-    def submit(self, request: bytes, spans: int, source: Source) -> bool:
-        """Hand over one packed request, likewise."""
-        self._inbox.append(QueuedTree((), source, spans, spans, request=request))
-        self._try_take_in()
+    def offer(self, body: Body, source: Source, *, is_expected: bool = False) -> bool:
+        """Hand over one request, without waiting. True if it will be sent unless newer ones push it out."""
+        self._put(QueuedRequest(body.data, body.spans, source, is_expected=is_expected))
         return not self.is_closed
 
-    def _try_take_in(self) -> None:
-        if self.lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
+    def expect(self, spans: int, source: Source, intervals: int = 0) -> None:
+        """Count spans that will be packed, device intervals among them, or take back some of that count."""
+        self._counts["intervals"] += intervals
+        self._put(QueuedRequest(b"", spans, source))
+
+    def _put(self, request: QueuedRequest) -> None:
+        self._inbox.append(request)
+        if self.lock.acquire(blocking=False):  # otherwise its holder, or the thread's next round, takes it in
             try:
                 self._take_in()
             finally:
                 self.lock.release()
 
     @property
-    def queued(self) -> int:
-        """How many spans wait."""
-        return self._queued_spans
+    def waiting_bytes(self) -> int:
+        """The bytes of requests that wait."""
+        return self._queued_bytes
 
     @property
     def pending(self) -> int:
-        """How many spans are on their way."""
+        """The number of spans that are on their way."""
         return self._counts["pending"]
 
     def counts(self) -> Mapping[str, int]:
-        """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
+        """Spans by fate (``exported``) and settled ``requests``, since it was made.
 
-        offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
-        and among the ``intervals``, an offer as a tree, and a tree as exported only if all its spans surely were.
+        offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
         """
-        held = self.lock.acquire(timeout=PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
-        try:
-            if held:
+        with self._patiently() as has_lock:
+            if has_lock:
                 self._take_in()
             return dict(self._counts)
-        finally:
-            if held:
-                self.lock.release()
 
     def is_pending(self, newest: int) -> bool:
-        """Whether the fate of any of the trees up to this number is unknown, as far as that can be told."""
-        held = self.lock.acquire(timeout=PATIENCE_S)
+        """True where the fate of any of the requests up to this number is unknown, as far as that is known."""
+        with self._patiently() as has_lock:
+            return not has_lock or any(one.number <= newest for one in (*self._in_flight, *self._queue))
+
+    @contextmanager
+    def _patiently(self) -> Iterator[bool]:
+        """Hold the lock, if it comes in time: a signal handler may have interrupted its holder."""
+        has_lock = self.lock.acquire(timeout=PATIENCE_S)
         try:
-            return not held or any(tree.number <= newest for tree in (*self._in_flight, *self._queue))
+            yield has_lock
         finally:
-            if held:
+            if has_lock:
                 self.lock.release()
 
-    def gather(self) -> int:
-        """Put together what waits of each source; how many trees wait."""
-        with self.lock:
-            self._take_in()
-            if len({id(tree.source) for tree in self._queue}) > 1:
-                self._queue = deque(sorted(self._queue, key=lambda tree: id(tree.source)))
-            return len(self._queue)
-
-    def take(self) -> QueuedTree | None:
-        """With the lock: the next tree, which is under way from now on."""
+    def take(self) -> QueuedRequest | None:
+        """With the lock: the next request, which is under way from now on."""
+        self._take_in()
         if not self._queue:
             return None
-        tree = self._queue.popleft()
-        self._remove(tree)
-        self._in_flight.add(tree)
-        return tree
+        found = self._remove_oldest()
+        self._in_flight.append(found)
+        return found
 
-    def fail(self, tree: QueuedTree, reason: str) -> None:
-        """A tree cannot be sent."""
+    def split(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
+        """With the lock: two requests that are under way in place of one."""
+        found = [QueuedRequest(*half, request.source, request.number) for half in halves]
+        if request in self._in_flight:
+            self._in_flight.remove(request)
+            self._in_flight.extend(found)
+        return found
+
+    def note_sending(self, request: QueuedRequest) -> None:
+        """The spans of a request are about to be sent."""
         with self.lock:
-            if tree in self._in_flight:
-                self.reason = reason
-                self._settle(tree, tree.left, _FAILED)
+            request.source.counts[_SENDING] = request.spans
 
-    def recount(self, tree: QueuedTree, size: int) -> None:
-        """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
-        with self.lock:
-            if tree in self._in_flight:
-                self._counts[_INTERVALS] += size - tree.left
-                for counts in (self._counts, tree.source.counts):
-                    for fate in ("offered", "pending"):
-                        counts[fate] += size - tree.left
-                tree.left = tree.size = size
-                self._settle(tree, 0, _EXPORTED)
-
-    def note_sending(self, source: Source, spans: int) -> None:
-        """So many spans of a source are about to be sent."""
-        with self.lock:
-            source.counts[_SENDING] = spans
-
-    def settle_request(self, owners: Sequence[QueuedTree], verdict: Response) -> None:
-        """With the lock: what became of a request, with the tree of each of its spans, all of one source."""
-        outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
-        source = owners[0].source
-        source.counts[_SENDING] = 0
-        # Who could not wait for the lock may have given some up already.
-        found = {tree: spans for tree, spans in Counter(owners).items() if tree in self._in_flight}
-        for tree, spans in found.items():
-            self._settle(tree, spans, outcome)
-        if outcome == _REJECTED:
-            taken = max(sum(found.values()) - verdict.rejected, 0)
-            for counts in (self._counts, source.counts):
-                counts["rejected"] -= taken
-                counts["exported"] += taken
+    def settle(self, request: QueuedRequest, verdict: Response) -> None:
+        """With the lock: the fate of a request's spans is known."""
+        request.source.counts[_SENDING] = 0
+        if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
+            self._in_flight.remove(request)
+            rejected = min(verdict.rejected, request.spans) if verdict.taken else 0
+            self._count(request.source, "rejected", rejected)
+            self._count(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
         self._counts["requests"] += 1
+
+    def fail(self, spans: int, source: Source, reason: str) -> None:
+        """Spans that were expected cannot be packed."""
+        with self.lock:
+            self._take_in()
+            self.reason = reason
+            self._count(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
         """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
         if self._in_flight or (self.is_closed and self._queue):
             self.reason = reason
-        for tree in list(self._in_flight):
-            tree.source.counts[_SENDING] = 0
-            self._settle(tree, tree.left, _FAILED)
+        while self._in_flight:
+            request = self._in_flight.popleft()
+            request.source.counts[_SENDING] = 0
+            self._count(request.source, "failed", request.spans)
         self._take_in()
         while self.is_closed and self._queue:
             self._drop_oldest()
 
     def _take_in(self) -> None:
         """With the lock: move what was offered to the queue, and keep the queue within its bound."""
-        counts = self._counts
         while self._inbox:
-            tree = self._inbox.popleft()
-            counts[_INTERVALS] += 0 if tree.request else tree.size - len(tree.spans)
-            for fate in ("offered", "pending"):
-                counts[fate] += tree.size
-                counts[f"{fate}_trees"] += 1
-                tree.source.counts[fate] += tree.size
-            tree.number = counts["offered_trees"]
-            if self.is_closed or (tree.size > QUEUE_SPANS and not tree.request):
-                self._settle(tree, tree.size, _DROPPED)
+            request = self._inbox.popleft()
+            if not request.is_expected:
+                for counts in (self._counts, request.source.counts):
+                    counts["offered"] += request.spans
+                    counts["pending"] += request.spans
+            if not request.data:
                 continue
-            self._queue.append(tree)
-            self._queued_spans += tree.size
-            self._queued_bytes += len(tree.request)
-            while self._queued_spans > QUEUE_SPANS or self._queued_bytes > QUEUE_BYTES:
+            self.newest += 1
+            request.number = self.newest
+            self._queue.append(request)
+            self._queued_bytes += len(request.data)
+            while self._queue and (self.is_closed or self._queued_bytes > QUEUE_BYTES):
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        tree = self._queue.popleft()
-        self._remove(tree)
-        self._settle(tree, tree.size, _DROPPED)
+        request = self._remove_oldest()
+        self._count(request.source, "dropped", request.spans)
 
-    def _remove(self, tree: QueuedTree) -> None:
-        """With the lock: forget the size of a tree that has left the queue."""
-        self._queued_spans -= tree.size
-        self._queued_bytes -= len(tree.request)
+    def _remove_oldest(self) -> QueuedRequest:
+        request = self._queue.popleft()
+        self._queued_bytes -= len(request.data)
+        return request
 
-    def _settle(self, tree: QueuedTree, spans: int, outcome: int) -> None:
-        """With the lock: some spans of a tree have met their fate."""
-        tree.left -= spans
-        tree.outcome = max(tree.outcome, outcome)
-        for counts in (self._counts, tree.source.counts):
-            counts[_OUTCOMES[outcome]] += spans
-            counts["pending"] -= spans
-        if not tree.left:
-            self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
-            self._counts["pending_trees"] -= 1
-            self._in_flight.discard(tree)
+    def _count(self, source: Source, fate: str, spans: int) -> None:
+        """With the lock: some spans of a source have met their fate."""
+        if spans:
+            for counts in (self._counts, source.counts):
+                counts[fate] += spans
+                counts["pending"] -= spans

@@ -44,9 +44,6 @@ ROWS_LIMIT = 200_000
 WAIT_LIMIT_NS = 30 * 10**9
 """The longest that `Profiler.stop` waits for windows to be written and sent."""
 
-SENT_AT_ONCE = 4_000
-"""So many spans of a window are sent before the collector's answer is waited for."""
-
 _FILE = "{service}-{pid}-{window}.json.gz"
 
 
@@ -286,7 +283,6 @@ class _ToCollector:
             spans = session.unsent(spans)
         if not spans:
             return
-        _link_batches(spans, trace.spans)
         exporter = self._exporter
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
@@ -294,7 +290,7 @@ class _ToCollector:
         exporter.origin, exporter.own.ids, self._threads = trace.origin, session.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
-        delivery = exporter.send(_parts(spans, trace.spans))
+        delivery = exporter.send(_bodies_of(spans, trace.spans, exporter))
         missing = size - (delivery.exported - before)
         if missing > 0:
             session.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
@@ -311,34 +307,21 @@ class _ToCollector:
         return replace(of_profile, headers=self._settings.headers) if "headers" in self._asked else of_profile
 
 
-def _link_batches(spans: Sequence[Span], of_window: Sequence[Span]) -> None:
-    """Link the batches among spans to the requests that they serve, as far as the window has these."""
-    if not any(BATCH_KEYS in span.attributes for span in spans):
-        return
-    from instrument.trace.by_process import linked_requests
+def _bodies_of(spans: Sequence[Span], of_window: Sequence[Span], exporter: otlp.Exporter) -> Iterator[otlp.Body]:
+    """Pack spans of a window, trees together. Batches are linked to the requests that the window has."""
+    import numpy as np
+
+    from instrument.otlp.span_ids import SpanIds
     from instrument.trace.joined import join
     from instrument.trace.of_spans import columns_of_spans
 
-    columns = columns_of_spans(of_window)
-    linked = linked_requests(columns, join(columns))
-    by_id = {int(columns.span_id[row]): its for row, its in linked.items()}
-    for span in spans:
-        span.links = by_id.get(span.span_id, ())
-
-
-def _parts(spans: Sequence[Span], of_window: Sequence[Span]) -> Iterator[list[Span]]:
-    """The spans in parts that are sent at once, trees together; each part of a tree knows what its root hangs on."""
-    remotes = {span.root_id: span.remote for span in of_window if span.remote is not None}
-    part: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.root_id, span.start_ns, span.span_id != span.root_id)):
-        if span.remote is None and span.root_id in remotes and (not part or part[-1].root_id != span.root_id):
-            span = replace(span, remote=remotes[span.root_id])
-        part.append(span)
-        if len(part) >= SENT_AT_ONCE:
-            yield part
-            part = []
-    if part:
-        yield part
+    trace = columns_of_spans(of_window)
+    wanted = np.array([span.span_id for span in spans])
+    rows = np.flatnonzero(np.isin(trace.span_id, wanted))
+    rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
+    ids = SpanIds(trace, exporter.ids)
+    links = ids.links_of(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
+    return exporter.own.requests(trace, rows, exporter.request_bytes, ids, links=links)
 
 
 # -------------------------------------------------------------------- beside the loop
