@@ -22,13 +22,10 @@ from instrument.agent.peer import Connection
 from instrument.agent.processes import VANISHED, Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
+from instrument.otlp.exported import Exported, ExportedRun
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
-from instrument.otlp.processor.drain import ROWS_AT_ONCE
-from instrument.otlp.processor.exported import WAITING_SPANS, Exported
-from instrument.otlp.processor.keyed_trees import KeyedRequests
 from instrument.profile.model import Capture
-from instrument.recorder.shared_decisions import Decisions
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.mapped import Mapped
@@ -218,20 +215,23 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
-    requests = KeyedRequests()
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
-    exported = Exported(os.dup(recorder.memory_fd), exporter, Decisions(requests.decided), requests)
+    exported, exported_run = Exported(os.dup(recorder.memory_fd), exporter), ExportedRun()
+    exported_run.members[0] = exported
+
+    def look() -> bool:
+        return exported_run.look(lambda _, action: (action(), None)[1], at_once=True)
+
     call = recorder.wrap(lambda: None, Site("f"))
     try:
         for _ in range(10):
             for _ in range(4_000):
                 call()
-            exported.look()
-        assert exporter.waiting <= WAITING_SPANS + ROWS_AT_ONCE
+            look()
         assert exporter.counts()["dropped"] == 0
         assert exported.is_behind
         exporter.stop(0)
-        while exported.look():
+        while look():
             pass
     finally:
         exported.close()
@@ -256,7 +256,7 @@ def test_a_recording_that_cannot_be_read_leaves_no_descriptor_behind(tmp_path: P
     before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(3):
         with pytest.raises((TraceError, OSError)):
-            Exported(os.open(path, os.O_RDWR), Any, Any, Any)
+            Exported(os.open(path, os.O_RDWR), Any)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 

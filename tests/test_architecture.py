@@ -321,22 +321,22 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_774, 28),
+    "agent": (4_767, 28),
     "chrome": (3_108, 11),
     "cli": (2_417, 20),
     "compat": (1_367, 6),
     "device": (3_727, 16),
     "instrumentors": (11_419, 53),
-    "native": (10_120, 29),
-    "otlp": (8_318, 36),
+    "native": (9_742, 28),
+    "otlp": (5_217, 21),
     "profile": (2_556, 9),
     "proposal": (1_429, 6),
-    "recorder": (3_277, 17),
-    "recording": (4_134, 24),
+    "recorder": (2_678, 14),
+    "recording": (4_108, 24),
     "report": (12_314, 47),
     "runtime": (2_272, 18),
-    "sessions": (8_027, 35),
-    "trace": (7_365, 36),
+    "sessions": (7_312, 33),
+    "trace": (8_765, 40),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 660, 970
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 489, 872
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

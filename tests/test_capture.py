@@ -11,33 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kept import Kept
 from trees import outline, tree_of
 
-import instrument.recorder.tail_sampler as capture_module
 from instrument.profile.keys import loads
 from instrument.profile.model import Capture, Rate, Usual, Where
 from instrument.recorder.recorder import Recorder
-from instrument.recorder.shared_decisions import Decisions
-from instrument.recorder.tail_sampler import LEAST_CALLS, Trees
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import Site, Span
+from instrument.recording.remote_parents import RemoteParent, noted
+from instrument.recording.spans import Site
+from instrument.trace import unsettled
+from instrument.trace.settling import DECISION_WAIT_NS
+from instrument.trace.tail_sampling import LEAST_CALLS
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
-
-
-class Kept:
-    """A reader of a recorder with a capture rule; `read` tells what was kept since the last time."""
-
-    def __init__(self, recorder: Any, capture: Capture, spans_per_request: int = 100) -> None:
-        self.trees: list[list[Span]] = []
-        self.of = Trees(recorder, capture, spans_per_request, self.trees.append)
-
-    def read(self) -> list[list[Span]]:
-        self.of.take()
-        kept, self.trees[:] = list(self.trees), []
-        return kept
 
 
 def serve(recorder: Any, leaves: int = 1, *, error: bool = False, sleep_s: float = 0.0) -> int:
@@ -66,7 +54,6 @@ def test_a_kept_request_comes_whole_and_root_first(recorder: Any) -> None:
           leaf
         """
     )
-    assert kept.of.counts() == {"requests": 1, "requests kept": 1}
 
 
 @pytest.mark.parametrize(
@@ -102,14 +89,14 @@ def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(rec
 
 @pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])
 def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_kept: bool) -> None:
-    recorder.remote_parent = lambda: RemoteParent(5, 6, flags)
+    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, flags))
     kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
     serve(recorder)
     assert len(kept.read()) == is_kept
 
 
 def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_asks_for(recorder: Any) -> None:
-    recorder.remote_parent = lambda: RemoteParent(5, 6, 1)
+    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, 1))
     kept = Kept(recorder, loads("export: otlp", environ={"OTEL_TRACES_SAMPLER": "always_off"}).capture)
     serve(recorder, error=True)
     assert kept.read() == []
@@ -117,7 +104,7 @@ def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_
 
 def test_spans_that_end_after_their_request_follow_it(recorder: Any) -> None:
     remote = RemoteParent(5, 6)
-    recorder.remote_parent = lambda: remote
+    recorder.remote_parent = lambda: noted(remote)
     kept = Kept(recorder, Capture(sample=1.0))
     request = recorder.open(REQUEST)
     request_id = recorder.current_id()
@@ -137,7 +124,7 @@ def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: A
     kept.read()
     recorder.close(late)
     assert kept.read() == []
-    assert kept.of._shelf.held == 0
+    assert kept.rows.waiting == 0
 
 
 def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any) -> None:
@@ -145,7 +132,7 @@ def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any)
     serve(recorder, 10)
     (spans,) = kept.read()
     assert len(spans) == 4
-    assert kept.of.counts()["spans beyond spans_per_request"] == 7
+    assert kept.counts["spans beyond spans_per_request"] == 7
 
 
 def test_a_task_that_a_kept_request_has_left_behind_does_not_add_to_it_for_ever(recorder: Any) -> None:
@@ -160,11 +147,11 @@ def test_a_task_that_a_kept_request_has_left_behind_does_not_add_to_it_for_ever(
         recorder.close(recorder.open(LEAF))
     recorder.close(background)
     assert kept.read() == []
-    assert kept.of.counts()["spans beyond spans_per_request"] == 36
+    assert kept.counts["spans beyond spans_per_request"] == 36
 
 
 def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.recorder.recorder.HELD_ROWS", 20)
+    monkeypatch.setattr(unsettled, "MOST_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))
     open_requests = []
     for _ in range(10):
@@ -173,8 +160,8 @@ def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkey
             recorder.close(recorder.open(LEAF))
         recorder.forget_current()
     kept.read()
-    assert kept.of._shelf.held == 20
-    assert kept.of.counts()["spans of requests that stayed open too long"] == 30
+    assert kept.rows.waiting == 15
+    assert kept.counts["spans of requests that stayed open too long"] == 35
 
 
 def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recorder: Any) -> None:
@@ -193,8 +180,8 @@ def test_the_limit_bounds_what_stands_out_and_refills_with_time(recorder: Any) -
     for _ in range(5):
         serve(recorder, error=True)
     assert len(kept.read()) == 2
-    assert kept.of.counts()["requests beyond the capture limit"] == 3
-    allowance = kept.of._allowance
+    assert kept.counts["requests beyond the capture limit"] == 3
+    allowance = kept.rows.sampler._allowance
     now_ns = time.monotonic_ns()
     taken = [allowance.take(now_ns + later_s * 10**9) for later_s in (1, 29, 31, 32, 61, 62)]
     assert taken == [False, False, True, False, True, False]
@@ -207,7 +194,7 @@ def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> No
     failed = serve(recorder, error=True)
     times = {span.span_id: (span.start_ns, span.end_ns) for span in recorder.spans()}
     between_ns = (times[long_ago][1] + times[just_before][1]) // 2
-    kept.of.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
+    kept.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
     roots = [spans[0].span_id for spans in kept.read()]
     assert roots == [just_before, failed]
     assert long_ago not in roots
@@ -262,7 +249,7 @@ def test_what_is_kept_for_its_attributes_counts_against_the_limit(recorder: Any)
         frame = recorder.open(REQUEST, {"a": 1})
         recorder.close(frame)
     assert len(kept.read()) == 2
-    assert kept.of.counts()["requests beyond the capture limit"] == 3
+    assert kept.counts["requests beyond the capture limit"] == 3
 
 
 # -------------------------------------------------------------------- by what is usual
@@ -354,7 +341,7 @@ def test_of_5000_requests_those_that_are_slow_for_their_endpoint_are_kept_and_ha
         if number % look_every == 0:
             found |= {tree[0].span_id for tree in kept.read()}
     trees = kept.read()
-    assert all([span.site for span in tree] == [tree[0].site, LEAF] for tree in trees)
+    assert all([span.site.key for span in tree] == [tree[0].site.key, LEAF.key] for tree in trees)
     found |= {tree[0].span_id for tree in trees}
     assert wanted <= found
     assert len(found - wanted) <= 3
@@ -381,7 +368,7 @@ def test_early_requests_are_kept_once_and_not_beyond_the_limit(timed: Timed) -> 
     ids = [tree[0].span_id for tree in trees]
     assert len(ids) == len(set(ids)) == 1
     assert set(ids) < slow
-    assert kept.of.counts()["requests beyond the capture limit"] == 1
+    assert kept.counts["requests beyond the capture limit"] == 1
 
 
 def test_early_requests_that_are_judged_late_refill_no_time_twice(timed: Timed) -> None:
@@ -396,16 +383,16 @@ def test_early_requests_that_are_judged_late_refill_no_time_twice(timed: Timed) 
     assert kept.read() == []
     timed.fail()
     assert kept.read() == []
-    assert kept.of.counts()["requests beyond the capture limit"] == 2
+    assert kept.counts["requests beyond the capture limit"] == 2
 
 
 def test_early_requests_wait_in_bounded_memory(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_module, "HELD_ROWS", 100)
+    monkeypatch.setattr(unsettled, "MOST_ROWS", 100)
     kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     for number in range(200):
         timed.ask(Site(f"GET /{number}", "request"), SECOND_NS)
     assert kept.read() == []
-    assert kept.of._early_rows == sum(len(held) for each in kept.of._early.values() for held in each) <= 100
+    assert kept.rows.waiting <= 100
 
 
 @pytest.mark.slow
@@ -439,61 +426,42 @@ def test_a_profile_that_asks_otherwise_forgets_what_waits(timed: Timed) -> None:
     kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     timed.ask(REQUEST, 10 * SECOND_NS)
     kept.read()
-    kept.of.change(Capture(**NOTHING), 100)
+    kept.change(Capture(**NOTHING), 100)
     for _ in range(LEAST_CALLS):
         timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []
-    assert kept.of._early_rows == 0
+    assert kept.rows.waiting == 0
 
 
-def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(recorder: Any) -> None:
-    decisions = Decisions()
-    decisions.members = 2
-    kept: dict[str, list[list[Span]]] = {"caller": [], "server": []}
-    made = {
-        name: Trees(recorder, Capture(sample=0.0), 100, kept[name].append, None, decisions, lambda root: 7 << 64 | root)
-        for name in kept
-    }
-    trace_id = 7 << 64 | serve(recorder)
-    for trees in made.values():
-        trees.take()
-    assert kept == {"caller": [], "server": []}
-    assert made["server"].lingers
-    decisions.keep(trace_id)
-    assert made["server"].take() == []
-    assert [len(spans) for spans in kept["server"]] == [2]
-    assert not made["server"].lingers
-    # One that ends when it has been decided is kept at once; one that fails decides for the others.
-    failed = serve(recorder, error=True)
-    made["server"].take()
-    assert decisions.is_kept(7 << 64 | failed)
-    made["caller"].take()
-    assert {spans[0].root_id for spans in kept["caller"]} == {trace_id & (1 << 64) - 1, failed}
+def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_recorder: Any) -> None:
+    caller, server = make_recorder(), make_recorder()
+    kept = Kept(caller, Capture(sample=0.0, errors=True), 100, server)
+    trace_id, asked = 0, []
+    for fails in (False, True, False):
+        request = caller.open(REQUEST)
+        trace_id = kept.readers[0].rows.ids.trace_id(request.span_id)
+        server.remote_parent = lambda trace_id=trace_id: noted(RemoteParent(trace_id, 5, 0))
+        asked.append((request.span_id, serve(server, error=fails)))
+        found = [*kept.settle()]  # the caller's part is open
+        caller.close(request)
+        assert [*found, *kept.settle()] == ([1, 0] if fails else [])
 
 
-@pytest.mark.parametrize(("members", "kept"), [(1, [1]), (2, [1, 2])])
-def test_a_request_that_is_kept_makes_later_ones_of_its_trace_kept_only_where_others_decide_too(
-    recorder: Any, members: int, kept: list[int]
-) -> None:
-    decisions = Decisions()
-    decisions.members = members
-    recorder.remote_parent = lambda: RemoteParent(5, 6, 0)  # one caller's trace, of many requests
-    found: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=0.0, errors=True), 100, found.append, None, decisions)
-    asked = [serve(recorder, error=True), serve(recorder)]
-    trees.take()
-    assert [asked.index(spans[0].root_id) + 1 for spans in found] == kept
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_requests_of_one_trace_are_kept_with_one_that_fails(recorder: Any, fails_first: bool) -> None:
+    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, 0))
+    kept = Kept(recorder, Capture(sample=0.0, errors=True))
+    asked = [serve(recorder, error=fails_first), serve(recorder, error=not fails_first)]
+    assert {tree[0].span_id for tree in kept.read()} == set(asked)
 
 
-def test_a_request_that_nobody_keeps_is_let_go_after_a_while(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decisions = Decisions()
-    decisions.members = 2
-    kept: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=0.0), 100, kept.append, None, decisions)
-    monkeypatch.setattr(capture_module, "LINGER_NS", 0)
-    root = serve(recorder)
-    trees.take()
-    assert not trees.lingers
-    decisions.keep(root)
-    trees.take()
-    assert kept == []
+def test_a_request_that_nobody_keeps_is_dropped_a_decision_wait_after_its_end(recorder: Any) -> None:
+    kept = Kept(recorder, Capture(sample=0.0))
+    serve(recorder)
+    ended_ns = recorder.spans()[0].end_ns
+    kept.settle(at_once=False)
+    assert kept.rows.waiting == 2
+    assert kept.settling.settle(ended_ns + DECISION_WAIT_NS - 1) == {}
+    kept.rows.read_ns = ended_ns + DECISION_WAIT_NS + 10**9
+    assert kept.settling.settle(kept.rows.read_ns) == {}
+    assert kept.rows.waiting == 0

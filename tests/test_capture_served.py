@@ -23,8 +23,8 @@ from server_programs import serving
 from test_requests import uvicorn
 
 from instrument import chrome
-from instrument.recorder.tail_sampler import LEAST_CALLS
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
+from instrument.trace.tail_sampling import LEAST_CALLS
 
 NEEDED = ("numpy", "starlette", "torch", "uvicorn")
 pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")

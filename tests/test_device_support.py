@@ -147,8 +147,8 @@ def test_looking_imports_nothing_and_initialises_nothing(run: Run) -> None:
     program = """
 import ctypes, sys
 before = set(sys.modules)  # bindings 12.9 have Python import their package's namespace as it starts
-from instrument.device.cuda import found
-assert not found()["problem"], found()
+from instrument.device.cuda import versions
+assert not versions()["problem"], versions()
 driver = ctypes.CDLL("libcuda.so.1")
 names = iter(range(1000))
 driver.fake_symbol.restype = ctypes.c_char_p

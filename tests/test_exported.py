@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 from otlp_collectors import Collector, Handler, collecting, refuse_with
 
-from instrument.otlp import export_facts
+from instrument.otlp import export_facts, exported, recording_reader
 from instrument.otlp.export_facts import UNMETERED, MeteredFacts
+from instrument.otlp.exported import Exported, ExportedRun
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
-from instrument.otlp.processor import exported
-from instrument.otlp.processor.exported import Exported
-from instrument.otlp.processor.keyed_trees import KeyedRequests
 from instrument.profile.model import Capture
-from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.export_place import SENT, Progress
 from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.meter_place import MeterPlace
@@ -61,16 +58,21 @@ class Service:
 
     def handed_over(self, server: Collector) -> Exported:
         """Its recording as an exporter is given it."""
-        decisions = Decisions()
         exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
         exporter.start()
-        self.exported = Exported(os.dup(self.recorder.memory_fd), exporter, decisions, KeyedRequests())
+        self.exported = Exported(os.dup(self.recorder.memory_fd), exporter)
+        self.run = ExportedRun()
+        self.run.members[0] = self.exported
         self.exporter = exporter
         return self.exported
 
     def _note_settled(self, source: Any) -> None:
         if self.exported.source is source:
             self.exported.note_sent()
+
+    def look(self, **how: Any) -> bool:
+        """Read on, and settle what has ended."""
+        return self.run.look(lambda _, action: (action(), None)[1], at_once=True, **how)
 
     def progress(self) -> Progress:
         """What is written of the export."""
@@ -79,7 +81,7 @@ class Service:
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
         found, end = self.exported, time.monotonic() + 60
-        while found.look() or not (found.has_ended and found.is_settled()):
+        while self.look() or not (found.has_ended and found.is_settled()):
             assert time.monotonic() < end
             time.sleep(0.01)
         fates = Counter(found.finish())
@@ -134,12 +136,12 @@ def test_spans_of_a_session_are_its_own_though_another_one_has_begun_before_they
     service.open.clear()
     for count in (5, 2):
         service.serve("one", count)
-        first.look()
+        service.look()
         first._exporter.hurry()
         until(lambda: collector.tries == 1)
     service.begin("second")
     service.serve("another", 3)
-    first.look()
+    service.look()
     service.open.set()
     assert told(service.end()) == {"exported": 7}
     second = service.handed_over(collector)
@@ -152,12 +154,12 @@ def test_spans_of_a_session_are_its_own_though_another_one_has_begun_before_they
 def test_spans_of_requests_that_had_not_ended_with_their_session_are_counted(
     service: Service, collector: Collector
 ) -> None:
-    first = service.handed_over(collector)
+    service.handed_over(collector)
     request = service.recorder.scope("one", kind="request")
     request.__enter__()
     with service.recorder.scope("inside"):
         pass
-    first.look()
+    service.look()
     service.begin("second")
     request.__exit__(None, None, None)
     assert told(service.end()) == {"abandoned": 1}
@@ -167,16 +169,17 @@ def test_spans_of_requests_that_had_not_ended_with_their_session_are_counted(
 def test_what_was_on_its_way_as_an_exporter_was_killed_is_told_once_whatever_has_begun_since(
     is_followed: bool, service: Service, collector: Collector
 ) -> None:
-    first = service.handed_over(collector)
+    service.handed_over(collector)
     service.open.clear()
     service.serve("one", 5)
-    first.look()
+    service.look()
     service.kill()
     service.begin("second")
     service.serve("another", 3)
     if is_followed:
         service.open.clear()
-        service.handed_over(collector).look()
+        service.handed_over(collector)
+        service.look()
         service.kill()
     second = service.handed_over(collector)
     second.has_ended = True
@@ -194,14 +197,14 @@ def test_of_an_exporter_that_was_killed_what_it_was_sending_is_told_apart_from_w
     first = service.handed_over(collector)
     for count, tries in ((3, 1), (5, 2)):
         service.serve("one", count)
-        first.look()
+        service.look()
         service.exporter.hurry()
         until(lambda tries=tries: collector.tries == tries)  # type: ignore[misc]
         if tries == 1:
             until(lambda: first._place.read().fates["exported"] == 3)
             service.open.clear()
     service.serve("one", 2)
-    first.look()
+    service.look()
     service.kill()
     second = service.handed_over(collector)
     second.has_ended = True
@@ -245,34 +248,32 @@ def timed(device: Device, service: Service) -> Iterator[Collector]:
         yield server
 
 
-def test_spans_wait_in_the_recording_until_their_device_times_have_come(device: Device, timed: Collector) -> None:
+def test_spans_wait_until_their_device_times_have_come(device: Device, timed: Collector) -> None:
     first = device.decode(3)
     device.decode(2)
-    device.exported.look()
-    assert device.progress().fates["seen"] == 0
+    device.look()
+    assert device.progress().fates["kept"] == 0
     device.settle(first, 3)
-    device.exported.look()
-    assert (device.progress().fates["seen"], device.exported.lag_ns > 0) == (3, True)
+    device.look()
+    assert (device.progress().fates["seen"], device.progress().fates["kept"]) == (5, 6)
     device.kill()
     device.settle(device.decode(0), 2)
     device.handed_over(timed).has_ended = True
     assert told(device.end()) == {"intervals": 5, "abandoned": 6, "exported": 4}
 
 
-@pytest.mark.parametrize("why", ["for long", "the ring is half full", "its process has ended"])
+@pytest.mark.parametrize("why", ["for long", "its process has ended"])
 def test_spans_whose_device_times_do_not_come_are_sent_without_and_counted(
     why: str, device: Device, timed: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exported, "SETTLE_NS", 0 if why == "for long" else 10**15)
+    monkeypatch.setattr(recording_reader, "DEVICE_WAIT_NS", 0 if why == "for long" else 10**15)
     device.settle(device.decode(2), 2)
-    count = device.recorder.rings()[0].capacity * 5 // 8 if why == "the ring is half full" else 3
-    device.decode(count)
+    device.decode(3)
     found = device.exported
-    if why == "its process has ended":
-        found.has_ended = True
-    until(lambda: not (found.look() or found.lag_ns))
+    found.has_ended = why == "its process has ended"
+    until(lambda: not device.look() and device.progress().fates["kept"] == 7)
     found.has_ended = True
-    assert told(device.end()) == {"intervals": 2, "exported": count + 4, "untimed": count}
+    assert told(device.end()) == {"intervals": 2, "exported": 7, "untimed": 3}
 
 
 ROUTED = Site("GET /", "request", attributes=(("http.request.method", "GET"), ("http.route", "/")))
@@ -287,15 +288,15 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
     with collecting(device.behave) as server:
         found = device.handed_over(server)
         service.exporter = device.exporter
-        found.look()
+        device.look()
         for _ in range(3):
             with device.recorder.new_scope(ROUTED, {"http.response.status_code": 200}):
                 pass
-        found.look(meters=True)
-        assert device.progress().fates["seen"] == 0
+        device.look(metered=found)
+        assert device.progress().fates["kept"] == 0
         device.intervals.tell_settled(time.monotonic_ns())
-        found.look(meters=True)
-        assert device.progress().fates["seen"] == 3
+        device.look(metered=found)
+        assert device.progress().fates["kept"] == 3
         found.has_ended = True
         device.end()
         newest = [metric for metric in server.metrics if metric.name == "http.server.request.duration"][-1]
@@ -312,7 +313,7 @@ def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
     found = service.handed_over(collector)
     for count in (5, 7):
         service.serve("one", count)
-        found.look()
+        service.look()
     assert found.is_behind
     found.has_ended = True
     fates = found.finish()
@@ -332,13 +333,13 @@ def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile
     with collecting(service.behave, metrics=refuse_with(503)) as server:
         found = service.handed_over(server)
         for _ in range(2):
-            found.look(meters=True)
+            service.look(metered=found)
         until(lambda: server.tries)
         before, metrics = len(written), found.source.metrics
         assert metrics is not None
         for count in range(1, 4):
             service.serve("one", 1)
-            found.look()
+            service.look()
             service.exporter.hurry()
             until(lambda count=count: service.progress().fates["exported"] > count, service.progress)  # type: ignore[misc]
         assert metrics.waits()

@@ -85,6 +85,7 @@ def write(place: ExportPlace, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
     progress = Progress(generation or export_place.counted(place)[0])
     progress.fates.update(fates)
+    progress.settled_ns = time.monotonic_ns() + 60 * 10**9
     place.write(progress)
 
 
@@ -197,10 +198,10 @@ def test_a_session_whose_agent_does_not_export_gives_nothing_back_to_that_one(
     found = []
     for _ in range(4):
         session.look_after_export(is_joined=True)
-        found.append(session.handover.is_own)
+        found.append(session.handover.is_here)
     session._membership.join()  # another one
     session.look_after_export(is_joined=True)
-    assert [*found, session.handover.is_own] == [True, True, True, True, False]
+    assert [*found, session.handover.is_here] == [True, True, True, True, False]
 
 
 def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket) -> None:
@@ -211,7 +212,7 @@ def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket
         session.flush(0)
         giving = threading.Thread(target=session.handover.give_back)
         giving.start()
-        while session.handover.is_own:
+        while session.handover.is_here:
             time.sleep(0.001)
         session.count_loss("something", 1)
         assert session._exporter is not None
@@ -240,12 +241,12 @@ def test_a_session_that_takes_over_counts_what_the_agent_had_not_told_of_request
 ) -> None:
     session = begin(collector)
     place = taken()
-    write(place, **{"untold": 1, "to tell": 2, "queueing": 40, "deriving": 0})
+    write(place, **{"derived lost": 1, "deriving": 2, "queueing": 40})
     assert list(session.losses().values()) == [1]
     place.close()
     assert session.handover.take_over()
     assert session.losses() == {
-        "requests without queue, prefill, decode and stalls in the OTLP export": 3,
+        "spans of queue, prefill, decode and stalls lost by the OTLP export": 3,
         "requests that batches served without their time in the queue among the metrics": 40,
     }
     instrument.stop()
@@ -282,7 +283,7 @@ def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
         told = [list(packets.receive(joined)[0] or ()) for _ in range(3)]
         assert told == [["join"], ["records"], ["hears"]]
         packets.send(joined, {"yours": True})
-        while not session.handover.is_own:
+        while not session.handover.is_here:
             time.sleep(0.001)
         serve(2)
         found = session.flush(30)
@@ -349,13 +350,14 @@ def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_eac
     monkeypatch.setattr(handover, "LOCK_S", 0.1)
     session = begin(collector)
     agent.close()
+    begins, begin_here = threading.Event(), session.handover._begin_here
+    monkeypatch.setattr(session.handover, "_begin_here", lambda: (begins.set(), begin_here()))
     taker = threading.Thread(target=session.handover.insist, daemon=True)
 
     def stop() -> None:
         with session._lock.held():
             taker.start()
-            while session.handover._place is None:
-                time.sleep(0.001)
+            assert begins.wait(60)
             session.stop()
 
     ending = threading.Thread(target=stop, daemon=True)

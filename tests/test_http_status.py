@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from kept import Kept
 from otlp_spans import span as span_of
 
 from instrument.otlp.packing import attributes_of
 from instrument.profile.model import Capture
 from instrument.recorder.http_status import ANSWERS, STATUS, status_of
-from instrument.recorder.tail_sampler import Trees
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import OUTCOME, Site
 
@@ -34,8 +34,7 @@ def made_up(module: str, name: str, answer: str | int, status: int) -> BaseExcep
 
 def raised_in_request(recorder: Any, error: BaseException) -> tuple[Any, Any, list[str]]:
     """The spans of a request and of a function in it that raised this, and what was kept for its error."""
-    kept: list[str] = []
-    trees = Trees(recorder, Capture(sample=0.0, errors=True), 10, lambda spans: kept.append(spans[0].site.name))
+    trees = Kept(recorder, Capture(sample=0.0, errors=True), 10)
 
     def authorise() -> None:
         raise error
@@ -48,7 +47,7 @@ def raised_in_request(recorder: Any, error: BaseException) -> tuple[Any, Any, li
     with pytest.raises(type(error)) as caught:
         wrap(recorder, handle, REQUEST)()
     assert caught.value is error
-    trees.take()
+    kept = [spans[0].site.name for spans in trees.read()]
     found = {span.site: span for span in recorder.spans()}
     return found[REQUEST], found[WORK], kept
 

@@ -6,7 +6,6 @@ import ast
 import socket
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,11 @@ from test_agent import INSTRUMENT, folder, until
 from test_handover import agent, listener, taken
 
 import instrument
-from instrument import scope
-from instrument.otlp.processor.exported import Exported
-from instrument.otlp.snapshots import PREFERENCE
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
-from instrument.sessions.keyed_export import KeyedExport
+from instrument.sessions.own_export import OwnExport
 from instrument.sessions.session import Session
 
 __all__ = ["agent", "folder", "listener"]
@@ -216,12 +212,12 @@ def test_a_collector_gets_the_same_with_an_agent_and_without(collector: Collecto
     collector.spans.clear()
     collector.metrics.clear()
     by_agent = serve(collector, *INSTRUMENT, "run", "--profile", "profile.yaml", "--", profile=profile)
+    for found in (alone, by_agent):  # of which there are more where the machine is late
+        found.spans = Counter({path: count for path, count in found.spans.items() if path[2:3] != ("stall",)})
     assert alone == by_agent
     kept = "abcd" if capture == "sample: 1" else "acd"
     derived = [path[:1] + path[2:3] for path in alone.spans if path[2:3] in STAGES]
-    assert sorted(derived) == sorted(
-        (f"submit {key}", name) for key in kept for (name,) in STAGES if name != "stall" or key in "abd"
-    )
+    assert sorted(derived) == sorted((f"submit {key}", name) for key in kept for (name,) in STAGES if name != "stall")
     assert alone.metrics[QUEUE][0] == alone.metrics[SIZE][0] == 4
     served_at_once = [4, 4, 3, 2, 1, 1, 2, 1] if capture == "sample: 1" else [3, 3, 2, 1, 1, 1, 1, 1]
     assert [len(links) for links in alone.links] == served_at_once
@@ -321,7 +317,7 @@ def test_the_export_goes_to_an_agent_and_back_and_nothing_is_sent_twice(
     place.close()
     for _ in range(2):
         assert session.handover.take_over()
-        assert session.handover.is_read_back
+        assert session.handover.is_here
         shop.serve_all()
         assert is_flushed(session)
         session.handover.give_back()
@@ -333,54 +329,6 @@ def test_the_export_goes_to_an_agent_and_back_and_nothing_is_sent_twice(
     instrument.stop()
     assert names_of(collector) == ONCE + ONCE + ONCE
     assert session.losses() == {}
-
-
-@pytest.mark.parametrize("preference", ["cumulative", "delta"])
-def test_a_session_goes_over_to_its_recording_with_the_first_key_and_nothing_is_lost_or_sent_twice(
-    preference: str, collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PREFERENCE, preference)
-    export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}}}'
-    rules = "functions: [{match: 'shop:tidy', metrics: true}]\ndevice: {host: 10ms}"
-    session = instrument.start(loads(f"{rules}\n{export}\ncapture: {{sample: 1}}", environ={}))
-    assert session is not None
-    Path("shop.py").write_text(SHOP + IN_CODE)
-    tidy = import_module("shop").tidy
-    go = threading.Event()
-    server = threading.Thread(target=lambda: go.wait() and shop.serve_all())
-    server.start()  # before a request is open, or what it serves would be parts of that one
-    with scope("long", kind="request"):
-        with scope("part"):
-            tidy()
-        for _ in range(3):
-            with scope("plain", kind="request"):
-                tidy()
-            assert is_flushed(session)
-        assert session.handover.is_own
-        go.set()
-        server.join()
-        assert is_flushed(session)
-        assert session.handover.is_read_back
-        with scope("part"):
-            tidy()
-    instrument.stop()
-    plain = Counter({"long": 1, "part": 2, "plain": 3, "tidy": 5})
-    assert names_of(collector) == ONCE + plain
-    assert session.losses() == {}
-    calls = [
-        point.count
-        for metric in collector.metrics
-        if metric.name == "instrument.call.duration"
-        for point in metric.exponential_histogram.data_points
-    ]
-    assert (sum(calls) if preference == "delta" else calls[-1]) == 6
-    read = [
-        (point.time_unix_nano, tuple(one.value.string_value for one in point.attributes))
-        for metric in collector.metrics
-        if metric.name == "process.memory.usage"
-        for point in metric.sum.data_points
-    ]
-    assert len(read) == len(set(read)) > 1
 
 
 def test_the_next_session_of_a_process_begins_anew(collector: Collector, shop: Any) -> None:
@@ -405,52 +353,16 @@ def test_a_window_sends_what_the_session_does_not_and_nothing_twice(collector: C
     assert names_of(collector) == {"serve": 3, "tokenise": 6, "submit": 3, "accept": 3, "step": 8, **derived}
 
 
-def test_where_the_recording_cannot_be_read_the_session_goes_on_by_its_rings(
+def test_of_a_recording_that_cannot_be_read_nothing_is_exported_and_the_service_goes_on(
     collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = begin(collector)
+    monkeypatch.setattr(OwnExport, "look", lambda *_, **__: 1 // 0)
     shop.serve_all()
-    assert is_flushed(session)
-    with monkeypatch.context() as patched:
-        patched.setattr(Exported, "look", lambda *_, **__: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            session.flush(20)
-        FAULTS.clear()
+    with pytest.raises(ZeroDivisionError):
+        session.flush(20)
+    FAULTS.clear()
     shop.serve_all()
-    assert is_flushed(session)
-    derived = Counter({name: ONCE[name] for (name,) in STAGES})
-    assert names_of(collector) == ONCE + ONCE - derived
-    assert session.losses() == {}
-
-
-def test_where_the_recording_cannot_be_gone_over_to_the_session_stays_at_its_rings(
-    collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export = f'export: {{otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}}}'
-    session = instrument.start(loads(f"capture: {{sample: 1}}\n{export}", environ={}))
-    assert session is not None
-    Path("shop.py").write_text(SHOP + IN_CODE)
-    with monkeypatch.context() as patched:
-        patched.setattr(KeyedExport, "begin", lambda *_, **__: 1 // 0)
-        shop.serve_all()
-        with pytest.raises(ZeroDivisionError):
-            session.flush(20)
-        FAULTS.clear()
-    shop.serve_all()
-    assert is_flushed(session)
-    assert session.handover.is_own
-    assert names_of(collector)["serve"] == 10
     instrument.stop()
-    assert session.losses() == {}
-    assert begin(collector).losses() == {}
-
-
-def test_a_session_without_keys_sends_its_requests() -> None:
-    Path("shop.py").write_text(SHOP)
-    bare = """
-assert instrument.flush(20).complete
-"""
-    with collecting(take) as server:
-        rules = "functions: [{match: 'shop:serve', kind: request}, {match: 'shop:step'}]"
-        served(sys.executable, PROFILE % (rules, "sample: 1", server.server_port), MAIN + bare)
-        assert Counter(server.taken)["serve"] == 5
+    assert not collector.spans
+    assert session.tally().calls == 2 * sum(count for name, count in ONCE.items() if (name,) not in STAGES)

@@ -31,7 +31,10 @@ from instrument.agent.client import Member
 from instrument.agent.run_report import fold
 from instrument.agent.screen import Looker
 from instrument.errors import TraceError
-from instrument.otlp.processor.drain import Drain
+from instrument.otlp.export_facts import UNMETERED, ExportFacts
+from instrument.otlp.packing import Ids
+from instrument.otlp.recording_reader import RecordingReader
+from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_place import Progress
@@ -497,7 +500,8 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
 
 
 def metered(mapped: Mapped) -> list[str]:
-    lines = Drain(mapped, Progress()).lines(merged=True)
+    facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, UNMETERED)
+    lines = RecordingReader(mapped, Progress(), facts).lines(merged=True)
     return [lines.tree.sites[lines.site_of[place]].name for place in lines.merged()[::WIDTH]]
 
 

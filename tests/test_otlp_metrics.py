@@ -20,7 +20,7 @@ from otlp_spans import ORIGIN, SECOND, span
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
-from instrument.otlp.metrics import MEASURES
+from instrument.otlp.metrics import MEASURES, Metrics
 from instrument.otlp.senders import metrics_url
 from instrument.otlp.snapshots import PREFERENCE, Snapshots
 from instrument.otlp.span_queue import Source
@@ -33,9 +33,18 @@ from instrument.runtime.faults import FAULTS
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
 
 
+def metrics_of(exporter: Exporter) -> Metrics:
+    """The metrics of the exporter's own process, which it sends."""
+    if exporter.own.metrics is None:
+        exporter.own.metrics = exporter.new_metrics(os.environ)
+        exporter.add_metrics(exporter.own)
+    return exporter.own.metrics
+
+
 @contextmanager
 def exporting(settings: Otlp) -> Iterator[Exporter]:
     exporter = Exporter(settings, ORIGIN, dict)
+    metrics_of(exporter)
     exporter.start()
     try:
         yield exporter
@@ -79,10 +88,10 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
     samples.sort(key=lambda s: (s.device, s.name))
     with exporting(Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)) as exporter:
         exporter.offer([span()])
-        exporter.metrics.offer(samples, [GPU])
+        metrics_of(exporter).offer(samples, [GPU])
         assert exporter.flush(60 * SECOND).complete
-        assert exporter.metrics.sent == len(samples)
-        assert (exporter.metrics.losses(), exporter.metrics.notes()) == ({}, [])
+        assert metrics_of(exporter).sent == len(samples)
+        assert (metrics_of(exporter).losses(), metrics_of(exporter).notes()) == ({}, [])
     assert [found.name for found in collector.spans()] == ["op"]
     points = collector.points()
     assert {(point.name, point.unit, point.kind) for point in points} == {
@@ -148,9 +157,9 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
 
 def test_samples_keep_the_time_at_which_they_were_read_and_sums_that_of_their_first(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
-        exporter.metrics.offer([sample("energy", at * 1.5, at=at) for at in (10, 20)], [GPU])
+        metrics_of(exporter).offer([sample("energy", at * 1.5, at=at) for at in (10, 20)], [GPU])
         exporter.flush(60 * SECOND)
-        exporter.metrics.offer([sample("energy", 45.0, at=30)], [GPU])
+        metrics_of(exporter).offer([sample("energy", 45.0, at=30)], [GPU])
         exporter.flush(60 * SECOND)
     points = sorted((p.start_ns, p.at_ns, p.value) for p in collector.points())
     wall = ORIGIN.realtime_of
@@ -189,24 +198,24 @@ def test_what_totals_count_from_stays_when_the_wall_clock_is_set(
 def test_what_a_device_does_not_tell_is_not_sent(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
         silent = [sample("utilization", None), sample("process_cpu", 3.0, HOST), sample("odd", 1.0)]
-        exporter.metrics.offer([*silent, sample("power", 0.0)], [])
+        metrics_of(exporter).offer([*silent, sample("power", 0.0)], [])
         exporter.flush(60 * SECOND)
     assert [(p.name, p.value, p.attributes["hw.id"]) for p in collector.points()] == [("hw.power", 0.0, "GPU 1")]
 
 
 def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
-        exporter.metrics.offer([sample("power", float(at), at=at) for at in range(2_500)], [GPU])
+        metrics_of(exporter).offer([sample("power", float(at), at=at) for at in range(2_500)], [GPU])
         exporter.flush(60 * SECOND)
-        assert exporter.metrics.sent == 2_500
+        assert metrics_of(exporter).sent == 2_500
     assert sorted(p.value for p in collector.points()) == [float(at) for at in range(2_500)]
 
 
 def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "DELAY_NS", 10**8)
     with collecting(take) as server, exporting(server.settings) as exporter:
-        exporter.metrics.offer([sample("power", 1.0)], [GPU])
-        exporter.metrics.offer([sample("power", 2.0)], [GPU])
+        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer([sample("power", 2.0)], [GPU])
         until(lambda: server.taken)
         assert server.taken == ["hw.power", "hw.power"]
         assert server.tries == 1
@@ -216,14 +225,14 @@ def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pyt
 def test_a_collector_without_a_place_for_metrics_says_so_once_and_spans_go_on(status: int) -> None:
     with collecting(take, metrics=refuse_with(status)) as server, exporting(server.settings) as exporter:
         for number in range(3):
-            exporter.metrics.offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
+            metrics_of(exporter).offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
             exporter.offer([span(span_id=number + 1, root_id=number + 1)])
             assert exporter.flush(60 * SECOND).complete
         assert server.taken == ["op"] * 3
         assert server.tries == 4, "three times spans, once metrics"
-        (note,) = exporter.metrics.notes()
+        (note,) = metrics_of(exporter).notes()
         assert note.startswith(f"export.otlp: metrics are not sent: the collector takes none (HTTP {status}")
-        assert exporter.metrics.losses() == {"samples of gauges failed by the OTLP export": 2}
+        assert metrics_of(exporter).losses() == {"samples of gauges failed by the OTLP export": 2}
 
 
 def test_a_collector_that_serves_spans_alone_by_grpc_gets_no_more_metrics() -> None:
@@ -245,13 +254,13 @@ def test_a_collector_that_serves_spans_alone_by_grpc_gets_no_more_metrics() -> N
     try:
         with exporting(Otlp(f"http://127.0.0.1:{port}", "grpc", timeout_ns=5 * SECOND)) as exporter:
             for number in range(2):
-                exporter.metrics.offer([sample("power", 1.0)], [GPU])
+                metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
                 exporter.offer([span(span_id=number + 1, root_id=number + 1)])
                 assert exporter.flush(60 * SECOND).complete
-            (note,) = exporter.metrics.notes()
+            (note,) = metrics_of(exporter).notes()
             assert "the collector takes none" in note
             assert "UNIMPLEMENTED" in note
-            assert exporter.metrics.losses() == {"samples of gauges failed by the OTLP export": 1}
+            assert metrics_of(exporter).losses() == {"samples of gauges failed by the OTLP export": 1}
         assert Spans.taken == 2
     finally:
         server.stop(None).wait()
@@ -274,10 +283,10 @@ def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_fo
 
     monkeypatch.setattr(room, "PATIENCE_NS", 3 * 10**8)
     with collecting(take, metrics=behave) as server, exporting(server.settings) as exporter:
-        exporter.metrics.offer([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
         exporter.flush(60 * SECOND)
-        assert exporter.metrics.losses() == {f"samples of gauges {fate} by the OTLP export": 1}
-        assert exporter.metrics.notes()[0].startswith("export.otlp: metrics did not get through: ")
+        assert metrics_of(exporter).losses() == {f"samples of gauges {fate} by the OTLP export": 1}
+        assert metrics_of(exporter).notes()[0].startswith("export.otlp: metrics did not get through: ")
         exporter.offer([span()])
         assert exporter.flush(60 * SECOND).complete
         assert server.taken == ["op"]
@@ -291,11 +300,11 @@ def test_what_a_collector_rejects_in_an_answer_that_says_success_is_counted() ->
         handler.answer(200, messages.ExportMetricsServiceResponse(partial_success=partial).SerializeToString())
 
     with collecting(take, metrics=reject_one) as server, exporting(server.settings) as exporter:
-        exporter.metrics.offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
+        metrics_of(exporter).offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
         exporter.flush(60 * SECOND)
-        assert exporter.metrics.losses() == {"samples of gauges rejected by the OTLP export": 1}
-        assert exporter.metrics.sent == 1
-        assert exporter.metrics.notes() == ["export.otlp: metrics did not get through: quota"]
+        assert metrics_of(exporter).losses() == {"samples of gauges rejected by the OTLP export": 1}
+        assert metrics_of(exporter).sent == 1
+        assert metrics_of(exporter).notes() == ["export.otlp: metrics did not get through: quota"]
 
 
 def test_a_collector_that_finds_a_request_too_large_gets_smaller_ones() -> None:
@@ -304,9 +313,9 @@ def test_a_collector_that_finds_a_request_too_large_gets_smaller_ones() -> None:
 
     with collecting(take, metrics=at_most(600)) as server, exporting(server.settings) as exporter:
         for _ in range(2):
-            exporter.metrics.offer([sample("power", 1.0)] * 1_000, [GPU])
+            metrics_of(exporter).offer([sample("power", 1.0)] * 1_000, [GPU])
             exporter.flush(60 * SECOND)
-        assert exporter.metrics.losses() == {"samples of gauges failed by the OTLP export": 1_000}
+        assert metrics_of(exporter).losses() == {"samples of gauges failed by the OTLP export": 1_000}
         assert server.taken == ["hw.power"] * 1_000
 
 
@@ -315,17 +324,17 @@ def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypa
     with collecting(take) as server:
         exporter = Exporter(server.settings, ORIGIN, dict)
         for at in range(25):
-            exporter.metrics.offer([sample("power", float(at), at=at)], [GPU])
-        assert exporter.metrics.losses() == {"samples of gauges dropped by the OTLP export": 15}
-        series, taken = exporter.metrics.take(ORIGIN)
+            metrics_of(exporter).offer([sample("power", float(at), at=at)], [GPU])
+        assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 15}
+        series, taken = metrics_of(exporter).take(ORIGIN)
         assert (taken, [point.value for point in series[0].points]) == (10, [float(at) for at in range(15, 25)])
 
 
 def test_what_waits_when_the_exporter_stops_is_counted() -> None:
     exporter = Exporter(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=SECOND), ORIGIN, dict)
-    exporter.metrics.offer([sample("power", 1.0)], [GPU])
+    metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
     exporter.stop(0)
-    assert exporter.metrics.losses() == {"samples of gauges dropped by the OTLP export": 1}
+    assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 1}
 
 
 @pytest.mark.parametrize(
@@ -346,9 +355,9 @@ def test_where_metrics_would_go_nowhere_a_note_says_so_once_there_are_any() -> N
     with collecting(take) as server:
         settings = Otlp(server.settings.endpoint.replace("/v1/traces", "/spans"))
         with exporting(settings) as exporter:
-            assert exporter.metrics.notes() == []
-            exporter.metrics.offer([sample("power", 1.0)], [GPU])
-            (note,) = exporter.metrics.notes()
+            assert metrics_of(exporter).notes() == []
+            metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+            (note,) = metrics_of(exporter).notes()
             assert "does not end in /v1/traces" in note
             assert exporter.flush(SECOND).settled
         assert server.tries == 0
@@ -357,9 +366,9 @@ def test_where_metrics_would_go_nowhere_a_note_says_so_once_there_are_any() -> N
 def test_the_variable_that_switches_metrics_off_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     with collecting(take) as server, exporting(server.settings) as exporter:
-        exporter.metrics.offer([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
         assert exporter.flush(SECOND).settled
-        assert exporter.metrics.notes() == ["export.otlp: metrics are not sent: OTEL_METRICS_EXPORTER is none"]
+        assert metrics_of(exporter).notes() == ["export.otlp: metrics are not sent: OTEL_METRICS_EXPORTER is none"]
         assert server.tries == 0
 
 
@@ -388,15 +397,18 @@ def test_a_child_sends_its_own_gauges_and_none_of_its_parent() -> None:
     with collecting(take) as server:
         session = instrument.start(loads(service(server, "{cuda: off, nvml: off, host: 20ms}"), environ={}))
         assert session is not None
-        until(lambda: session._exporter is not None and session._exporter.metrics.waits())
+        until(lambda: session.trace().samples)
         child = os.fork()
         if not child:
-            waiting = session._exporter.metrics._waiting if session._exporter is not None else ()
-            inherited = [s for s in list(waiting) if s.at_ns < session.start_ns]
-            until(lambda: session.trace().samples)
-            names = [thread.name for thread in threading.enumerate()]
-            instrument.stop()
-            os._exit(0 if not inherited and "instrument-nvml" in names else 1)
+            code = 1
+            try:
+                until(lambda: session.trace().samples)
+                inherited = [one for one in session.trace().samples if one.at_ns < session.start_ns]
+                names = [thread.name for thread in threading.enumerate()]
+                instrument.stop()
+                code = 0 if not inherited and "instrument-nvml" in names else 1
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         instrument.stop()
         assert session.losses() == {}

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kept import Kept
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_spans import ORIGIN
 from trees import tree_of
@@ -27,7 +28,6 @@ from instrument.instrumentors.requests import ray_serve
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import packing
 from instrument.profile.model import Capture, RequestsRule
-from instrument.recorder.tail_sampler import Trees
 from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.spans import Origin, Site, Span, Trace
 
@@ -192,14 +192,13 @@ def test_a_request_through_two_middlewares_of_starlette_is_one_path(recorder: An
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await inner(scope, receive, send)
 
-    kept: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=0.0, slow_ns=0), 100, kept.append)
+    trees = Kept(recorder, Capture(sample=0.0, slow_ns=0), 100)
     browser = client.TestClient(app)
     for _ in range(3):
         assert browser.get("/").text == "done"
     trees.take()
     assert tallied(recorder) == {"http.request": 3, "http.request > leaf": 6, "http.request > predict": 3}
-    names = [sorted(span.site.name for span in spans) for spans in kept]
+    names = [sorted(span.site.name for span in spans) for spans in trees.trees]
     assert names == 3 * [["http.request", "leaf", "leaf", "predict"]]
 
 
@@ -249,8 +248,7 @@ def serve_batches(recorder: Any, requests: int, around: str | None = None) -> No
 
 
 def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it_has_ended(recorder: Any) -> None:
-    kept: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=1.0), 100, kept.append)
+    trees = Kept(recorder, Capture(sample=1.0), 100)
     serve_batches(recorder, 5)
     trees.take()
     expected = {"request": 5, "request > batch": 1, "request > batch > leaf": 1, "batch": 4, "batch > leaf": 4}
@@ -263,7 +261,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
         assert (batch.parent_id, batch.root_id) == (0, batch.span_id)
         assert batch.attributes == {LINK: (first.span_id, first.span_id)}
     ids = packing.Ids()
-    packed = packing.request_of(b"", [piece for tree in kept for piece in packing.pack(tree, ids, ORIGIN, {})])
+    packed = packing.request_of(b"", [piece for tree in trees.trees for piece in packing.pack(tree, ids, ORIGIN, {})])
     messages = ExportTraceServiceRequest.FromString(packed).resource_spans[0].scope_spans[0].spans
     assert len(messages) == len(spans)
     linked = [message for message in messages if message.links]
@@ -445,12 +443,13 @@ def test_of_slow_requests_the_spans_of_nested_tasks_are_kept(recorder: Any) -> N
         await asyncio.create_task(outer())
         await asyncio.sleep(0.012)
 
-    kept: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=0.0, slow_ns=10_000_000), 100, kept.append)
+    trees = Kept(recorder, Capture(sample=0.0, slow_ns=10_000_000), 100)
     for _ in range(5):
         asyncio.run(request())
     trees.take()
-    assert [sorted(span.site.name for span in spans) for spans in kept] == 5 * [["predict", "predict", "request"]]
+    assert [sorted(span.site.name for span in spans) for spans in trees.trees] == 5 * [
+        ["predict", "predict", "request"]
+    ]
 
 
 def test_a_kept_request_is_whole_when_the_tally_has_no_room_for_its_paths(recorder: Any) -> None:
@@ -458,16 +457,14 @@ def test_a_kept_request_is_whole_when_the_tally_has_no_room_for_its_paths(record
     leaf = wrapped(recorder, "leaf")(lambda: None)
     other = wrapped(recorder, "other")(leaf)
     request = wrapped(recorder, "request", "request")(other)
-    kept: list[list[Span]] = []
-    trees = Trees(recorder, Capture(sample=0.0, slow_ns=0), 100, kept.append)
+    trees = Kept(recorder, Capture(sample=0.0, slow_ns=0), 100)
     leaf()
     other()
     request()
     trees.take()
-    (spans,) = kept
+    (spans,) = trees.trees
     assert len(spans) == 3
     assert {span.root_id for span in spans} == {spans[0].span_id}
-    assert trees.counts() == {"requests": 1, "requests kept": 1}
 
 
 # -------------------------------------------------------------------- memory

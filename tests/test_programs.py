@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from kept import Kept
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_spans import ORIGIN
 from programs import Machine, Tracked, program, recursive
@@ -19,7 +20,6 @@ from raw_spans import counted
 
 from instrument.otlp import packing
 from instrument.profile.model import Capture
-from instrument.recorder.tail_sampler import Trees
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import Site, Span
 
@@ -152,23 +152,22 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
     recorder.node_limit = 1 << 24
     for seed in seeds:
         steps = program(seed, in_loop=in_loop)
-        kept: list[list[Span]] = []
         # Of every other program the requests alone are kept, for they are slow; of the rest everything.
         requests_alone = seed % 2 == 0
-        trees = Trees(recorder, Capture(sample=0.0 if requests_alone else 1.0, slow_ns=0), 10_000, kept.append)
+        trees = Kept(recorder, Capture(sample=0.0 if requests_alone else 1.0, slow_ns=0), 10_000)
         cursor = recorder.cursor()
         machine = Machine([recorder], look=trees.take)
         machine.run_program(steps, in_loop=in_loop)
         trees.take()
         spans = [recorder.span(row, thread_id) for thread_id, rows in cursor.read() for row in rows]
-        assert cursor.lost == trees.lost == 0
+        assert cursor.lost == 0
         about = f"program {seed}: {steps}"
         assert recorded_tree(spans) == expected_tree(machine.spans), about
         assert tallied(recorder) == Counter(span.path for span in machine.spans), about
         delivery = expected_delivery(machine.spans, requests_alone=requests_alone)
-        assert delivered_tree(kept, spans) == delivery, about
-        assert trees.counts().keys() <= {"requests", "requests kept"}, about
-        assert trees._shelf.held == 0, about
+        assert delivered_tree(trees.trees, spans) == delivery, about
+        assert not trees.counts, about
+        assert trees.rows.waiting == 0, about
         assert recorder.current_id() == 0
         assert recorder.open_rows() == []
         for span in spans:

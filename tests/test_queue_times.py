@@ -209,12 +209,12 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_told_by_the_n
     _, errors = service.communicate("8\n", timeout=60)
     assert service.returncode == 0, errors
     until(lambda: not run_folder.found())
-    (left_out,) = map(int, re.findall(r"(\d+) \(requests that batches served without their time in the queue", errors))
+    left_out = sum(
+        map(int, re.findall(r"(\d+) \(requests that batches served without their time in the queue", errors))
+    )
     assert points(collector)[-1].count + left_out == 50
-    assert points(collector)[-1].count == 38
-    untold = map(int, re.findall(r"(\d+) \(requests without queue, prefill, decode and stalls", errors))
     stages = [span for spans in collector.spans.values() for span in spans if span.name == "queue"]
-    assert len(stages) + sum(untold) == 3
+    assert len(stages) == 3
 
 
 ROUTED = Site(

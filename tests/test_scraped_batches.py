@@ -17,8 +17,8 @@ from otlp_collectors import collecting, take
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import instrument
-from instrument.otlp.processor import queue_times
 from instrument.profile.keys import loads
+from instrument.trace import settling
 
 IN_QUEUE, OF_REQUESTS, OF_BATCHES = (
     "gen_ai_server_time_in_queue_seconds", "instrument_request_batch_size", "instrument_batch_size",
@@ -30,7 +30,7 @@ functions: [{match: "nowhere:step", batch: ids}]
 
 @pytest.fixture(autouse=True)
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(queue_times, "WAIT_NS", 0)
+    monkeypatch.setattr(settling, "DECISION_WAIT_NS", 0)
     yield
     instrument.stop()
 
@@ -121,11 +121,3 @@ def test_a_scrape_tells_the_same_as_the_collector_gets_with_exemplars_of_what_is
         assert exemplars
         assert {one.labels["span_id"] for one in exemplars} <= kept
         instrument.stop()
-
-
-def test_a_service_without_keys_is_not_read_for_a_scrape() -> None:
-    instrument.start(loads("requests: auto", environ={}))
-    with instrument.scope("work"):
-        pass
-    assert not {IN_QUEUE, OF_REQUESTS} & scraped("_count").keys()
-    assert not instrument.session()._joined.has_begun

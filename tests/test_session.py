@@ -30,6 +30,7 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.ticks import CHECK_NS, Ticks
+from instrument.recording.ring import Cursor
 from instrument.recording.spans import Cost
 from instrument.sessions.account import COMPLAINTS_KEPT
 from instrument.sessions.session import Session
@@ -665,9 +666,9 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
     profile: str, are_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    session = begin(profile)
     looks: list[None] = []
-    monkeypatch.setattr(session._reader, "look", lambda: looks.append(None))
+    monkeypatch.setattr(Cursor, "read", lambda _: looks.append(None) or [])
+    session = begin(profile)
     request(3)
     session._pump()
     assert bool(looks) == are_read

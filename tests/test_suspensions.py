@@ -19,7 +19,7 @@ import pytest
 from instrument import chrome
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchange, Exchanges, SteppedItems
-from instrument.otlp.processor.column_shelf import rows_of
+from instrument.otlp.recording_reader import _rows_of as rows_of
 from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
 from instrument.recording.rows import span_of

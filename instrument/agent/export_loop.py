@@ -19,14 +19,12 @@ from instrument.agent.child import AgentEnd
 from instrument.agent.scrapes import EndedMetrics, Scope, Scrapes
 from instrument.errors import ExportError
 from instrument.otlp.export_facts import settings_from
+from instrument.otlp.exported import Exported, ExportedRun
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
-from instrument.otlp.processor.exported import Exported
-from instrument.otlp.processor.kept_files import KeptFiles
-from instrument.otlp.processor.keyed_requests import KeyedRequests
+from instrument.otlp.kept_files import KeptFiles
 from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
-from instrument.recorder.shared_decisions import Decisions
 from instrument.recording.distributions import Metric
 from instrument.recording.spans import Origin
 from instrument.runtime import packets
@@ -65,18 +63,17 @@ class ExportLoop:
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
         self._exporters: dict[Otlp | None, Exporter] = {}
-        self._recordings: dict[int, Exported] = {}
+        self._run = ExportedRun()
+        self._recordings = self._run.members
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[Scope]] = {}
         """The scopes of scrapes that each recording belongs to, by number."""
         self._scrapes: Scrapes | None = None
         self._ended = EndedMetrics(None)
-        self._requests = KeyedRequests()
-        self._decisions = Decisions(self._requests.decided)
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._agent.tell))
         logger.propagate = False
-        self._is_behind = self._has_more = False
+        self._is_behind = False
         self.faults = 0
 
     def serve(self) -> None:
@@ -94,8 +91,8 @@ class ExportLoop:
         while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
                 time.sleep(BEHIND_S)
-        for _ in range(3):  # what one process keeps, or did for a request, others may have been asked about before
-            self._look(is_last=True)
+        while self._look(is_last=True) and time.monotonic() < self._ends_at:
+            pass
         for exporter in self._exporters.values():
             exporter.hurry()  # at the same time, whatever one of the collectors does
         for exporter in self._exporters.values():
@@ -165,12 +162,8 @@ class ExportLoop:
         except BaseException:
             os.close(fd)
             raise
-        self._recordings[number] = Exported(
-            fd, exporter, self._decisions, self._requests, generation, sends=wanted is not None
-        )
-        self._requests.members[number] = self._recordings[number]
+        self._recordings[number] = Exported(fd, exporter, generation, sends=wanted is not None)
         self._settings[number] = wanted
-        self._decisions.members = len(self._recordings)
 
     def _exporter(self, settings: Otlp | None) -> Exporter:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
@@ -210,44 +203,44 @@ class ExportLoop:
             self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
 
     def _look(self, *, is_last: bool = False, at_once: bool = False, metered: Exported | None = None) -> bool:
-        """Look at all of them once, and take the metrics of one; returns whether any has more by now."""
-        self._has_more = self._is_behind = False
-        self._decisions.lag_ns = self._requests.lag_ns
+        """Read and settle all of them once, and take the metrics of one; returns True where any has more by now."""
+        has_more = self._run.look(self._attempt, is_last=is_last, at_once=at_once, metered=metered)
+        self._is_behind = False
         for number, found in list(self._recordings.items()):
-            look = partial(found.look, is_last=is_last, at_once=at_once, meters=found is metered)
-            self._attempt(number, partial(self._look_at, number, found, look))
+            self._attempt(number, partial(self._look_after, number, found))
         for exporter in self._exporters.values():
             exporter.note_silence()
-        return self._has_more
+        return has_more
 
-    def _look_at(self, number: int, found: Exported, look: Callable[[], bool]) -> None:
-        more = look()
+    def _look_after(self, number: int, found: Exported) -> None:
         found.write_kept(at_once=False)
         if not found.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
         self._is_behind = self._is_behind or found.is_behind
-        if found.has_ended and not (more or found.is_behind) and found.is_settled():
+        if found.is_over and found.is_settled():
             self._let_go(number)
-        self._has_more = self._has_more or more
 
     def _release(self, number: int, found: Exported) -> None:
-        """Send what waits, and leave the rest to the process."""
-        found.send_waiting()
+        """Send what has ended, and leave the rest to the process."""
+        self._settle_now()
         self._let_go(number)
+
+    def _settle_now(self) -> None:
+        """Settle what has ended by now, in as many rounds as that takes."""
+        for _ in range(SCRAPE_LOOKS):
+            if not self._look(at_once=True):
+                return
 
     def _send_now(self, _: int, found: Exported) -> None:
         """Send what a process has recorded until now."""
-        for _ in range(2):
-            self._look(at_once=True)
-        self._look(at_once=True, metered=found)  # once what all have recorded is read nothing waits for that
+        self._settle_now()
+        self._look(at_once=True, metered=found)
         found.is_settled()
 
     def _let_go(self, number: int, problem: str = "") -> None:
         """Be done with a recording, whatever can still be read of it."""
         found, fates = self._recordings.pop(number, None), {}
-        self._requests.members.pop(number, None)
         is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
-        self._decisions.members = len(self._recordings)
         try:
             if found is not None:
                 if found.is_scraped and (metered := found.metered()) is not None:

@@ -59,7 +59,6 @@
 #include "_recorder_carried.h"
 #include "_recorder_functions.h"
 #include "_recorder_renaming.h"
-#include "_recorder_shelf.h"
 #include "_recorder_requests.h"
 #include "_recorder_reading.h"
 #include "_recorder_life.h"
@@ -101,7 +100,7 @@ execute(PyObject *made)
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
-    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType, &ShelfType};
+    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;

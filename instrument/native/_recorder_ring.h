@@ -75,12 +75,13 @@ row_as_tuple(const row_t *row)
     return tuple;
 }
 
-/* ([the rows from a number on, those that are wanted where that is asked], the number after them, how many were overwritten
- * before they were read). */
-static inline __attribute__((always_inline)) PyObject *
-rows_from(const Ring *ring, uint64_t since, int (*is_wanted)(void *, const row_t *, long), void *asked)
+/* ([the rows from a number on], the number after them, how many were overwritten before they were read). */
+static PyObject *
+Ring_newest(Ring *ring, PyObject *argument)
 {
-    uint64_t head = ring->head;
+    uint64_t since = PyLong_AsUnsignedLongLong(argument), head = ring->head;
+    if (since == (uint64_t)-1 && PyErr_Occurred())
+        return NULL;
     uint64_t first = head > ring->capacity ? head - ring->capacity : 0;
     first = first > since ? first : since;
     first = first < head ? first : head;
@@ -95,23 +96,12 @@ rows_from(const Ring *ring, uint64_t since, int (*is_wanted)(void *, const row_t
             continue;
         }
         const row_t *row = &ring->rows[i & ring->mask];
-        if (is_wanted != NULL && !is_wanted(asked, row, ring->thread_id))
-            continue;
         PyObject *tuple = row_as_tuple(row);
         if (tuple == NULL || PyList_Append(rows, tuple) < 0)
             Py_CLEAR(rows);
         Py_XDECREF(tuple);
     }
     return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, missed);
-}
-
-static PyObject *
-Ring_newest(Ring *self, PyObject *argument)
-{
-    uint64_t since = PyLong_AsUnsignedLongLong(argument);
-    if (since == (uint64_t)-1 && PyErr_Occurred())
-        return NULL;
-    return rows_from(self, since, NULL, NULL);
 }
 
 /* (the rows from a number on as they lie in memory, what those have that say more). The latter are as many as there are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,14 +109,13 @@ class Exporter:
         self._threads = threads
         self._settled = settled
         self._sender = sender_for(settings)
-        self.metrics = self.new_metrics(os.environ)
         self._detected: Mapping[str, object] | None = None if detects else {}
         self._is_beside_service = detects
         self._begin_anew(origin)
 
     def _begin_anew(self, origin: Origin) -> None:
-        self.own = Source(Ids(), origin, self._threads, self.resource, metrics=self.metrics)
-        self._metered: tuple[Source, ...] = (self.own,)
+        self.own = Source(Ids(), origin, self._threads, self.resource)
+        self._metered: tuple[Source, ...] = ()
         self._telling: Source | None = None
         self._queue = RequestQueue()
         self._offered: deque[tuple[Sequence[Span], int, Source]] = deque()
@@ -345,7 +343,8 @@ class Exporter:
         thread = self._thread
         counts = self.counts()
         newest = self._queue.newest
-        settled = not (counts["pending"] or any(one.waits() for one in self._of_metered()))
+        waits = bool(counts["pending"]) or any(one.waits() for one in self._of_metered())
+        settled = not waits and self._telling is None  # in this order: what is just being sent waits no more
         held_ns = self._held_until_ns if self._stop_at_ns == _NEVER_NS else 0
         in_vain = held_ns - time.monotonic_ns() > timeout_ns
         if not (settled or in_vain) and thread is not None and thread.is_alive():
@@ -402,7 +401,6 @@ class Exporter:
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
-        self.metrics.after_fork_in_child()
         self._begin_anew(self.origin)
         if self._detected is not None:
             self._detected = of_a_child(self._detected)

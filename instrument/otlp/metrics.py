@@ -139,6 +139,7 @@ class Metrics:
                 "lost": [self._lost, self._lost_series],
                 "reason": self._reason,
                 "off": self.off,
+                "is_noted": self._told,
             }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
@@ -151,6 +152,7 @@ class Metrics:
             self._begun_ns, self._newest, self._taken_ns = begun_ns, newest, int(state["taken_ns"])
             self._lost, self._lost_series = {**self._lost, **lost[0]}, {**self._lost_series, **lost[1]}
             self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
+            self._told = self._told or bool(state.get("is_noted"))
 
     @property
     def taken_ns(self) -> int:

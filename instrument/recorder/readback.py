@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from instrument.recorder.core import Core
@@ -185,12 +185,9 @@ class Readback(Core):
                 asking.append(span_id)
         return Held(spans + len(still_open), oldest, asking)
 
-    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
-        """Return a reader of every row from now on, once, if it comes before the ring wraps.
-
-        `read_on` reads a ring from a row number on: all of its rows where it is left out.
-        """
-        return Cursor(self.rings, lambda: self.ended_rows, read_on or (lambda ring, since: ring.newest(since)))
+    def cursor(self) -> Cursor:
+        """Return a reader of every row from now on, once, if it comes before the ring wraps."""
+        return Cursor(self.rings, lambda: self.ended_rows)
 
     def threads(self) -> dict[int, str]:
         """Return ids and names of the threads whose rows are still there."""

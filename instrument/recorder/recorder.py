@@ -24,7 +24,6 @@ from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import annotation, core, wrapping
 from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.readback import Readback
-from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS
 from instrument.recorder.sites import SiteCore
 from instrument.recorder.thread_names import thread_name
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
@@ -246,9 +245,6 @@ class Recorder(SiteCore, Readback):
         return _native.Function(
             self, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
         )
-
-    def shelf(self, sample: float, spans_per_request: int) -> Any:
-        return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
     def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
         if attributes is None:

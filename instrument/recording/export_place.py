@@ -19,7 +19,7 @@ from instrument.recording.claim import EXPORT, Claim
 FATES = (
     "seen", "intervals", "missed", "untimed",
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
-    "untold", "to tell", "derived lost", "deriving", "unqueued", "queueing",
+    "derived lost", "deriving", "unqueued", "queueing",
 )  # fmt: skip
 """Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
 were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, each with its
@@ -28,8 +28,8 @@ waits, or the collector is just being sent it, with so many `sending`; some are 
 come. As who exported them was killed those that were just being sent were `unanswered`: the collector may have them.
 `abandoned` are those that had not been sent then, and those of requests that had not ended as their process did.
 
-The rest are no spans of the recording: requests whose stages are `untold`, spans of stages that were lost, and requests
-whose time in the queue is not counted; and each time those of which that is not decided yet, as in `OPEN_FATES`."""
+The rest are no spans of the recording: spans of stages that were lost, requests whose time in the queue is not counted,
+and those of both whose fate is not known yet, as in `OPEN_FATES`."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """What becomes of those that were kept."""
@@ -37,15 +37,12 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
-UNTOLD, DERIVED_LOST, UNQUEUED = "untold", "derived lost", "unqueued"
-OPEN_FATES = {"to tell": UNTOLD, "deriving": DERIVED_LOST, "queueing": UNQUEUED}
+DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
+OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
 """What becomes of these where who exports them is killed."""
 
-UNLINKED, MISPLACED, BATCHES_LEFT_OUT, METRICS_LOST = "unlinked", "misplaced", "batches left out", "metrics lost"
-"""Beside the fates: keys that were forgotten while their requests were open, spans that were not sent in the trace of
-their request, for this was not known, or not decided about, as the tree of the request around them was sent, batches
-outside of the sample that were too many to wait for the ends of their requests, and points of metrics that the
-collector did not take."""
+METRICS_LOST = "metrics lost"
+"""Points of metrics that the collector did not take, beside the fates of spans."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -57,14 +54,14 @@ _MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
 class Progress:
     """How far a generation of a recording has been exported. `places` is the next row of each ring, by its number.
 
-    `details` is how much of what few rows have had been written by then. `before` are the fates in the generations
-    before it that nobody has told of; `is_told` is whether of this one somebody has.
+    Requests that had ended by `settled_ns`, on the monotonic clock, are settled. `before` are the fates in the
+    generations before it that nobody has reported; `is_told` is True where those of this one were.
     """
 
     generation: int = 0
     places: dict[int, int] = field(default_factory=dict)
     fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
-    details: int = 0
+    settled_ns: int = 0
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     is_told: bool = False
 
@@ -179,7 +176,7 @@ def _packed(turn: int, progress: Progress) -> bytes:
     places = sorted(progress.places.items())[-_MOST_PLACES:]
     body = b"".join([
         _HEAD.pack(
-            turn, 0, progress.generation, len(places), progress.details, progress.is_told,
+            turn, 0, progress.generation, len(places), progress.settled_ns, progress.is_told,
             *(max(fates[name], 0) for fates in (progress.fates, progress.before) for name in FATES),
         ),
         *(_PLACE.pack(*place) for place in places),
@@ -190,13 +187,13 @@ def _packed(turn: int, progress: Progress) -> bytes:
 def _unpacked(data: bytes) -> tuple[int, Progress]:
     if len(data) < _HEAD.size:
         return 0, Progress()
-    turn, crc, generation, count, details, is_told, *fates = _HEAD.unpack_from(data)
+    turn, crc, generation, count, settled_ns, is_told, *fates = _HEAD.unpack_from(data)
     body = data[: _HEAD.size + min(count, _MOST_PLACES) * _PLACE.size]
     if not turn or count > _MOST_PLACES or zlib.crc32(body[:8] + bytes(8) + body[16:]) != crc:
         return 0, Progress()
     places = dict(_PLACE.iter_unpack(body[_HEAD.size :]))
     now, before = (dict(zip(FATES, some, strict=True)) for some in (fates[: len(FATES)], fates[len(FATES) :]))
-    return turn, Progress(generation, places, now, details, before, bool(is_told))
+    return turn, Progress(generation, places, now, settled_ns, before, bool(is_told))
 
 
 def told(fates: Mapping[str, int]) -> Mapping[str, int]:
@@ -211,10 +208,6 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         UNTIMED: "untimed",
         "spans that an agent had perhaps not sent as it was killed": "perhaps",
         "spans that nobody had read as their export ended": "unread",
-        "requests without queue, prefill, decode and stalls in the OTLP export": UNTOLD,
-        "keys of open requests beyond those that the OTLP export knows": UNLINKED,
-        "spans in the tree of another request that the OTLP export did not send with their own": MISPLACED,
-        "batches outside of the sample that may have served kept requests": BATCHES_LEFT_OUT,
         "points of metrics that the collector did not take": METRICS_LOST,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
         "requests that batches served without their time in the queue among the metrics": UNQUEUED,

@@ -52,6 +52,9 @@ _FARTHEST = (1 << 63) - 1
 HAS_MORE = 8
 """`rare` of a row that Python packs, which has no address to give."""
 
+SCRAMBLE = 0x9E3779B97F4A7C15
+"""The multiplier of `is_sampled`."""
+
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
 stream, or `Work`. It is nothing that a reader sees."""
@@ -156,3 +159,8 @@ def span_of(row: Row, site: Site, thread_id: int) -> Span:
         site, row[SPAN_ID], row[PARENT_ID], row[ROOT_ID], thread_id, row[TASK], row[START_NS], row[END_NS], active_ns,
         self_ns(row), row[ERROR], attributes or {}, (), False, remote,
     )  # fmt: skip
+
+
+def is_sampled(root_id: int, sample: float) -> bool:
+    """Return the same answer for every span of a tree: its root's id, scrambled by Knuth's multiplicative hash."""
+    return (root_id * SCRAMBLE & (1 << 64) - 1) < sample * (1 << 64)

@@ -17,17 +17,16 @@ from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict, marks_of, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
-from instrument.recording import board, export_place
+from instrument.recording import board
 from instrument.recording.spans import Cost, OwnNotes, Site, never_called
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.lazy import LazyModule
 from instrument.sessions.handover import Handover
-from instrument.sessions.reader import Reader
+from instrument.sessions.window_reader import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
     from instrument.report import view
-    from instrument.sessions.outbox import Outbox
 else:
     view = LazyModule("instrument.report.view")
 
@@ -53,7 +52,7 @@ class Account:
 
     recorder: Recorder
     selection: Selection
-    reader: Reader
+    windows: WindowReader
     costs: Costs
     budget: Budget
     gauges: Gauges
@@ -61,7 +60,6 @@ class Account:
     imports: ImportTimes
     timing: Timing | None
     exporter: otlp.Exporter | None
-    outbox: Outbox | None
     handover: Handover
     tells_waiting: bool = True
     refused: tuple[str, ...] = ()
@@ -155,15 +153,12 @@ class Account:
         if self.timing is not None:
             counts.update(self.timing.losses())
         counts.update(self.gauges.losses())
-        counts["spans overwritten before the steps in them were counted"] = self.reader.steps_lost
+        counts["spans overwritten before the steps in them were counted"] = self.windows.lost
         if self.exporter is not None:
             counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
-            counts.update(self.reader.losses())
             self.exporter.counts()  # takes in what was just offered
             sent = self.exporter.own.counts  # of what is sent by the recording that tells
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
-            counts["spans overwritten before the export read them"] = self.reader.lost
-            counts.update({export_place.UNTIMED: self.outbox.untimed if self.outbox is not None else 0})
             counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 

@@ -23,17 +23,15 @@ from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, report_to_check
-from instrument.profile.model import EVERYTHING, Profile, Summary
+from instrument.profile.model import EVERYTHING, Capture, Profile, Summary
 from instrument.recorder.governor import Budget
-from instrument.recorder.meter import Books, Meter, mark_of, queued_tasks
+from instrument.recorder.meter import mark_of, queued_tasks
 from instrument.recorder.recorder import RECORDER
-from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
-from instrument.recording.distributions import SERIES_LIMIT, Snapshot
+from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.memory_layout import INTERVAL_SHARE
-from instrument.recording.meter_place import MeterState
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.spans import (
     UNTIMED,
     Cost,
@@ -45,7 +43,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
     Trace,
-    is_interruption,
 )
 from instrument.recording.tally import Tally
 from instrument.runtime.faults import FAULTS
@@ -53,13 +50,11 @@ from instrument.runtime.lazy import LazyModule
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
-from instrument.sessions.handover import Handover, Standing
-from instrument.sessions.joined_metrics import KEEPS_NONE, SPANS_PER_REQUEST, JoinedMetrics
-from instrument.sessions.keyed_export import KeyedExport, KeysMet, has_keys
-from instrument.sessions.reader import Reader
+from instrument.sessions.handover import Handover
+from instrument.sessions.own_export import OwnExport
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import TakenStretch, held_now
-from instrument.trace.interruptions import Interruptions
+from instrument.sessions.window_reader import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -69,7 +64,6 @@ if TYPE_CHECKING:
     from instrument.report import section, view
     from instrument.report import summary as report
     from instrument.report.section import View
-    from instrument.sessions.outbox import Outbox
 else:
     otlp = LazyModule("instrument.otlp")
     export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
@@ -108,34 +102,22 @@ class Recorded:
             interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
             self._timing = Timing(interval_bytes, self._ranges, holds_gil=profile.device.gil == "hold")
         self._exporter: otlp.Exporter | None = None
-        self._outbox: Outbox | None = None
-        self._keyed: KeyedExport | None = None
+        self._own: OwnExport | None = None
         if profile.export.otlp is not None:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, self._note_sent)
-            from instrument.sessions.outbox import Outbox
-
-            self._outbox = Outbox(self._exporter, self._timing)
-            self._keyed = KeyedExport(self._exporter)
-        self._joined = JoinedMetrics(RECORDER.threads)
+            self._own = OwnExport(self._exporter)
+        self._scrape: OwnExport | None = None
+        """The reader of the recording for scrapes alone, where nothing else in this run reads it."""
         self.handover = Handover(
-            self._exporter,
-            lambda: RECORDER.memory_fd,
-            self._begin_export,
-            self._end_export,
-            self._keyed,
-            self._reads_for_keys,
-            self._begin_back,
-            self._end_back,
+            self._exporter, lambda: RECORDER.memory_fd, self._own, self._begin_here, self._end_here
         )
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
-        self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns, queued_tasks))
-        self._metered_ns = 0
-        self._reader = Reader(RECORDER, self.selection, self._keep, self.origin, self._meter.count)
+        self._windows = WindowReader(RECORDER, self.selection, self.origin)
         self.account = Account(
             recorder=RECORDER,
             selection=self.selection,
-            reader=self._reader,
+            windows=self._windows,
             costs=self._costs,
             budget=self._budget,
             gauges=self._gauges,
@@ -143,7 +125,6 @@ class Recorded:
             imports=self._imports,
             timing=self._timing,
             exporter=self._exporter,
-            outbox=self._outbox,
             handover=self.handover,
             tells_waiting=profile.source != EVERYTHING.source,
         )
@@ -156,90 +137,31 @@ class Recorded:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
-        self._kept: list[list[Span]] = []
-        self._interruptions = Interruptions()
-        self._kept_count = 0
-        """Spans that were kept since the session exports them itself."""
-        self._reader.begin(self.profile, self.start_ns)
-        self._meter.begin(self.start_ns)
-        self._keys_met = KeysMet(partial(RECORDER.room_for, "details"))
-        self._counted: tuple[Mapping[str, Any], Mapping[int, int]] = self._meter.state(), {}
-        """What was counted for the metrics that were taken last, and up to which rows."""
-        self._watch_generations()
-        self._metered_ns = self.start_ns
+        self._windows.begin(self.profile, self.start_ns)
         self._books_ns, self._marks_until_ns = 0, 0
         self._books_told: MeteredFacts | None = None
-        self._snapshot: Snapshot | None = None
 
     # ---------------------------------------------------------------- while it records
-
-    def _begin_export(self, rows: Mapping[int, int], done: int, metered: MeterState | None) -> None:
-        """Read from these rows of each thread on, and export, and go on with metrics as they stood."""
-
-    def _end_export(self) -> Standing:
-        """Export no more; tells where that stands."""
-        return self._standing()
-
-    def _has_keys(self) -> bool:
-        """Whether requests have keys: by the profile, or by what was recorded until now."""
-        return has_keys(self.profile) or self._keys_met.look()
-
-    def _reads_for_keys(self) -> bool:
-        """Whether the session is to export by its recording, for requests have keys and it can be read."""
-        keyed = self._keyed
-        return keyed is not None and RECORDER.memory_fd >= 0 and not keyed.is_broken and self._has_keys()
 
     def _has_agent(self) -> bool:
         """Return True where an agent reads what is recorded here, if a reader asks for it."""
         return False
 
-    def _begin_back(self) -> None:
+    def _begin_here(self) -> None:
         """Export by the recording from now on."""
 
-    def _end_back(self) -> None:
-        """Export no more by the recording."""
+    def _end_here(self) -> None:
+        """Export no more."""
 
     def _note_sent(self, source: Source) -> None:
         """Note what has been sent of a source. By the thread that sends."""
-        self.handover.note_sent()
-        if self._keyed is not None:
-            self._keyed.note_sent(source)
-
-    def _standing(self) -> Standing:
-        reader = self._reader
-        return Standing(dict(reader.places), reader.taken, reader.lost, reader.held, self._kept_count)
-
-    def _keep(self, spans: list[Span]) -> None:
-        if self._outbox is not None and self.handover.is_own:
-            if is_interruption(spans[0].site):
-                self._interruptions.note(spans)
-                return
-            self._kept.append(spans)
-            self._kept_count += len(spans)
-            # A request comes first among its spans; those that end after it come alone.
-            if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
-                self._meter.note_kept(spans[0], *self.ids().of(spans[0]))
-
-    def _send_kept(self) -> None:
-        """Have what was kept sent, once it is noted that it was read: after that nobody else sends it."""
-        kept, self._kept = self._kept, []
-        if self._outbox is not None and self.handover.is_own:
-            self.handover.note(self._standing())
-            for spans in kept:
-                self._interruptions.hit(spans)
-                self._outbox.put(spans)
+        if self._own is not None:
+            self._own.note_sent(source)
 
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         if self._gpus_told != gpus:
             self._gpus_told = gpus
             RECORDER.tell(self._facts())
-        if self._exporter is not None and self.handover.is_own:
-            self._exporter.metrics.offer(samples, gpus)
-
-    def _watch_generations(self) -> None:
-        self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
-        self._meter.by, self._meter.at_most = self._requests_by
-        self._meter.watch(functions=any(rule.gen_ai or rule.batch for rule in self.profile.functions))
 
     @property
     def _requests_by(self) -> tuple[str, int]:
@@ -292,7 +214,7 @@ class Recorded:
         from instrument.trace.grafted import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
-        run = self.ids().run if key and span.remote is None and not self.handover.is_own else ""
+        run = self.ids().run if key and span.remote is None else ""
         return trace_id_of(run, key) if run else trace_id, span_id
 
     @property
@@ -329,7 +251,7 @@ class Recorded:
             of_profile = self.profile.capture, self.profile.limits.spans_per_request
             facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
         elif self._is_metered_elsewhere:
-            capture, spans_per_request = KEEPS_NONE, SPANS_PER_REQUEST
+            capture, spans_per_request = Capture(sample=0.0, errors=False), 1
             if self.profile.capture.to is not None:
                 capture, spans_per_request = self.profile.capture, self.profile.limits.spans_per_request
             facts["export"] = export_facts.told(self.ids(), {}, capture, spans_per_request, self._metered_facts)
@@ -338,8 +260,8 @@ class Recorded:
     @property
     def _is_metered_elsewhere(self) -> bool:
         """True where metrics come from the recording, read back here or by an agent, for scrapes at least."""
-        if self._exporter is not None:
-            return not self.handover.is_own
+        if self._exporter is not None or self._scrape is not None:
+            return True
         return self._has_agent() and (self._asks_for_metrics or self._wants_agent)
 
     @property
@@ -353,12 +275,12 @@ class Recorded:
         return replace(
             self._books_told or export_facts.MeteredFacts(0),
             start_ns=self.start_ns,
-            asks=self._asks_for_metrics,
+            asks=self._asks_for_metrics or self._scrape is not None,
             requests=bool(self.profile.requests),
-            routes=self._meter.generations,
-            by=self._meter.by,
-            at_most=self._meter.at_most,
-            watches=self._meter.watches,
+            routes=tuple(route for rule in self.profile.requests for route in rule.gen_ai),
+            by=self._requests_by[0],
+            at_most=self._requests_by[1],
+            watches=any(rule.gen_ai or rule.batch for rule in self.profile.functions),
             environ=metrics.asked_of_metrics(),
         )
 
@@ -420,9 +342,7 @@ class Recorded:
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""
-        unseen = self._meter.lost
-        of_meter = {"spans overwritten before it was seen whether a model generated them": unseen} if unseen else {}
-        return {**self.account.losses(), **of_meter}
+        return self.account.losses()
 
     def notes(self) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences."""

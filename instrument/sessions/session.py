@@ -150,8 +150,8 @@ class Session(Exporting):
             if self._exporter is not None:
                 self._exporter.prepare()
                 self._choose_who_exports()
-                if self._keyed is not None and self.handover.is_read_back:
-                    self._keyed.prepare()
+                if self._own is not None and self.handover.is_here:
+                    self._own.prepare()
                 RECORDER.remote_parent = lambda: noted(otlp.current_parent())
             RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
@@ -179,7 +179,6 @@ class Session(Exporting):
         except BaseException:
             self._generations.stop(Deadline(0))
             self._undo(Deadline(EXIT_LIMIT_NS / 1e9))
-            self.handover.close()
             raise
         if self._is_first():
             self.make_board()
@@ -282,7 +281,6 @@ class Session(Exporting):
         """Go by rules that were added to those of the present profile, which stays the same generation."""
         with self._lock.held():
             self.profile = profile
-            self._watch_generations()
             RECORDER.tell(self._facts())
 
     def _change_settings(self, profile: Profile) -> None:
@@ -291,15 +289,10 @@ class Session(Exporting):
             self.profile = profile  # it may lie elsewhere now
             return
         now_ns = time.monotonic_ns()
-        was_read = self._is_read()
-        if was_read:
-            self._reader.look()
-            self._send_kept()
-        self._reader.change(profile, now_ns)
+        self._windows.change(profile, now_ns)
         if profile.budget != before.budget:
             self._budget.change(profile.budget)
         self.profile = profile
-        self._watch_generations()
         if profile.export != before.export:
             self._saving.prepare_files()
         self.generation += 1
@@ -308,8 +301,6 @@ class Session(Exporting):
         if self._exporter is not None:
             self._exporter.origin = self.origin()
         FAULTS.attempt("process context", self._publish_context)
-        if self._is_read() and not was_read:
-            self._reader.skip()  # nobody has read what was recorded until now
         self._threads.start()
 
     # ---------------------------------------------------------------- the end
@@ -335,7 +326,6 @@ class Session(Exporting):
                 return
             self._stopped = True
             self._undo(before_sending)
-            FAULTS.attempt("last gauges", self._tell_readings_of_agent)
             FAULTS.attempt("resource of the service", self._tell_resource)
             if self._is_metered_elsewhere:
                 FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
@@ -357,11 +347,13 @@ class Session(Exporting):
             if tells:
                 FAULTS.attempt("last window", partial(self._deliver, deadline))
             elif self._exporter is not None:
+                if self._own is not None:  # its gauges are of no use to anybody
+                    FAULTS.attempt("end of the export", self._own.release)
                 self._exporter.stop(0)
-            if self._keyed is not None:
-                FAULTS.attempt("end of the export by the recording", self._keyed.finish)
-            FAULTS.attempt("end of reading for a scrape", self._joined.release)
-            FAULTS.attempt("end of the export", lambda: self.handover.close(self._last_standing()))
+            if self._own is not None:
+                FAULTS.attempt("end of the export", self._own.finish)
+            if self._scrape is not None:
+                FAULTS.attempt("end of reading for a scrape", self._scrape.finish)
             RECORDER.say_goodbye()
             FAULTS.attempt("goodbye", partial(self._leave_run, deadline, tells=bool(tells)))
             # Until here an exit or a SIGTERM has waited for this end.
@@ -393,17 +385,15 @@ class Session(Exporting):
 
     def _deliver(self, deadline: Deadline) -> None:
         """What a session leaves behind: its spans at the collector, its last trace file."""
-        window = self._reader.stop(self.end_ns or 0)
+        window = self._windows.stop(self.end_ns or 0)
         deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
         if self._exporter is not None:
             if self._sends():  # which may not have begun yet
                 self._exporter.start()
-            if (keyed := self._reading_back) is not None:
+            if (own := self._reading) is not None and self.handover.is_here:
                 read_by = time.monotonic() + deadline.earlier(LAST_SEND_S).left_s()
-                self._read_back(partial(keyed.end, read_by))
-                if self.handover.is_own:  # it could not be read
-                    self._pump(meters=True)
-            elif not self.handover.is_own and (self._is_first() or self.profile.export.summary is not None):
+                self._read_own(partial(own.end, read_by))
+            elif not self.handover.is_here and (self._is_first() or self.profile.export.summary is not None):
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
             self._wait_for_collector(self._exporter, deadline)
@@ -456,7 +446,7 @@ class Session(Exporting):
     def _say_unsent(self) -> None:
         """Say what of the spans has not been sent where no summary does: the agent can open no pipe after the end."""
         lost = dict(self.handover.losses())
-        if self._exporter is not None and self.handover.is_own:
+        if self._exporter is not None and self.handover.is_here:
             lost |= {reason: count for reason, count in self.losses().items() if "OTLP export" in reason}
         is_for_agent = self.handover.has_agent and not self.handover.undelivered and target_of(2).startswith("/")
         if lost and not is_for_agent:
@@ -513,11 +503,11 @@ class Session(Exporting):
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()
-        if self._outbox is not None:
-            self._outbox.after_fork_in_child()
-        if self._keyed is not None:
-            self._keyed.after_fork_in_child()
-        self._joined.after_fork_in_child()
+        if self._own is not None:
+            self._own.after_fork_in_child()
+        if self._scrape is not None:
+            self._scrape.after_fork_in_child()
+            self._scrape = None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()

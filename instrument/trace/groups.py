@@ -108,7 +108,7 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
             key = np.unique(key, return_inverse=True)[1].astype(np.int64)
             values, column = np.unique(column, return_inverse=True)
             width = len(values)
-        key = key * width + column
+        key = key * width + column.astype(np.int64)  # of nothing it may have any type
     most = int(key.max(initial=-1)) + 1
     if most <= 8 * len(key) + 1_000:  # a table of all that there can be takes a fifth of a sort's time
         row_of = np.full(most, -1, dtype=np.int64)

@@ -244,13 +244,17 @@ class _Batches:
 
 
 def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> Mapping[int, list[Span]]:
-    """Spans of the stages by the row of their request, below which they hang, on the thread and task of that.
+    """Return the spans of the stages of all requests, as `spans_of_stages` does."""
+    return spans_of_stages(trace, joined, stages(trace, joined, kinds))
+
+
+def spans_of_stages(trace: Trace, joined: Joined, its_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
+    """Return spans of stages by the row of their request, below which they hang, on the thread and task of that.
 
     They are numbered from the first number on that no span of the trace has.
     """
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     found: dict[int, list[Span]] = {}
-    its_stages = stages(trace, joined, kinds)
     stalled_by = iter(_Batches(trace, joined).taking_most([stall for one in its_stages for stall in one.stalls]))
     for one in its_stages:
         row = int(joined.rows[one.place])

@@ -1,4 +1,4 @@
-"""The metrics of one recording, as who exports it counts and tells them: by the session's own meter, over its drain.
+"""The metrics of one recording, as who exports it counts and tells them: by the session's own meter, over its reader.
 
 What has been counted and told is written into the recording before it is sent and after, so that whoever exports it
 next, another agent or the process itself, goes on from there.
@@ -14,8 +14,7 @@ from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.metrics import DELAY_NS
-from instrument.otlp.processor.drain import Drain, WatchedRows
-from instrument.otlp.processor.known_request import KeyedRequest
+from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.distributions import Metric, Snapshot
@@ -29,6 +28,7 @@ from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
 from instrument.trace.of_memory import origin_of
+from instrument.trace.settling import ServedRequest
 
 NEVER_NS = 1 << 63
 
@@ -42,25 +42,30 @@ RELEASE_S = 0.5
 """The longest that a request with metrics is waited for as another one is to go on."""
 
 
-class _DrainedRows:
+class _MeteredRows:
     """What the meter asks of a recorder, of a recording."""
 
-    def __init__(self, mapped: Mapped, drain: Drain) -> None:
+    def __init__(self, mapped: Mapped, reader: RecordingReader) -> None:
         self._mapped = mapped
-        self._drain = drain
-        self.site_of = drain.site_of
+        self._reader = reader
+        self.site_of = reader.site_of
+        self.lost = 0
         self.has_ended = False
         self.marks: Collection[str] = ()
         """Of the functions whose calls are counted."""
 
-    def cursor(self) -> WatchedRows:
-        return self._drain.watch()
+    def cursor(self) -> _MeteredRows:
+        self._reader.watch()
+        return self
+
+    def read(self) -> Sequence[tuple[int, Sequence[Row]]]:
+        return [(0, self._reader.watched())]
 
     def open_rows(self) -> Sequence[tuple[int, Row]]:
-        return [] if self.has_ended else self._drain.open_rows()
+        return [] if self.has_ended else self._reader.open_rows()
 
     def lines(self, *, merged: bool = False) -> Lines:
-        return self._drain.lines(merged=merged, wanted=self._are_metered)
+        return self._reader.lines(merged=merged, wanted=self._are_metered)
 
     def _are_metered(self, tree: CallTree) -> Sequence[bool]:
         """Which sites anything is counted of by the tally, which may have thousands of paths."""
@@ -86,11 +91,11 @@ class Metering:
         facts: ExportFacts,
         exporter: Exporter,
         place: ExportPlace,
-        drain: Drain,
+        reader: RecordingReader,
         source: Source,
     ) -> None:
         self._mapped = mapped
-        self._drain = drain
+        self._reader = reader
         self._source = source
         self._exporter = exporter
         self._place = MeterPlace(place)
@@ -98,7 +103,7 @@ class Metering:
         self._service = origin_of(mapped.header).service
         self._lock = Lock()
         self._facts = facts
-        self._rows = _DrainedRows(mapped, drain)
+        self._rows = _MeteredRows(mapped, reader)
         self._meter = Meter(
             self._rows,
             Books(
@@ -138,7 +143,7 @@ class Metering:
         """Count the rows from these on that were read before this one begins to read."""
         if not self._facts.metered.asks:
             return
-        for rows in self._drain.between(places):
+        for rows in self._reader.between(places):
             self._meter.count([row for row in rows if is_request_root(row)])
             if self._meter.watches:
                 self._meter.count_parts(rows, self._streams)
@@ -164,14 +169,12 @@ class Metering:
         """Count requests that have ended."""
         self._meter.count(ended)
 
-    def count_served(
-        self, own: Row | Span, queue_ns: int, batch_size: float, request: KeyedRequest, *, streams: bool
-    ) -> None:
-        """Count a request that batches served: how, all processes of the run tell together."""
+    def count_served(self, request: ServedRequest) -> None:
+        """Count a request that batches served."""
         self.unsaved += 1
-        kept = (request.caller.trace_id, request.caller.span_id) if request.is_kept else None
-        span = own if isinstance(own, Span) else self._drain.span(own, 0)
-        self._meter.count_served(span, queue_ns, batch_size, kept, streams=streams)
+        self._meter.count_served(
+            request.own, request.queue_ns, request.batch_size, request.kept, streams=request.is_generation
+        )
 
     def joined(self) -> list[Metric]:
         """The metrics of requests and the batches that served them, as they are now."""
@@ -191,11 +194,8 @@ class Metering:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to.
-
-        What waits for its times on a device has not been read yet.
-        """
-        until_ns = self._drain.left[0] if self._drain.lag_ns else time.monotonic_ns()
+        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to."""
+        until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle()
         if self._is_due:
@@ -224,7 +224,7 @@ class Metering:
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
             return  # what was just read is another session's
-        state = MeterState(self._generation, 0, self._meter.state(), {}, dict(self._drain.places))
+        state = MeterState(self._generation, 0, self._meter.state(), {}, dict(self._reader.places))
         with self._lock:
             self._state = state
         self._write()  # before anybody is told of it

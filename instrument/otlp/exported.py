@@ -1,0 +1,520 @@
+"""One recording as it is exported: read on, and what is settled of it handed to an exporter.
+
+The fates of its rows are written into it, so that another one who exports it later goes on there: requests are noted as
+settled before any span of them is on its way, so none is sent twice, and what was on its way as an exporter was ended
+is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from instrument import clock
+from instrument.otlp.export_facts import ExportFacts, facts_from
+from instrument.otlp.exporter import Exporter
+from instrument.otlp.exposition import Metered
+from instrument.otlp.interval_join import DeviceTimes
+from instrument.otlp.kept_files import KeptFiles
+from instrument.otlp.metering import Metering
+from instrument.otlp.recording_reader import RecordingReader
+from instrument.otlp.span_queue import Source
+from instrument.recording import export_place
+from instrument.recording.distributions import Metric
+from instrument.recording.export_place import (
+    DERIVED_LOST,
+    METRICS_LOST,
+    SENT,
+    UNQUEUED,
+    ExportPlace,
+    Progress,
+    give_up,
+)
+from instrument.recording.interval_ring import NOTHING_TO_COME
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import Header
+from instrument.recording.mapped_intervals import MappedIntervals
+from instrument.recording.rows import REQUEST_BIT, is_sampled
+from instrument.recording.spans import Origin, Span
+from instrument.runtime.unpatched import RLock
+from instrument.trace.interruptions import Interruptions
+from instrument.trace.of_memory import origin_of
+from instrument.trace.settling import Settled, Settling
+from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
+
+FACTS_S = 1.0
+"""Seconds between two looks at what a process says of itself."""
+
+WAITING_SPANS = 4_000
+"""With so many spans on their way others wait in the recording: there they outlive who exports them, take no memory of
+that one, and the newest are kept."""
+
+SETTLE_EACH_NS = 5 * 10**8
+"""Nanoseconds between two rounds of settling."""
+
+BEHIND_NS = 5 * 10**9
+"""Nanoseconds for which nothing is settled at most while a collector has not taken what was sent before."""
+
+LAST_METRICS_S = 5.0
+"""Seconds for which the session after one waits for the last metrics of that one to be sent."""
+
+
+class Exported:
+    """The export of one generation of a recording. It closes the descriptor. Generation 0 is the present one.
+
+    A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. `facts` replaces the facts
+    for the export that are in the recording. Raises `TraceError` and `OSError`. One thread alone reads and settles;
+    another may call `note_settled` and `note_sent`.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        exporter: Exporter,
+        generation: int = 0,
+        *,
+        sends: bool = True,
+        facts: Callable[[], Any] | None = None,
+    ) -> None:
+        self._sends = sends
+        self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
+        self._exporter = exporter
+        self._lock = RLock()
+        try:
+            self._place = ExportPlace(fd)
+            try:
+                self._mapped = Mapped(fd)
+            except BaseException:
+                self._place.close()
+                raise
+        finally:
+            os.close(fd)
+        self._generation = generation or self._mapped.generation
+        self._progress = Progress()
+        self._told: Counter[str] = Counter()
+        self._reading: _Reading | None = None
+        self._facts: ExportFacts | None = None
+        self._facts_at = self._superseded_at = 0.0
+        self.is_ours = False
+        self.is_behind = False
+        """True where reading stopped for want of room in the exporter."""
+        self.has_ended = False
+        """True where the process of the recording has ended."""
+        self.is_over = False
+        """True where the process has ended, and all that it recorded has been read."""
+        self.files: KeptFiles | None = None
+        """The files for kept spans; None where kept spans are not written."""
+        self.is_scraped = False
+        """True where a scrape will ask for its counts after its end."""
+
+    def close(self) -> None:
+        """Let go of the recording, for another one to export it."""
+        with closing(self._place), closing(self._mapped):
+            try:
+                if self._reading is not None and self.is_ours:
+                    self._reading.metering.end()
+            finally:
+                with self._lock:
+                    self.note_settled()
+                    self.is_ours = False
+
+    def after_fork_in_child(self) -> None:
+        """In a child of the process that exports: let go of the parent's recording, which that one goes on with."""
+        self._place.close()
+        self._mapped.close()
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
+        """Read what has been recorded since the last time; True where there is more. `take_metrics` follows.
+
+        Where it `meters`, and now and then, that takes metrics.
+        """
+        ended = self.has_ended
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.before_read(meters=meters or is_last)
+        has_more = self._has_more = self._read()
+        reading = self._reading
+        self.is_over = ended and not (has_more or self.is_behind)
+        if self.is_over and reading is not None:
+            reading.reader.rows.is_over = True
+            reading.reader.rows.opened = {}
+        return has_more
+
+    _has_more = False
+
+    def take_metrics(self) -> None:
+        """Take metrics where it is time to, once what was read is settled."""
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
+
+    def _read(self) -> bool:
+        if not self.is_ours:
+            self.is_ours = self._place.take()
+            if not self.is_ours:
+                return False  # the process does so itself, or another agent
+            self._progress = self._place.read()
+        if self._is_superseded():
+            self.has_ended = True
+            return False
+        facts = self._read_facts()
+        if facts is None:
+            return False
+        if self._reading is not None and self._exporter.waiting > WAITING_SPANS:
+            self.is_behind = True
+            return False
+        self.is_behind = False
+        reading = self._reading or self._begin(facts)
+        reading.source.look_at_clock()
+        reading.derived.look_at_clock()
+        reading.times.look()
+        ended = reading.reader.read()
+        if self._is_superseded():
+            self.is_spoilt = True
+            self.has_ended = True
+            return False  # what was read last may be another session's
+        reading.metering.count(ended)
+        self.note_read()
+        return reading.reader.has_more
+
+    @property
+    def reading(self) -> _Reading | None:
+        """The present reading; None before the first one, and where another one exports."""
+        return self._reading if self.is_ours else None
+
+    def take(self, settled: Settled, settled_ns: int) -> None:
+        """Have what was settled sent, and written, as far as it is to be. `settled_ns` is as `Settling` has it."""
+        reading = self._reading
+        if reading is None:
+            return
+        spans = [span for tree in settled.trees for span in tree]
+        reading.times.join(spans, self._mapped.settled_ns() or NOTHING_TO_COME)
+        reading.threads = self._mapped.threads()
+        trees = reading.interruptions.attach(settled.trees)
+        for tree in trees:
+            reading.metering.note_kept(tree)
+        for one in settled.served:
+            reading.metering.count_served(one)
+        with self._lock:
+            intervals = sum(len(span.device) for span in spans)
+            reading.base["intervals"] += intervals
+            reading.base["kept"] += sum(map(len, trees)) + intervals
+            self.note_read(settled_ns)
+        for tree in trees:
+            if self._sends:
+                self._exporter.offer(tree, reading.source)
+            if self.files is not None:
+                self.files.put(tree, reading.source)
+        for tree in settled.derived if self._sends else ():
+            self._exporter.offer(tree, reading.derived)
+        self.note_settled()
+
+    def write_kept(self, *, at_once: bool) -> None:
+        """Write what is kept where it is time to, or `at_once`."""
+        files, reading = self.files, self._reading
+        if files is None or reading is None or not (at_once or files.is_due):
+            return
+        count, is_written = files.write()
+        if not self._sends:
+            reading.source.counts["exported" if is_written else "failed"] += count
+            self.note_settled()
+
+    def _is_superseded(self) -> bool:
+        """Return True where another session of the process has begun, and what this one is about has gone."""
+        return self._mapped.generation_now() != self._generation
+
+    def _read_facts(self) -> ExportFacts | None:
+        now = time.monotonic()
+        if now < self._facts_at:
+            return self._facts
+        self._facts_at = now + FACTS_S
+        header = self._mapped.header
+        facts = facts_from(self._told_facts())
+        reading = self._reading
+        if facts is None or header.generation != self._generation:
+            return self._facts
+        self._facts = facts
+        if reading is not None:
+            reading.change(facts)
+        return facts
+
+    def _begin(self, facts: ExportFacts) -> _Reading:
+        """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
+        self._mapped.tree()
+        header, found = self._mapped.header, self._progress
+        if found.generation != self._generation:
+            found = Progress(self._generation, before=found.untold())
+        elif found.is_told:
+            self._told, found.is_told = Counter(found.fates), False
+        unsettled, unanswered = found.unsettled, found.unanswered
+        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._exporter, self._place)
+        with self._lock:
+            self._progress, self._reading = found, reading
+        give_up(reading.base)
+        if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
+            reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
+            reading.base["unanswered"] += unanswered
+            reading.left_over = unsettled - unanswered
+        self.note_read()
+        return reading
+
+    # ---------------------------------------------------------------- the books
+
+    def note_read(self, settled_ns: int = 0) -> None:
+        """Write how far it was read and settled, and what has become of its rows."""
+        reading = self._reading
+        if reading is None or not self.is_ours:
+            return
+        reader, base = reading.reader, reading.base
+        with self._lock:
+            self._progress.settled_ns = max(self._progress.settled_ns, settled_ns)
+            fates = self._progress.fates
+            if not self.is_spoilt:
+                beyond = base["beyond"] + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG]
+                fates.update(seen=reader.seen, missed=reader.missed, beyond=beyond)
+                self._progress.places = reader.places
+            fates.update(kept=base["kept"], intervals=base["intervals"], unanswered=base["unanswered"])
+            fates["abandoned"] = base["abandoned"] + max(reading.left_over - reader.rows.adopted, 0)
+            fates["untimed"] = base["untimed"] + reading.times.untimed
+            known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
+            fates["passed"] = max(fates["seen"] + fates["intervals"] - known - reader.rows.waiting, 0)
+            self.note_settled()
+
+    is_spoilt = False
+    """True where what was read last may be another session's."""
+
+    def note_settled(self) -> None:
+        """Write which spans are about to be sent, and what has become of those that were."""
+        with self._lock:
+            reading = self._reading
+            if not self.is_ours or reading is None:
+                return
+            for fate in SENT:
+                self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
+            self._progress.fates["sending"] = reading.source.counts["sending"]
+            counts = reading.derived.counts
+            lost = sum(counts[fate] for fate in SENT if fate != "exported")
+            self._progress.fates[DERIVED_LOST] = reading.base[DERIVED_LOST] + lost
+            self._progress.fates["deriving"] = counts["pending"]
+            self._progress.fates[UNQUEUED], self._progress.fates["queueing"] = (
+                reading.base[UNQUEUED], reading.metering.unsaved,
+            )  # fmt: skip
+            self._place.write(self._progress)
+
+    def note_sent(self) -> None:
+        """Write what has become of spans and metrics that were sent."""
+        self.note_settled()
+        with self._lock:
+            if self.is_ours and self._reading is not None:
+                self._reading.metering.note_sent()
+
+    def keep_open(self, spans: Sequence[Span]) -> None:
+        """Keep those requests of these spans that are open now, whatever their ends are like."""
+        reading = self._reading
+        if reading is not None:
+            rows = reading.reader.rows
+            rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Return those of these spans that neither are sent nor will be, once all was read that had ended."""
+        reading = self._reading
+        if reading is None:
+            return list(spans)
+        rows = reading.reader.rows
+        sample = rows.sampler.capture.sample
+        found = [span for span in spans if not _is_sent(span, rows, sample)]
+        rows.leave_out({span.root_id for span in found if span.root_id & REQUEST_BIT})
+        return found
+
+    @property
+    def fates(self) -> Mapping[str, int]:
+        """The fates of its rows, as `instrument.recording.export_place` names them."""
+        return self._progress.fates
+
+    def joined(self) -> list[Metric]:
+        """Return the metrics of requests and the batches that served them, as they are now."""
+        return [] if self._reading is None else self._reading.metering.joined()
+
+    @property
+    def key(self) -> str:
+        """The key of the recording, unique in its run."""
+        return f"{origin_of(self._mapped.header).pid}-{self._generation}"
+
+    def before_scrape(self) -> None:
+        """Note what has ended, before it is read on for a scrape."""
+        if self._reading is not None and self.is_ours:
+            self._reading.metering.before_read(meters=False, scrapes=True)
+
+    def metered(self) -> Metered | None:
+        """Return its metrics for a scrape, as it was read last; None where it has none."""
+        return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
+
+    @property
+    def source(self) -> Source | None:
+        """The name by which the exporter knows it."""
+        return None if self._reading is None else self._reading.source
+
+    def is_of(self, source: Source) -> bool:
+        """Return True where the exporter knows it, or its stages, by this name."""
+        return self._reading is not None and source in (self._reading.source, self._reading.derived)
+
+    def is_settled(self) -> bool:
+        """Return True where nothing of it is on its way, or may still be kept; what is on its way is sent now.
+
+        Of a process that has ended the last metrics are, too, once all was read.
+        """
+        reading = self._reading
+        if reading is None:
+            return True
+        if self.is_over and not reading.reader.rows.lingers:
+            reading.metering.take_last()
+        if reading.source.counts["pending"] or reading.derived.counts["pending"]:
+            self._exporter.hurry()
+            return False
+        if not self._is_superseded():
+            return reading.metering.is_settled and not reading.reader.rows.lingers
+        self._superseded_at = self._superseded_at or time.monotonic()
+        return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
+
+    def finish(self) -> Mapping[str, int]:
+        """Give up requests that never ended: its session has ended, and nothing is on its way.
+
+        Returns all fates that nobody has reported.
+        """
+        with self._lock:
+            reading, progress = self._reading, self._progress
+            if reading is not None:
+                self.note_read()
+                reading.base["abandoned"] += reading.reader.rows.waiting
+                progress.fates["abandoned"] += reading.reader.rows.waiting
+                self.note_settled()
+                give_up(progress.fates)
+            found = Counter(progress.untold())
+            found.subtract(self._told)
+            if reading is not None:
+                found[METRICS_LOST] += reading.metering.lost_at_end()
+            if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
+                found["unread"] += export_place.unread(self._place)  # nobody counts it once this is reported
+            progress.is_told, progress.before = True, Progress().before
+            if self.is_ours:
+                self._place.write(progress)
+            return dict(found)
+
+
+def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
+    """Return True for a span that has been sent or will be."""
+    if not span.root_id & REQUEST_BIT:
+        return is_sampled(span.root_id, sample) or span.span_id in rows.sent_apart or rows.has(span.span_id)
+    decided = rows.decided.get(span.root_id)
+    return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept
+
+
+class ExportedRun:
+    """The recordings of a run, read and settled together: in an exporter those of all processes, in a process its own.
+
+    Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._settling = Settling()
+        self.members: dict[int, Exported] = {}
+        self._settled_at_ns = 0
+
+    def look(
+        self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
+        metered: Exported | None = None,
+    ) -> bool:  # fmt: skip
+        """Read all recordings on, and settle what has come due; what has ended `at_once`, the last time everything.
+
+        `attempt(number, action)` does something about one recording, and gives that one up where it fails. Returns
+        True where any has more by now.
+        """
+        has_more: list[int] = []
+
+        def read(number: int, member: Exported) -> None:
+            if member.read(is_last=is_last, meters=member is metered or is_last):
+                has_more.append(number)
+
+        for number, member in list(self.members.items()):
+            attempt(number, partial(read, number, member))
+        now_ns = time.monotonic_ns()
+        since_ns = now_ns - self._settled_at_ns
+        is_behind = any(member.is_behind for member in self.members.values()) and since_ns < BEHIND_NS
+        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
+        if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
+            self._settle(attempt, now_ns, is_last=is_last, at_once=at_once and not has_more)
+        for number, member in list(self.members.items()):
+            attempt(number, member.take_metrics)
+        return bool(has_more) or (self._settling.has_more and not is_behind)
+
+    def _settle(
+        self, attempt: Callable[[int, Callable[[], object]], None], now_ns: int, *, is_last: bool, at_once: bool
+    ) -> None:
+        self._settled_at_ns = now_ns
+        for member in self.members.values():
+            if member.reading is not None:
+                member.reading.reader.ahead = 0
+        readings = {number: one.reading for number, one in self.members.items() if not one.is_spoilt}
+        numbers = [number for number, reading in readings.items() if reading is not None]
+        self._settling.members = [reading.reader.rows for reading in readings.values() if reading is not None]
+        asks_queues = any(reading.asks_queue_times for reading in readings.values() if reading is not None)
+        are_over = all(member.is_over for member in self.members.values())
+        found = self._settling.settle(
+            now_ns, is_last=is_last or are_over, at_once=at_once, asks_queues=asks_queues
+        )  # fmt: skip
+        for place, settled in found.items():
+            member = self.members[numbers[place]]
+            attempt(numbers[place], partial(member.take, settled, self._settling.settled_ns))
+        for number in numbers:
+            attempt(number, partial(self.members[number].note_read, self._settling.settled_ns))
+
+
+class _Reading:
+    """How one generation of a recording is read: from where it was, with the fates that were known by then."""
+
+    def __init__(
+        self,
+        mapped: Mapped,
+        progress: Progress,
+        facts: ExportFacts,
+        origin: Origin,
+        exporter: Exporter,
+        place: ExportPlace,
+    ) -> None:
+        self._facts = facts
+        self.threads: Mapping[int, str] = {}
+        self.base = Counter(progress.fates)
+        self.left_over = 0
+        """Rows that the reader before had read, and whose fates nobody knows."""
+        self.reader = RecordingReader(mapped, progress, facts)
+        self.times = DeviceTimes(lambda: MappedIntervals(mapped))
+        self.interruptions = Interruptions()
+        self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self._facts.resource)
+        self.derived = replace(self.source, counts=Counter())
+        """The same process, for spans that it has not recorded."""
+        self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source)
+
+    @property
+    def asks_queue_times(self) -> bool:
+        """True where the times of requests in the queue are a metric."""
+        return self._facts.metered.asks
+
+    def change(self, facts: ExportFacts) -> None:
+        """Go by what the process says of itself now."""
+        self._facts = facts
+        self.metering.change(facts)
+        self.reader.rows.spans_per_request = facts.spans_per_request
+        if facts.capture != self.reader.rows.sampler.capture:
+            self.reader.rows.sampler.change(facts.capture)
+
+
+def _origin_now(header: Header) -> Origin:
+    """Which process it is, with a fresh pair of both clocks, which are the machine's."""
+    monotonic_ns, realtime_ns = clock.pair()
+    return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

@@ -1,0 +1,189 @@
+"""The reader of one recording: its new rows, taken as columns into the rows that wait to be settled, and its totals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.otlp.export_facts import ExportFacts
+from instrument.recording.export_place import Progress
+from instrument.recording.lines import Lines
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.paths import CallTree
+from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site
+from instrument.trace.tail_sampling import TailSampler
+from instrument.trace.unsettled import Details, UnsettledRows
+
+ROWS_AT_ONCE = 10_000
+"""The most rows that are read in one go; it bounds the memory that reading takes."""
+
+AHEAD_ROWS = 30_000
+"""The most rows that are read between two rounds of settling. More wait in the recording, which keeps the newest."""
+
+DEVICE_WAIT_NS = 2 * 10**9
+"""Nanoseconds for which spans wait for their device times before they are sent without."""
+
+_WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
+
+
+class RecordingReader:
+    """Reads one recording on from where it had been read. Used by one thread.
+
+    `rows` has the rows that wait. `seen` counts the rows that were read, `missed` those that were overwritten before.
+    `places` has the next row of each ring, by its number.
+    """
+
+    def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:
+        self._mapped = mapped
+        self.places = dict(progress.places)
+        self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
+        self.has_more = False
+        self.ahead = 0
+        """Rows that were read since the last round of settling."""
+        sampler = TailSampler(facts.capture, lambda: self.lines(merged=True))
+        self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
+        self._details_at = 0
+        self._marks: set[int] = set()
+        self._watched: list[Row] | None = None
+        if progress.places:
+            self._adopt(progress.settled_ns)
+
+    # ---------------------------------------------------------------- what the meter asks
+
+    def watch(self) -> None:
+        """From now on, keep the rows of generators and of batches for `watched`."""
+        self._watched = [] if self._watched is None else self._watched
+
+    def watched(self) -> list[Row]:
+        """Return the rows of generators and of batches that have come since the last time."""
+        found, self._watched = self._watched or [], None if self._watched is None else []
+        return found
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        """Return the spans that are open now, as rows that have not ended."""
+        return [(span.thread_id, row_of_open(span)) for span in self._mapped.open_spans()]
+
+    def site_of(self, row: Row) -> Site:
+        """Return the site of a row that was read."""
+        return self._site_of_node(row[0])
+
+    def _site_of_node(self, node: int) -> Site:
+        return self._mapped.known_tree.site(node)
+
+    def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
+        """Return the totals up to now of the sites that are wanted of a tree: of requests by default."""
+        return Lines.of_tally(self._mapped.tally(wanted or _are_requests), merged=merged)
+
+    def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
+        """Return the rows of requests, generators and batches from some places up to where it is."""
+        if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
+            return
+        details, _ = self._mapped.details_since(0)
+        marks = {span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)}
+        for rings in self._pieces(places):
+            for ring in rings:
+                rows = ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]
+                wanted = _are_request_roots(rows) | np.isin(rows["span_id"], np.fromiter(marks, np.uint64, len(marks)))
+                yield _rows_of(rows[wanted], details)
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self) -> list[Row]:
+        """Read what has come since the last time; return the requests that have ended, as rows."""
+        if self.ahead > AHEAD_ROWS:
+            self.has_more = True
+            return []
+        now_ns, ended_rows = time.monotonic_ns(), self._mapped.ended_rows
+        opened = {span.span_id: span for span in self._mapped.open_spans()}
+        rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
+        details, self._details_at = self._mapped.details_since(self._details_at)
+        self._marks.update(
+            span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)
+        )  # fmt: skip
+        early = self.rows.unmatched
+        ended, written = [], ended_rows
+        for ring in rings:
+            self.seen += len(ring.rows)
+            self.ahead += len(ring.rows)
+            written += ring.head
+            roots = ring.rows[_are_request_roots(ring.rows)]
+            ended += _rows_of(roots, {**early, **details} if early else details)
+            if self._marks:
+                self._take_marked(ring.rows, {**early, **details} if early else details)
+        self.rows.add(rings, opened, details, self._mapped.details_bytes)
+        self.places = {ring.ring: ring.head for ring in rings}
+        self.missed = max(self.missed, written - self.seen)
+        self.has_more = sum(len(ring.rows) for ring in rings) >= ROWS_AT_ONCE
+        if not self.has_more:
+            settled_ns = self._mapped.settled_ns()
+            self.rows.read_ns = max(settled_ns, now_ns - DEVICE_WAIT_NS) if 0 < settled_ns < now_ns else now_ns
+        return ended
+
+    def _take_marked(self, rows: Records, details: Details) -> None:
+        marked = rows[np.isin(rows["span_id"], np.fromiter(self._marks, np.uint64, len(self._marks)))]
+        self._marks.difference_update(marked["span_id"].tolist())
+        if self._watched is not None:
+            self._watched += _rows_of(marked, details)
+
+    def _adopt(self, settled_ns: int) -> None:
+        """Take the rows that another reader had read, and had not settled: of requests that ended after a time, or are
+        open, and of what may serve them."""
+        self._mapped.tree()
+        opened = {span.span_id: span for span in self._mapped.open_spans()}
+        roots = [np.array([one for one in opened if one & REQUEST_BIT], np.uint64)]
+        for rings in self._pieces({}):
+            for ring in rings:
+                its = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]
+                roots.append(its["span_id"])
+        undecided = np.concatenate(roots)
+        details, _ = self._mapped.details_since(0)
+        for rings in self._pieces({}):
+            old = [
+                ring._replace(rows=ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]) for ring in rings
+            ]
+            self.rows.adopt(old, opened, details, undecided, settled_ns)
+
+    def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
+        """Return all rows from some places on that are there now, a bounded number at a time."""
+        until = self._mapped.heads()
+        while any(places.get(ring, 0) < head for ring, head in until.items()):
+            rings = self._mapped.rows(places, ROWS_AT_ONCE)
+            yield rings
+            places = {ring.ring: ring.head for ring in rings}
+            until = {ring: head for ring, head in until.items() if ring in places}
+
+
+def row_of_open(span: OpenSpan) -> Row:
+    """Return the row that an open span would be, without its attributes."""
+    return row_of(span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, end_ns=0)
+
+
+def _rows_of(rows: Records, details: Details) -> list[Row]:
+    """Return rows as recorders have them."""
+    return [
+        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _more_of(*detail))
+        for row in unpacked_rows(rows.tobytes())
+    ]
+
+
+def _more_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
+    active_ns, error, attributes = detail_of(active_ns, facts_in(text))
+    return active_ns, error, dict(attributes) or None
+
+
+def _are_request_roots(rows: Records) -> NDArray[np.bool_]:
+    roots = rows["root_id"]
+    return np.asarray((roots == rows["span_id"]) & (roots & np.uint64(REQUEST_BIT) != 0))
+
+
+def _are_requests(tree: CallTree) -> Sequence[bool]:
+    return tree.by_site(_is_request)
+
+
+def _is_request(site: Site) -> bool:
+    return site.kind == "request"

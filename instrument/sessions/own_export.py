@@ -1,0 +1,186 @@
+"""The export of a session where there is no agent: it reads its own recording by the classes by which an agent does.
+
+What that needs, numpy among it, is imported where a session does so, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from instrument.errors import ExportError
+from instrument.recording.claim import FIRST_FD
+from instrument.recording.distributions import Metric
+from instrument.recording.spans import Span
+from instrument.runtime.lazy import LazyModule
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp.exported import Exported, ExportedRun
+    from instrument.otlp.exposition import Metered
+    from instrument.otlp.span_queue import Source
+else:
+    otlp = LazyModule("instrument.otlp")
+
+LOOKS = 20
+"""The most times that the recording is read on in one go, by some thousand rows each."""
+
+ROOM_S = 0.02
+"""Seconds between two looks whether the exporter has room for what waits in the recording."""
+
+UNREAD_S = 1.0
+"""Seconds for which a window waits at most for all that it has to be read."""
+
+
+class OwnExport:
+    """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
+
+    Without `sends` it counts metrics alone. `facts` say how, where the recording does not. `note_sent` alone may be
+    called by another thread meanwhile.
+    """
+
+    def __init__(self, exporter: otlp.Exporter, facts: Callable[[], Any] | None = None, *, sends: bool = True) -> None:
+        self._exporter = exporter
+        self._facts = facts
+        self._sends = sends
+        self._exported: Exported | None = None
+        self._run: ExportedRun | None = None
+        self._fates: Mapping[str, int] = {}
+        self.is_over = False
+        """True where the session has ended, and its recording was let go of."""
+        self.is_broken = False
+        """True where the recording could not be read."""
+
+    def prepare(self) -> None:
+        """Import what is needed, where no fork can come in: a child would be left with half of it."""
+        import instrument.otlp.exported  # noqa: F401
+
+    def begin(self, memory_fd: int) -> None:
+        """Be ready to read this recording on, from where whoever exported it before has come to. Raises `OSError`."""
+        if self._exported is not None or self.is_over:
+            return
+        from instrument.otlp.exported import Exported, ExportedRun
+
+        try:
+            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+        except OSError:
+            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
+        self._exported = Exported(memory, self._exporter, sends=self._sends, facts=self._facts)
+        self._run = ExportedRun()
+        self._run.members[0] = self._exported
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the parent's recording."""
+        exported, self._exported, self._run, self._fates = self._exported, None, None, {}
+        self.is_over = self.is_broken = False
+        if exported is not None:
+            exported.after_fork_in_child()
+
+    # ---------------------------------------------------------------- while it records
+
+    def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
+        """Read on, offer what is kept, and take metrics where it is time to, or it `meters`.
+
+        Requests that have ended are settled `at_once`, the last time all. Returns True where there is more.
+        """
+        exported, run = self._exported, self._run
+        if exported is None or run is None:
+            return False
+        for _ in range(LOOKS):
+            metered = exported if meters else None
+            if not run.look(_attempt, at_once=at_once, is_last=is_last, metered=metered):
+                return False
+        return True
+
+    def send_now(self) -> bool:
+        """Have the exporter send what has been recorded until now; returns True where all of it was read."""
+        exported = self._exported
+        if exported is None:
+            return True
+        has_more = self.look(at_once=True, meters=True)
+        exported.is_settled()
+        return not (has_more or exported.is_behind)
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Return those of these spans that neither are sent nor will be; a request that is undecided is kept.
+
+        Raises `ExportError` where what was recorded until now cannot be read, for want of room in the exporter.
+        """
+        exported, end = self._exported, time.monotonic() + UNREAD_S
+        if exported is None:
+            return list(spans)
+        exported.keep_open(spans)
+        while self.look(at_once=True) or exported.is_behind:
+            if time.monotonic() > end:
+                raise ExportError(
+                    f"asked to send {len(spans)} spans of a window, found that the collector has not taken what was "
+                    "recorded before them; what the profile's `capture` keeps is sent once it does"
+                )
+            time.sleep(ROOM_S)
+        return exported.unsent(spans)
+
+    def joined(self) -> Sequence[Metric]:
+        """Return the metrics of requests and the batches that served them, as they are now."""
+        return [] if self._exported is None else self._exported.joined()
+
+    def metered(self) -> Metered | None:
+        """Return all metrics for a scrape, as they were read last."""
+        return None if self._exported is None else self._exported.metered()
+
+    def before_scrape(self) -> None:
+        """Note what has ended, before it is read on for a scrape."""
+        if self._exported is not None:
+            self._exported.before_scrape()
+
+    def note_sent(self, source: Source) -> None:
+        """The exporter has sent something of a source, or is about to."""
+        exported = self._exported
+        if exported is not None and exported.is_of(source):
+            exported.note_sent()
+
+    @property
+    def fates(self) -> Mapping[str, int]:
+        """The fates of what was recorded."""
+        return self._fates if self._exported is None else self._exported.fates
+
+    # ---------------------------------------------------------------- the end
+
+    def end(self, end: float) -> bool:
+        """Offer all that there is by `end`, on the monotonic clock: the session records no more.
+
+        Returns True where there is more than the exporter had room for.
+        """
+        exported = self._exported
+        if exported is None:
+            return False
+        exported.has_ended = True
+        while (self.look() or exported.is_behind) and time.monotonic() < end:
+            time.sleep(ROOM_S if exported.is_behind else 0)
+        self.look(is_last=True)
+        exported.is_settled()
+        return not exported.is_over
+
+    def finish(self) -> None:
+        """Count what could not be sent, and let go of the recording."""
+        exported, self.is_over = self._exported, True
+        if exported is None:
+            return
+        try:
+            unread = exported.finish().get("unread", 0)
+            self._fates = Counter({**exported.fates, "unread": unread})
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the recording, for another one to go on from here."""
+        exported, self._exported, self._run = self._exported, None, None
+        if exported is not None:
+            exported.close()
+
+
+def _attempt(_: int, action: Callable[[], object]) -> None:
+    """Do something about the recording; what it raises is the caller's to handle."""
+    action()

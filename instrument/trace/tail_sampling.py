@@ -1,0 +1,196 @@
+"""Tail sampling: the decision, when a request has ended, to keep or to drop its spans.
+
+A request is kept when it is sampled, slow, failed, or bears the attributes that the profile's `capture` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import ge, gt, le, lt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.profile.model import Capture, Rate, Usual, Where
+from instrument.recording.histogram import percentiles
+from instrument.recording.lines import WIDTH, Lines
+from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.rows import SCRAMBLE, is_sampled
+from instrument.recording.spans import AttributeValue, Site
+
+LEAST_CALLS = 100
+"""Requests of an endpoint from which on its usual time is known: earlier ones wait for it."""
+
+LONGEST_NS = (1 << 63) - 1
+
+USUAL_FOR_NS = 10**9
+"""Nanoseconds for which a usual time is not computed again."""
+
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
+
+
+def are_sampled(root_id: NDArray[Any], sample: float) -> NDArray[np.bool_]:
+    """Return `is_sampled` for each of some roots."""
+    if sample <= 0:
+        return np.zeros(len(root_id), np.bool_)
+    with np.errstate(over="ignore"):
+        scrambled = root_id.astype(np.uint64) * np.uint64(SCRAMBLE)
+    return np.asarray(scrambled <= np.uint64(min(int(sample * 2.0**64), (1 << 64) - 1)))
+
+
+class EndedRequest(NamedTuple):
+    """A request that has ended, with the attributes and the caller's span that decide about it."""
+
+    root_id: int
+    site: Site
+    start_ns: int
+    end_ns: int
+    has_error: bool
+    attributes: Mapping[str, AttributeValue]
+    remote: RemoteParent | None
+
+
+class TailSampler:
+    """Decides about the requests of one process. Used by one thread.
+
+    `totals` returns the process's totals up to now. The usual times of endpoints come from them.
+    """
+
+    def __init__(self, capture: Capture, totals: Callable[[], Lines]) -> None:
+        self._totals = totals
+        self._capture = capture
+        self._allowance = _Allowance(capture.limit)
+        self._usual = _UsualTimes(totals, capture.slow_over)
+        self.wanted: set[int] = set()
+        """The roots of requests that are kept whatever their ends are like."""
+
+    @property
+    def capture(self) -> Capture:
+        """The settings that it goes by."""
+        return self._capture
+
+    def change(self, capture: Capture) -> None:
+        """Decide by other settings from now on."""
+        if capture.limit != self._capture.limit:
+            self._allowance = _Allowance(capture.limit)
+        if capture.slow_over != self._capture.slow_over:
+            self._usual = _UsualTimes(self._totals, capture.slow_over)
+        self._capture = capture
+
+    def look(self, ended: Iterable[EndedRequest]) -> None:
+        """Learn the usual times of the endpoints of these requests."""
+        self._usual.look(ended)
+
+    def is_asked_for(self, request: EndedRequest, *, is_part: bool = False) -> bool:
+        """Return True where a request is kept whatever it was like. Of a part of another one chance does not decide.
+
+        A caller that traces has decided already. Otherwise the sample does.
+        """
+        if request.root_id in self.wanted:
+            self.wanted.discard(request.root_id)
+            return True
+        if request.remote is not None:
+            return bool(request.remote.flags & 1) and not self._capture.is_off
+        return not is_part and is_sampled(request.root_id, self._capture.sample)
+
+    def stands_out(self, request: EndedRequest) -> bool:
+        """Return True for a request that failed, was slow, or bears the attributes that are asked for."""
+        capture = self._capture
+        return (
+            (capture.errors and request.has_error)
+            or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
+            or self._usual.is_slow(request)
+            or (bool(capture.where) and all(_holds(one, request) for one in capture.where))
+        )
+
+    def is_allowed(self, end_ns: int) -> bool:
+        """Take one of the requests that `capture.limit` allows at a time; False where none is left."""
+        return self._allowance.take(end_ns)
+
+    def is_early(self, request: EndedRequest) -> bool:
+        """Return True where the usual time of its endpoint is not known yet."""
+        return self._usual.is_early(request)
+
+
+def _holds(condition: Where, request: EndedRequest) -> bool:
+    """Return True where a condition holds for the request's attributes, or else for its site's."""
+    value = request.attributes.get(condition.attribute)
+    if value is None:
+        value = dict(request.site.attributes).get(condition.attribute)
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(_fits(value, *comparison) for value in values for comparison in condition.any_of)
+
+
+def _fits(value: object, how: str, wanted: str | bool | float) -> bool:
+    if how == "=":
+        return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[how](value, wanted)
+
+
+class _UsualTimes:
+    """The times after which requests of each endpoint are slow, by the tally's histograms.
+
+    An endpoint is a site of requests. The tally counts them since the session began.
+    """
+
+    def __init__(self, totals: Callable[[], Lines], usual: Usual | None) -> None:
+        self._totals = totals
+        self._usual = usual
+        self._limits: dict[object, int] = {}
+        self._at_ns = 0
+
+    def is_slow(self, request: EndedRequest) -> bool:
+        limit_ns = None if self._usual is None else self._limits.get(request.site.key)
+        return limit_ns is not None and request.end_ns - request.start_ns > limit_ns
+
+    def is_early(self, request: EndedRequest) -> bool:
+        return self._usual is not None and request.site.key not in self._limits
+
+    def look(self, ended: Iterable[EndedRequest]) -> None:
+        usual = self._usual
+        newest_ns = max((request.end_ns for request in ended), default=0) if usual is not None else 0
+        if usual is None or not newest_ns:
+            return
+        if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
+            return
+        self._at_ns = newest_ns
+        lines = self._totals()
+        endpoints = lines.tree.by_site(_endpoint)
+        places: dict[object, list[int]] = {}
+        for place in lines.merged()[::WIDTH]:
+            endpoint = endpoints[lines.site_of[place]]
+            if endpoint is not None:
+                places.setdefault(endpoint, []).append(place)
+        for endpoint, known in places.items():
+            histogram = lines.histogram(known, None)
+            calls = sum(histogram.values())
+            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
+            if calls >= LEAST_CALLS and time_ns is not None:
+                self._limits[endpoint] = round(time_ns * usual.factor)
+
+
+def _endpoint(site: Site) -> object:
+    """Return the endpoint of a site, None for a site of no requests."""
+    return site.key if site.kind == "request" else None
+
+
+class _Allowance:
+    """A token bucket: at most `count` in any `per_ns`, refilled evenly. None allows everything."""
+
+    def __init__(self, rate: Rate | None) -> None:
+        self._rate = rate
+        self._tokens = float(rate.count) if rate is not None else 0.0
+        self._at_ns = 0
+
+    def take(self, now_ns: int) -> bool:
+        if self._rate is None:
+            return True
+        if self._at_ns and now_ns > self._at_ns:
+            refill = (now_ns - self._at_ns) * self._rate.count / self._rate.per_ns
+            self._tokens = min(self._tokens + refill, float(self._rate.count))
+        self._at_ns = max(now_ns, self._at_ns)  # those that were held come late, and no time refills twice
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True

@@ -1,0 +1,336 @@
+"""Unsettled rows: what one recording has, and nobody has decided about yet, as columns.
+
+Rows come as they are read, of requests and of what may serve them in other processes. They go when their requests are
+settled. Rows with keys stay for a while after that, so that what comes late finds its request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.mapped import ROWS
+from instrument.recording.mapped_facts import OpenSpan, RingRows, detail_of, facts_in
+from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
+from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
+from instrument.trace.tail_sampling import EndedRequest, TailSampler, are_sampled
+
+MOST_ROWS = 200_000
+"""Rows of a recording that wait; beyond them the rows of the requests that are open longest are dropped."""
+
+MOST_ROOTS = 10_000
+"""Requests whose decision is remembered; the oldest are forgotten."""
+
+EARLY_BYTES = 2
+"""The multiple of a recording's room for details up to which details wait for their rows."""
+
+BEYOND = "spans beyond spans_per_request"
+TOO_LONG = "spans of requests that stayed open too long"
+
+WAITING, SETTLED, PASSED, ADOPTED = 0, 1, 2, 3
+"""The states of a row: undecided, kept only for its key, dropped unless a later request asks for it, and read by an
+earlier reader that may have settled it."""
+
+_KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
+
+Details = Mapping[int, tuple[int, bytes]]
+"""The active time, -1 for all of it, and the text of each span that has more than its row says."""
+
+
+class ProcessIds(Protocol):
+    """The ids of a process's spans at a collector."""
+
+    run: str
+
+    def span_id(self, number: int, /) -> int:
+        """Return the id, 64 bits, of a span."""
+
+    def trace_id(self, number: int, /) -> int:
+        """Return the id, 128 bits, of the tree whose root has this number."""
+
+
+class RowDetail(NamedTuple):
+    """The active time (-1: all of it), the error, the attributes and the caller's span of a row that has any."""
+
+    active_ns: int
+    error: str | None
+    attributes: Mapping[str, AttributeValue]
+    remote: RemoteParent | None
+
+
+NO_DETAIL = RowDetail(-1, None, {}, None)
+
+
+class Decided(NamedTuple):
+    """The decision about a request, and the trace and parent that its late spans go below."""
+
+    is_kept: bool
+    root_id: int
+    remote: RemoteParent | None
+
+
+class UnsettledRows:
+    """The rows of one recording that are not settled. Used by one thread.
+
+    `site_of` returns the site of a call path by its number.
+    """
+
+    def __init__(
+        self, ids: ProcessIds, site_of: Callable[[int], Site], sampler: TailSampler, spans_per_request: int
+    ) -> None:
+        self.ids = ids
+        self.site_of = site_of
+        self.sampler = sampler
+        self.spans_per_request = spans_per_request
+        self.rows: NDArray[np.void] = np.zeros(0, ROWS)
+        self.thread_id = np.zeros(0, np.int64)
+        self.state = np.zeros(0, np.uint8)
+        self.details: dict[int, RowDetail] = {}
+        self.opened: Mapping[int, OpenSpan] = {}
+        """The spans that were open as rows were read last, by their ids."""
+        self.decided: OrderedDict[int, Decided] = OrderedDict()
+        self.traces: OrderedDict[int, int] = OrderedDict()
+        """The traces of sent trees that are not the process's own, by their roots."""
+        self.sent_apart: OrderedDict[int, None] = OrderedDict()
+        """Spans outside of the sample, in trees that are no request's, that were sent with the requests they served."""
+        self.read_ns = 0
+        """The time up to which the recording has been read."""
+        self.is_over = False
+        """True where its process has ended and all of it has been read."""
+        self.counts: Counter[str] = Counter()
+        self.passed = 0
+        """Rows that were dropped because no decision kept them."""
+        self.early: set[int] = set()
+        """The roots of requests that waited for the usual time of their endpoint."""
+        self.has_keys = False
+        self.lingers = False
+        """True where rows wait that will still be decided about."""
+        self.adopted = 0
+        """Rows that an earlier reader had read and not settled."""
+        self.adopted_until_ns = 0
+        """The time up to which that one had settled requests."""
+        self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        """Details that wait for their rows."""
+        self._early_bytes = 0
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+
+    def leave_out(self, root_ids: set[int]) -> None:
+        """Drop the waiting rows of some requests, which somebody else sends."""
+        theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
+        theirs &= self.state != SETTLED
+        self.passed += int(np.count_nonzero(theirs & (self.state != PASSED)))
+        self.state[theirs] = SETTLED
+
+    def has(self, span_id: int) -> bool:
+        """Return True where the row of a span waits."""
+        return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that nobody has decided about."""
+        return int(np.count_nonzero(self.state != SETTLED))
+
+    # ---------------------------------------------------------------- reading
+
+    def add(
+        self, rings: Sequence[RingRows], opened: Mapping[int, OpenSpan], details: Details, room_bytes: int = 1 << 30
+    ) -> list[EndedRequest]:
+        """Take in rows that were read, with the spans that were open before; return the requests that have ended.
+
+        Details are written before their rows. Up to twice `room_bytes` of them wait for rows.
+        """
+        self.opened = opened
+        self._add_details(details, room_bytes)
+        if not self.has_keys:
+            texts = (text for _, text in details.values())
+            self.has_keys = any(_KEY in text or _BATCH_KEYS in text for text in texts) or any(
+                KEY in span.attributes or BATCH_KEYS in span.attributes for span in opened.values()
+            )
+        kept: list[NDArray[np.void]] = [self.rows]
+        threads: list[NDArray[np.int64]] = [self.thread_id]
+        ended: list[EndedRequest] = []
+        for ring in rings:
+            rows = ring.rows[self._are_wanted(ring.rows)]
+            self._take_details(ring.rows, rows)
+            kept.append(rows)
+            threads.append(np.full(len(rows), ring.thread_id, np.int64))
+            roots = rows[(rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)]
+            ended += map(self.ended_request, roots)
+        count = sum(map(len, kept)) - len(self.rows)
+        if count:
+            self.lingers = True
+            self.rows, self.thread_id = np.concatenate(kept), np.concatenate(threads)
+            self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
+            if len(self.rows) > MOST_ROWS:
+                self._make_room()
+        return sorted(ended, key=lambda request: request.end_ns)
+
+    def adopt(
+        self,
+        rings: Sequence[RingRows],
+        opened: Mapping[int, OpenSpan],
+        details: Details,
+        undecided: NDArray[np.uint64],
+        settled_ns: int,
+    ) -> None:
+        """Take in rows that an earlier reader had read, which settled the requests that had ended by `settled_ns`.
+
+        `undecided` are the roots of the requests that ended later or are open.
+        """
+        self.opened, self.adopted_until_ns = opened, settled_ns
+        self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
+        for ring in rings:
+            rows = ring.rows
+            is_request = rows["root_id"] & np.uint64(REQUEST_BIT) != 0
+            is_root = is_request & (rows["span_id"] == rows["root_id"])
+            is_undecided = is_request & np.isin(rows["root_id"], undecided)
+            has_detail = np.isin(rows["span_id"], np.fromiter(details, np.uint64, len(details)))
+            state = np.where(is_undecided, WAITING, np.where(is_request, SETTLED, ADOPTED)).astype(np.uint8)
+            is_late = rows["end_ns"] > settled_ns
+            wanted = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
+            for span_id in rows["span_id"][wanted & has_detail].tolist():
+                self.details[span_id] = _parsed(*details[span_id])
+            for root_id in rows["root_id"][is_root & ~is_undecided].tolist():
+                self.decide(root_id, Decided(False, root_id, None))
+            self.rows = np.concatenate([self.rows, rows[wanted]])
+            self.thread_id = np.append(self.thread_id, np.full(int(wanted.sum()), ring.thread_id, np.int64))
+            self.state = np.append(self.state, state[wanted])
+            self.adopted += int(np.count_nonzero(is_undecided))
+            self.lingers = bool((self.state != SETTLED).any())
+
+    def ended_request(self, row: Any) -> EndedRequest:
+        """Return the request whose root a row is."""
+        span_id = int(row["span_id"])
+        detail = self.details.get(span_id, NO_DETAIL)
+        return EndedRequest(
+            span_id, self.site_of(int(row["node"])), int(row["start_ns"]), int(row["end_ns"]),
+            detail.error is not None, detail.attributes, detail.remote,
+        )  # fmt: skip
+
+    def _are_wanted(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Mark the rows that a request may ask for, within its limit, and those of other trees that are sampled."""
+        roots = rows["root_id"]
+        is_request = roots & np.uint64(REQUEST_BIT) != 0
+        wanted = is_request.copy()
+        if self.has_keys:
+            wanted[:] = True
+        else:
+            wanted |= are_sampled(roots, self.sampler.capture.sample)
+            self.passed += int(np.count_nonzero(~wanted))
+        below = np.flatnonzero(is_request & (rows["span_id"] != roots))
+        if len(below):
+            known, inverse, counts = np.unique(roots[below], return_inverse=True, return_counts=True)
+            for at, (root_id, count) in enumerate(zip(known.tolist(), counts.tolist(), strict=True)):
+                size = self._sizes.get(root_id, 0)
+                room = max(self.spans_per_request - size, 0)
+                self._sizes[root_id] = size + min(count, room)
+                if count > room:
+                    wanted[below[inverse.reshape(-1) == at][room:]] = False
+                    self.counts[BEYOND] += count - room
+            while len(self._sizes) > MOST_ROWS:
+                self._sizes.popitem(last=False)
+        return np.asarray(wanted)
+
+    def _add_details(self, details: Details, room_bytes: int) -> None:
+        early = self.unmatched
+        for span_id, detail in details.items():
+            before = early.pop(span_id, None)
+            self._early_bytes += len(detail[1]) - (len(before[1]) if before is not None else 0)
+            early[span_id] = detail
+        while self._early_bytes > EARLY_BYTES * room_bytes:
+            _, (_, text) = early.popitem(last=False)
+            self._early_bytes -= len(text)
+
+    def _take_details(self, rows: NDArray[np.void], wanted: NDArray[np.void]) -> None:
+        early = self.unmatched
+        if not early:
+            return
+        with_more = rows["span_id"][(rows["rare"] != 0) & (rows["rare"] & np.uint64(1) == 0)].tolist()
+        kept = set(wanted["span_id"].tolist()) if len(wanted) < len(rows) else None
+        for span_id in with_more:
+            detail = early.pop(span_id, None)
+            if detail is None:
+                continue
+            self._early_bytes -= len(detail[1])
+            if kept is None or span_id in kept:
+                self.details[span_id] = _parsed(*detail)
+
+    def _make_room(self) -> None:
+        """Drop the rows of open requests that began first, but those with keys, until three quarters fit."""
+        roots = self.rows["root_id"]
+        open_roots = np.array(
+            [root for root in dict.fromkeys(span.root_id for span in self.opened.values()) if root & REQUEST_BIT],
+            np.uint64,
+        )
+        has_detail = np.isin(self.rows["span_id"], np.fromiter(self.details, np.uint64, len(self.details)))
+        left = len(self.rows) - MOST_ROWS * 3 // 4
+        drop = np.zeros(len(self.rows), np.bool_)
+        for root in open_roots:
+            if left <= 0:
+                break
+            its = (roots == root) & ~has_detail & (self.state == WAITING)
+            left -= int(np.count_nonzero(its))
+            drop |= its
+        if left > 0:
+            others = np.flatnonzero(~drop)
+            drop[others[np.argsort(self.rows["end_ns"][others], kind="stable")[:left]]] = True
+        self.counts[TOO_LONG] += int(np.count_nonzero(drop & (self.state != SETTLED)))
+        self.keep(~drop)
+
+    # ---------------------------------------------------------------- settling
+
+    def keep(self, wanted: NDArray[np.bool_]) -> None:
+        """Drop all rows but the wanted ones."""
+        gone = ~wanted
+        if not gone.any():
+            return
+        if self.details:
+            for span_id in self.rows["span_id"][gone & (self.rows["rare"] != 0)].tolist():
+                self.details.pop(span_id, None)
+        self.rows, self.thread_id, self.state = self.rows[wanted], self.thread_id[wanted], self.state[wanted]
+
+    def decide(self, root_id: int, decided: Decided) -> None:
+        """Remember the decision about a request."""
+        self.decided[root_id] = decided
+        if len(self.decided) > MOST_ROOTS:
+            self.decided.popitem(last=False)
+
+    def note_trace(self, root_id: int, trace_id: int) -> None:
+        """Remember the trace with which a tree was sent."""
+        self.traces[root_id] = trace_id
+        if len(self.traces) > MOST_ROOTS:
+            self.traces.popitem(last=False)
+
+    def note_sent_apart(self, span_ids: Iterable[int]) -> None:
+        """Remember spans that were sent though their own trees were not."""
+        self.sent_apart.update(dict.fromkeys(span_ids))
+        while len(self.sent_apart) > MOST_ROWS:
+            self.sent_apart.popitem(last=False)
+
+    def with_details(self) -> NDArray[np.bool_]:
+        """Mark the rows that have details."""
+        return np.asarray((self.rows["rare"] != 0) & (self.rows["rare"] & np.uint64(1) == 0))
+
+
+def _parsed(active_ns: int, text: bytes) -> RowDetail:
+    active_ns, error, attributes = detail_of(active_ns, facts_in(text))
+    return RowDetail(active_ns, error, *_apart(attributes))
+
+
+def detail_of_open(span: OpenSpan) -> RowDetail:
+    """Return the attributes and the caller's span of a span that is open."""
+    return RowDetail(-1, None, *_apart(span.attributes))
+
+
+def _apart(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+    """Return attributes without the caller's span, and that."""
+    if REMOTE not in attributes:
+        return attributes, None
+    noted = attributes[REMOTE]
+    remote = remote_of(tuple(noted) if isinstance(noted, list) else noted)
+    return {name: value for name, value in attributes.items() if name != REMOTE}, remote

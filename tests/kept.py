@@ -1,0 +1,72 @@
+"""What is kept of a recorder's requests, as the reader of its recording settles them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from instrument.otlp.export_facts import UNMETERED, ExportFacts
+from instrument.otlp.packing import Ids
+from instrument.otlp.recording_reader import RecordingReader
+from instrument.profile.model import Capture
+from instrument.recording.export_place import Progress
+from instrument.recording.mapped import Mapped
+from instrument.recording.spans import Span
+from instrument.trace.settling import Settled, Settling
+
+
+class Kept:
+    """A reader of one recording or of several, each with a capture rule, from now on."""
+
+    def __init__(self, recorder: Any, capture: Capture, spans_per_request: int = 100, *others: Any) -> None:
+        self.readers = []
+        self.trees: list[list[Span]] = []
+        """All trees that `take` found."""
+        self.settling = Settling()
+        for number, one in enumerate((recorder, *others)):
+            mapped = Mapped(one.memory_fd)
+            facts = ExportFacts(Ids((number + 1,) * 3, str(number)), {}, capture, spans_per_request, UNMETERED)
+            reader = RecordingReader(mapped, Progress(), facts)
+            reader.places = mapped.heads()
+            self.readers.append(reader)
+        self.settling.members = [reader.rows for reader in self.readers]
+
+    @property
+    def rows(self) -> Any:
+        """The rows of the first recording that wait."""
+        return self.readers[0].rows
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What the first recording lost, by reason."""
+        return Counter(self.rows.counts)
+
+    def settle(self, **how: Any) -> dict[int, Settled]:
+        """Read on and settle what has ended."""
+        for reader in self.readers:
+            reader.read()
+            while reader.has_more:
+                reader.ahead = 0
+                reader.read()
+            reader.rows.read_ns = max([reader.rows.read_ns, *reader.rows.rows["end_ns"].tolist()])
+        now_ns = max(time.monotonic_ns(), *(reader.rows.read_ns for reader in self.readers))
+        found = self.settling.settle(now_ns, **{"at_once": True, **how})
+        while self.settling.has_more:
+            for place, more in self.settling.settle(now_ns, **{"at_once": True, **how}).items():
+                found.setdefault(place, Settled()).trees += more.trees
+        return found
+
+    def read(self, **how: Any) -> list[list[Span]]:
+        """Return the trees of the first recording that were kept since the last time, in the order of their ends."""
+        trees = self.settle(**how).get(0, Settled()).trees
+        return sorted(trees, key=lambda tree: tree[0].end_ns)
+
+    def take(self) -> None:
+        """Add what was kept since the last time to the trees."""
+        self.trees += self.read()
+
+    def change(self, capture: Capture, spans_per_request: int) -> None:
+        """Go by another rule."""
+        self.rows.sampler.change(capture)
+        self.rows.spans_per_request = spans_per_request
