@@ -328,14 +328,14 @@ LINES_AND_FILES = {
     "device": (3_727, 16),
     "instrumentors": (11_419, 53),
     "native": (9_742, 28),
-    "otlp": (5_217, 21),
+    "otlp": (5_205, 21),
     "profile": (2_556, 9),
     "proposal": (1_429, 6),
-    "recorder": (2_678, 14),
+    "recorder": (2_672, 14),
     "recording": (4_108, 24),
     "report": (12_314, 47),
     "runtime": (2_272, 18),
-    "sessions": (7_312, 33),
+    "sessions": (7_307, 33),
     "trace": (8_765, 40),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -124,7 +124,7 @@ import shop
 shop.serve_all()
 """
 
-STAGES = {("queue",), ("prefill",), ("decode",), ("stall",)}
+STAGES = {("queue",), ("prefill",), ("decode",)}
 QUEUE, SIZE = "gen_ai.server.time_in_queue", "instrument.request.batch.size"
 
 
@@ -151,6 +151,8 @@ def of(collector: Collector) -> Told:
 
     names = {one.trace_id: key for one in spans if (key := path(one)[-1]).startswith("submit ")}
     for one in spans:
+        if one.name == "stall":  # of which there are more where the machine is late
+            continue
         told = sorted(each.key for each in one.attributes if each.key.startswith("gen_ai."))
         found.spans[(names.get(one.trace_id, ""), *path(one), *told)] += 1
     found.links = [
@@ -212,12 +214,10 @@ def test_a_collector_gets_the_same_with_an_agent_and_without(collector: Collecto
     collector.spans.clear()
     collector.metrics.clear()
     by_agent = serve(collector, *INSTRUMENT, "run", "--profile", "profile.yaml", "--", profile=profile)
-    for found in (alone, by_agent):  # of which there are more where the machine is late
-        found.spans = Counter({path: count for path, count in found.spans.items() if path[2:3] != ("stall",)})
     assert alone == by_agent
     kept = "abcd" if capture == "sample: 1" else "acd"
     derived = [path[:1] + path[2:3] for path in alone.spans if path[2:3] in STAGES]
-    assert sorted(derived) == sorted((f"submit {key}", name) for key in kept for (name,) in STAGES if name != "stall")
+    assert sorted(derived) == sorted((f"submit {key}", name) for key in kept for (name,) in STAGES)
     assert alone.metrics[QUEUE][0] == alone.metrics[SIZE][0] == 4
     served_at_once = [4, 4, 3, 2, 1, 1, 2, 1] if capture == "sample: 1" else [3, 3, 2, 1, 1, 1, 1, 1]
     assert [len(links) for links in alone.links] == served_at_once
@@ -299,12 +299,17 @@ def names_of(collector: Collector) -> Counter[str]:
     """How many spans of each name a collector has; none is there twice."""
     (spans,) = collector.spans.values()
     assert len({(one.trace_id, one.span_id) for one in spans}) == len(spans)
-    return Counter(one.name for one in spans)
+    return counted(spans)
+
+
+def counted(spans: Sequence[Any]) -> Counter[str]:
+    """The spans by name, but for stalls, of which there are more where the machine is late."""
+    return Counter(one.name for one in spans if one.name != "stall")
 
 
 ONCE = Counter({
     "serve": 5, "tokenise": 10, "submit": 5, "accept": 5, "step": 8, "tidy": 1,
-    "queue": 4, "prefill": 4, "decode": 4, "stall": 3,
+    "queue": 4, "prefill": 4, "decode": 4,
 })  # fmt: skip
 
 
@@ -340,7 +345,7 @@ def test_the_next_session_of_a_process_begins_anew(collector: Collector, shop: A
         session.flush(0)
         assert RECORDER.memory_fd >= 0
     one, other = collector.spans.values()
-    assert Counter(span.name for span in one) == Counter(span.name for span in other) == ONCE
+    assert counted(one) == counted(other) == ONCE
 
 
 def test_a_window_sends_what_the_session_does_not_and_nothing_twice(collector: Collector, shop: Any) -> None:
@@ -349,7 +354,7 @@ def test_a_window_sends_what_the_session_does_not_and_nothing_twice(collector: C
     found = Counter(span.site.name for span in session.unsent(session.trace().spans))
     instrument.stop()
     assert found == {"serve": 2, "tokenise": 4, "submit": 2, "accept": 2, "tidy": 1}
-    derived = {"queue": 3, "prefill": 3, "decode": 3, "stall": 2}
+    derived = {"queue": 3, "prefill": 3, "decode": 3}
     assert names_of(collector) == {"serve": 3, "tokenise": 6, "submit": 3, "accept": 3, "step": 8, **derived}
 
 

@@ -251,7 +251,7 @@ def test_requests_that_are_open_are_told_as_such() -> None:
         thread = threading.Thread(target=app.ask, args=("/",))
         thread.start()
         assert is_inside.wait(60)
-        instrument.flush()
+        instrument.flush(60)
         (active,) = newest(server.metrics, ACTIVE).values()
         assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET", "url.scheme": "http"}, 1)
         may_go.set()

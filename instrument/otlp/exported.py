@@ -26,7 +26,6 @@ from instrument.otlp.metering import Metering
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording import export_place
-from instrument.recording.distributions import Metric
 from instrument.recording.export_place import (
     DERIVED_LOST,
     METRICS_LOST,
@@ -101,7 +100,9 @@ class Exported:
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
         self._facts_at = self._superseded_at = 0.0
-        self.is_ours = False
+        self.is_ours = self._has_more = False
+        self.is_spoilt = False
+        """True where what was read last may be another session's."""
         self.is_behind = False
         """True where reading stopped for want of room in the exporter."""
         self.has_ended = False
@@ -146,8 +147,6 @@ class Exported:
             reading.reader.rows.is_over = True
             reading.reader.rows.opened = {}
         return has_more
-
-    _has_more = False
 
     def take_metrics(self) -> None:
         """Take metrics where it is time to, once what was read is settled."""
@@ -286,9 +285,6 @@ class Exported:
             fates["passed"] = max(fates["seen"] + fates["intervals"] - known - reader.rows.waiting, 0)
             self.note_settled()
 
-    is_spoilt = False
-    """True where what was read last may be another session's."""
-
     def note_settled(self) -> None:
         """Write which spans are about to be sent, and what has become of those that were."""
         with self._lock:
@@ -336,10 +332,6 @@ class Exported:
     def fates(self) -> Mapping[str, int]:
         """The fates of its rows, as `instrument.recording.export_place` names them."""
         return self._progress.fates
-
-    def joined(self) -> list[Metric]:
-        """Return the metrics of requests and the batches that served them, as they are now."""
-        return [] if self._reading is None else self._reading.metering.joined()
 
     @property
     def key(self) -> str:

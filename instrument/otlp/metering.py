@@ -17,7 +17,7 @@ from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
-from instrument.recording.distributions import Metric, Snapshot
+from instrument.recording.distributions import Snapshot
 from instrument.recording.export_place import ExportPlace
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
@@ -175,10 +175,6 @@ class Metering:
         self._meter.count_served(
             request.own, request.queue_ns, request.batch_size, request.kept, streams=request.is_generation
         )
-
-    def joined(self) -> list[Metric]:
-        """The metrics of requests and the batches that served them, as they are now."""
-        return self._meter.joined()
 
     def note_kept(self, spans: Sequence[Span]) -> None:
         """A tree is about to be sent: the request that comes first in it is an exemplar."""

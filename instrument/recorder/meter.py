@@ -217,12 +217,6 @@ class Meter:
         if self._watched is not None:
             self.count_parts([row for _, rows in self._watched.read() for row in rows if row[ATTRIBUTES]], marks)
 
-    def watch_from(self, places: Mapping[int, int]) -> None:
-        """Look for these from a row of each thread on, by its native id: those before were counted elsewhere."""
-        if self._watched is not None:
-            self._watched = self._recorder.cursor()
-            self._watched.go_on(places)
-
     def count_parts(self, rows: Sequence[Row], marks: Callable[[], Collection[str]]) -> None:
         """Count rows with attributes of generators and batches."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]

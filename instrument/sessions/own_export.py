@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
 from instrument.recording.claim import FIRST_FD
-from instrument.recording.distributions import Metric
 from instrument.recording.spans import Span
 from instrument.runtime.lazy import LazyModule
 
@@ -121,10 +120,6 @@ class OwnExport:
                 )
             time.sleep(ROOM_S)
         return exported.unsent(spans)
-
-    def joined(self) -> Sequence[Metric]:
-        """Return the metrics of requests and the batches that served them, as they are now."""
-        return [] if self._exported is None else self._exported.joined()
 
     def metered(self) -> Metered | None:
         """Return all metrics for a scrape, as they were read last."""
