@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from instrument.agent.child import AgentEnd
-from instrument.device.gauge_sources import GaugeSources
+from instrument.device.gauges import GaugeSources
 from instrument.device.host import Gone
 from instrument.profile.model import Device
 from instrument.recording.gauge_ring import GaugePlace

@@ -1,7 +1,7 @@
 """Devices: the intervals in which they worked for spans, and gauges of GPUs and host.
 
-`timer` and what it is made of time spans by pairs of events. `gauges` has the thread that reads gauges now and then,
-`nvml` asks the GPUs for them, `host` the operating system, `torch_memory` torch's allocator. Nothing here initialises a
+`timer` and what it is made of time spans by pairs of events. `gauges` reads gauges now and then, of torch's allocator
+itself, of GPUs by `nvml`, and of the operating system by `host`. Nothing here initialises a
 device, and a vendor's bindings are imported only where there is a driver.
 
 A span that asks for device time records one CUDA event on the current stream of torch, cupy or numba when it begins and

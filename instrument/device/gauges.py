@@ -1,18 +1,279 @@
-"""The gauges of this process, and the thread that reads them where no agent does."""
+"""The gauges of a process and its devices, read as often as its profile says.
+
+The process reads them on a thread of its own (`Gauges`), or the agent of its run from outside (`GaugeSources`).
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from instrument.device.gauge_sources import GaugeSources
-from instrument.profile.model import Device
+from instrument.device import nvml
+from instrument.device.host import Gone, Host
+from instrument.device.nvml import Closed, Nvml, NvmlError
+from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.gauge_ring import Readings
 from instrument.recording.slot_ring import FindRoom
-from instrument.recording.spans import Gpu, Sample
+from instrument.recording.spans import HOST, Gpu, Sample
+from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, Lock, local
+
+Values = dict[str, float | None]
+
+GAUGE_OF = {
+    "torch_allocated": ("allocated_bytes", "current"),
+    "torch_allocated_peak": ("allocated_bytes", "peak"),
+    "torch_reserved": ("reserved_bytes", "current"),
+    "torch_reserved_peak": ("reserved_bytes", "peak"),
+}
+"""The place of each gauge in `torch.cuda.memory_stats_as_nested_dict()`."""
+
+
+class TorchMemory:
+    """Reads the counters of torch's allocator. `problem` is the reason for which it no longer does.
+
+    Only devices that torch uses already are read; nothing is imported or initialised. torch keeps the interpreter's
+    lock while it waits for its allocator's, so it is read seldom. No peak is missed: torch keeps the peaks itself.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._began = False
+
+    def read(self, rarely: bool) -> list[tuple[int, Values]]:
+        """Return the gauges of each device that torch uses: at the first call, and where `rarely` asks for it."""
+        torch = sys.modules.get("torch")
+        native: Any = getattr(torch, "_C", None)
+        stats_of = getattr(native, "_cuda_memoryStats", None)
+        is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+        # torch lacks the one where it was built without CUDA, the other while it is being imported.
+        if stats_of is None or is_initialized is None or not is_initialized() or (self._began and not rarely):
+            return []
+        self._began = True
+        gauges = []
+        try:
+            for device in range(native._cuda_getDeviceCount()):
+                if native._cuda_hasPrimaryContext(device):
+                    stats = stats_of(device)
+                    gauges.append((device, {name: stats[what]["all"][of] for name, (what, of) in GAUGE_OF.items()}))
+        except Exception as error:  # an allocator of another make need not count
+            first = str(error).partition("\n")[0]
+            self.problem = f"torch's allocator is not read any more: {type(error).__name__}: {first}"
+        return gauges
+
+
+EVERY_NS = 10**9
+"""The interval of gauges without one in the profile."""
+
+RARELY_NS = 10 * 10**9
+"""The least interval of gauges that are dear or change slowly. The list of a GPU's processes took 4.5 ms where it was
+measured, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
+
+SHORTEST_NS = 100 * 10**6
+"""The least age of the newest reading of a share or a rate for one more at the end."""
+
+SPOILT = "a fork came while it was in use; this child does not read GPUs"
+
+REOPENED_AT_MOST = 5
+
+Keep = Callable[[Sequence[Sample]], object]
+
+_Read = Callable[[int, bool], bool]
+
+
+class GaugeSources:
+    """Reads the gauges of a process as its profile's `device` says: of this process, or that of a pid.
+
+    `keep` gets each reading. All but `prepare`, `gpus` and `notes` is for one thread, which has the lock `inside` while
+    it is in NVML and in torch's allocator. `environ` has the process's variables that choose its GPUs.
+    """
+
+    def __init__(
+        self, settings: Device, keep: Keep, pid: int | None = None, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self._settings = settings
+        self._keep = keep
+        self._pid = pid
+        self._environ = environ
+        self._reasons: list[str] = []
+        self._nvml: Nvml | None = None
+        self._host: Host | None = None
+        self._torch = TorchMemory()
+        self._nvml_ns = self._host_ns = EVERY_NS
+        self._reopened = 0
+        self._sources: dict[str, tuple[_Read, int, int]] = {}
+        self._due_ns: dict[str, int] = {}
+        self._rarely_ns: dict[str, int] = {}
+        self._newest_ns: dict[str, int] = {}
+        self._just_read: list[Sample] = []
+        self.inside = Lock()
+
+    def prepare(self, *, is_spoilt: bool = False) -> None:
+        """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
+        nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
+        if nvml_ns is not None:
+            problem = SPOILT if is_spoilt else nvml.why_unavailable()
+            if not problem:
+                self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
+            elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
+                self._reasons.append(problem)
+        if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
+            self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
+
+    @property
+    def are_there(self) -> bool:
+        """True where any gauge can be read."""
+        return self._nvml is not None or self._host is not None
+
+    def wanted(self) -> Device:
+        """Return the settings without the gauges that cannot be read."""
+        nvml_ns = None if self._nvml is None else self._settings.nvml_ns
+        return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
+
+    def open(self) -> bool:
+        """Begin to read. Returns True where GPUs are read."""
+        gpus, host, is_open = self._nvml, self._host, False
+        if gpus is not None:
+            self._guarded(partial(self._close, gpus))  # of a run that died
+            is_open = self._guarded(partial(self._open, gpus))
+            if is_open:
+                self._sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
+        if host is not None and (is_open or self._settings.host_ns != AUTO_NS):
+            self._sources["host"] = partial(self._read_host, host), self._host_ns, SHORTEST_NS
+            if self._pid is None:
+                self._sources["torch"] = self._read_torch, self._host_ns, 0
+        now_ns = time.monotonic_ns()
+        self._due_ns = {
+            name: now_ns + (interval_ns if name != "nvml" else 0) for name, (_, interval_ns, _) in self._sources.items()
+        }
+        self._rarely_ns = dict.fromkeys(self._sources, now_ns)
+        self._newest_ns = dict.fromkeys(self._sources, 0)
+        return is_open
+
+    def wait_ns(self) -> int | None:
+        """Return the time to the next reading; None where nothing is left to read."""
+        return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
+
+    def read(self, *, is_last: bool = False) -> None:
+        """Read the gauges that are due, or all for the last time."""
+        now_ns = time.monotonic_ns()
+        for name in list(self._due_ns):
+            if name not in self._due_ns:
+                break  # the process has ended
+            read, interval_ns, shortest_ns = self._sources[name]
+            if now_ns < (self._newest_ns[name] + shortest_ns if is_last else self._due_ns[name]):
+                continue
+            rarely = is_last or self._rarely_ns[name] <= now_ns
+            if rarely:
+                self._rarely_ns[name] = now_ns + RARELY_NS
+            # Right after a late reading, another would have no time for shares and rates.
+            self._newest_ns[name] = now_ns
+            self._due_ns[name] = max(self._due_ns[name] + interval_ns, now_ns + interval_ns // 2)
+            if not self._guarded(partial(read, now_ns, rarely)):
+                del self._due_ns[name]
+        if "nvml" not in self._due_ns and self._settings.host_ns == AUTO_NS:
+            self._due_ns.clear()  # the host was read with the GPUs
+        samples, self._just_read = self._just_read, []
+        if samples:
+            self._keep(samples)  # all of one time at once, for readers that go on after the newest time
+
+    def close(self) -> None:
+        """Close what `open` opened."""
+        self._due_ns.clear()
+        if self._nvml is not None:
+            self._guarded(partial(self._close, self._nvml))
+
+    def _guarded(self, action: Callable[[], bool]) -> bool:
+        """Return the answer of an action. A fault of ours is counted, and is True."""
+        try:
+            return action()
+        except Gone:
+            self._due_ns.clear()
+            return True
+        except Exception as fault:
+            FAULTS.note("reading of gauges", fault)
+            return True
+
+    # ------------------------------------------------------------ reading
+
+    def _open(self, gpus: Nvml) -> bool:
+        try:
+            with self.inside:
+                gpus.open()
+        except NvmlError as error:
+            self._reasons.append(str(error))
+            return False
+        if not gpus.count and not gpus.notes:
+            self._reasons.append("NVML: there is a driver, and no GPU")
+        return gpus.count > 0
+
+    def _close(self, gpus: Nvml) -> bool:
+        with self.inside:
+            gpus.close()
+        return True
+
+    def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> bool:
+        try:
+            with self.inside:
+                gauges = gpus.read(now_ns, rarely)
+        except Closed:
+            return self._reopen(gpus)
+        except NvmlError as error:
+            self._reasons.append(f"{error}; the GPUs are not read any more")
+            return False
+        self._note(now_ns, gauges)
+        return True
+
+    def _reopen(self, gpus: Nvml) -> bool:
+        """Open NVML again, which other code of the process has shut down."""
+        self._reopened += 1
+        if self._reopened > REOPENED_AT_MOST:
+            self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
+            return False
+        return self._open(gpus)
+
+    def _read_host(self, host: Host, now_ns: int, rarely: bool) -> bool:
+        self._note(now_ns, [(HOST, host.read(now_ns, rarely))])
+        return True
+
+    def _read_torch(self, now_ns: int, rarely: bool) -> bool:
+        self._note(now_ns, self.torch_memory(rarely=rarely))
+        return not self._torch.problem
+
+    def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
+        """Read torch's allocator, which no other process can."""
+        with self.inside:
+            return self._torch.read(rarely)
+
+    def _note(self, now_ns: int, gauges: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        for device, values in gauges:
+            self._just_read += [Sample(name, device, now_ns, values[name]) for name in sorted(values)]
+
+    # ------------------------------------------------------------ what is known
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Return the GPUs that are read."""
+        return tuple(self._nvml.gpus) if self._nvml is not None else ()
+
+    def add_reason(self, reason: str) -> None:
+        """Note the reason for which a gauge cannot be read."""
+        self._reasons.append(reason)
+
+    def notes(self) -> list[str]:
+        """Return sentences on the gauges that could not be read."""
+        more = self._nvml.notes if self._nvml is not None else []
+        notes = [f"device.nvml: {reason}" for reason in (*self._reasons, *more)]
+        if self._nvml is not None and self._nvml.failures:
+            notes.append(f"device.nvml: {self._nvml.failures} calls failed for a reason that may pass")
+        if self._torch.problem:
+            notes.append(f"device.host: {self._torch.problem}")
+        return notes
+
 
 STOP_S = 2.0
 """The longest wait for the thread at the end, for it may hang in the driver."""
@@ -21,8 +282,6 @@ FORK_WAIT_S = 1.0
 """The longest wait of a fork for the thread to leave NVML and torch's allocator, with locks that a child inherits."""
 
 THREAD_NAME = "instrument-nvml"
-
-Keep = Callable[[Sequence[Sample], Sequence[Gpu]], object]
 
 _running: Gauges | None = None
 _forking = local()
@@ -36,7 +295,12 @@ class Gauges:
     this process has one. `start`, `stop` and the readers may be called from any thread.
     """
 
-    def __init__(self, settings: Device, keep: Keep | None = None, find_room: FindRoom | None = None) -> None:
+    def __init__(
+        self,
+        settings: Device,
+        keep: Callable[[Sequence[Sample], Sequence[Gpu]], object] | None = None,
+        find_room: FindRoom | None = None,
+    ) -> None:
         self._settings = settings
         self._is_spoilt = False
         self._keep = keep

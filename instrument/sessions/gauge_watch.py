@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
-from instrument.device.gauge_sources import RARELY_NS
-from instrument.device.gauges import Gauges
+from instrument.device.gauges import RARELY_NS, Gauges
 from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recording.gauge_ring import GaugePlace
 from instrument.recording.spans import Gpu
