@@ -26,7 +26,7 @@ import instrument
 from instrument import chrome
 from instrument.otlp import packing
 from instrument.recorder import annotation
-from instrument.recorder.sites import NAMES_OF_PLACE
+from instrument.recorder.core import NAMES_OF_PLACE
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,

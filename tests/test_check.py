@@ -18,7 +18,7 @@ import instrument
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import STATES, Verdict, over_processes
 from instrument.profile.keys import loads
-from instrument.profile.variables import BESIDE, VARIABLES
+from instrument.profile.values import BESIDE, VARIABLES
 
 SERVICE = """
 import itertools

@@ -16,7 +16,7 @@ from otlp_spans import span as span_of
 
 from instrument.otlp.packing import attributes_of
 from instrument.profile.model import Capture
-from instrument.recorder.http_status import ANSWERS, STATUS, status_of
+from instrument.recorder.outcomes import ANSWERS, STATUS, status_of
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import OUTCOME, Site
 

@@ -28,7 +28,7 @@ from trees import outline, tree
 
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
 from instrument.recorder import recorder as recorder_module
-from instrument.recorder.ticks import Ticks
+from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
 from instrument.recording.lines import WIDTH, Lines
@@ -1219,7 +1219,6 @@ def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any)
 def test_processor_and_kernel_must_both_call_the_counter_sound(
     monkeypatch: pytest.MonkeyPatch, flags: str | None, source: str, reason: str
 ) -> None:
-    from instrument.recorder import ticks
 
     def read(path: Path, **_: object) -> str:
         if flags is None:
@@ -1227,7 +1226,7 @@ def test_processor_and_kernel_must_both_call_the_counter_sound(
         return f"model name: x\nflags\t\t: {flags}\nbugs: none\n" if path.name == "cpuinfo" else f"{source}\n"
 
     monkeypatch.setattr(Path, "read_text", read)
-    found = ticks._unsound_ticks()
+    found = recorder_module._unsound_ticks()
     assert reason in found
     assert bool(found) == bool(reason)
 

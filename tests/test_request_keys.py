@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 
 import instrument
-from instrument.instrumentors import request_keys
-from instrument.instrumentors.request_keys import KeyReader
+from instrument.instrumentors import arguments
+from instrument.instrumentors.arguments import KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.annotation import key_text
 from instrument.recorder.recorder import Recorder
@@ -91,8 +91,8 @@ def recorded(engine: None) -> Callable[..., list[Span]]:
             async for _ in made:
                 pass
 
-        for name, arguments in calls:
-            made = getattr(keyed_engine, name)(*arguments)
+        for name, given in calls:
+            made = getattr(keyed_engine, name)(*given)
             if inspect.iscoroutine(made):
                 asyncio.run(made)
             elif inspect.isasyncgen(made):
@@ -289,7 +289,7 @@ def test_what_can_be_gone_through_only_once_is_left_to_the_service(
 def test_keys_are_cut_the_same_however_many_there_are(
     recorded: Callable[..., list[Span]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_keys, "TEXTS_KNOWN", 3)
+    monkeypatch.setattr(arguments, "TEXTS_KNOWN", 3)
     keys = [f"r{number}-{part}" for part in (0, 1) for number in range(8)]
     rule = "{match: 'keyed_engine:add', key: {argument: request, cut: '-[0-9]$'}}"
     found = recorded(rule, *(("add", (key,)) for key in keys))
@@ -656,7 +656,7 @@ def test_what_is_read_natively_is_what_is_read_in_python(rule: str, monkeypatch:
     draw = random.Random(rule)
     values = [*HELD, *(something(draw) for _ in range(200))]
     natively = read_by(rule, values)
-    monkeypatch.setattr(request_keys, "_native", None)
+    monkeypatch.setattr(arguments, "_native", None)
     assert natively == read_by(rule, values)
 
 

@@ -14,7 +14,7 @@ from instrument.errors import ExportError, ProfileError
 from instrument.otlp.senders import sender_for
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import Otlp
-from instrument.profile.variables import VARIABLES
+from instrument.profile.values import VARIABLES
 
 CANARY = "c4n4ry"
 SHAPES = [

@@ -28,8 +28,7 @@ from instrument import Profiler, StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Schedule
-from instrument.recorder.recorder import RECORDER
-from instrument.recorder.ticks import CHECK_NS, Ticks
+from instrument.recorder.recorder import CHECK_NS, RECORDER, Ticks
 from instrument.recording.ring import Cursor
 from instrument.recording.spans import Cost
 from instrument.sessions.account import COMPLAINTS_KEPT

@@ -21,7 +21,7 @@ from instrument.otlp.connection import proxy_for
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
-from instrument.profile.variables import BESIDE
+from instrument.profile.values import BESIDE
 from instrument.recorder.scopes import OFF
 from instrument.runtime.main_module import MAINS
 

@@ -24,7 +24,7 @@ from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
-from instrument.profile.variables import SERVICE
+from instrument.profile.values import SERVICE
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import environment, run_folder

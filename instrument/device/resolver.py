@@ -14,8 +14,7 @@ from threading import get_ident
 
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
-from instrument.device.pairs import Context, Driver, HeldTimes, Pair, Times
-from instrument.device.placing import Answer, Placing
+from instrument.device.pairs import Answer, Context, Driver, HeldTimes, Pair, Placing, Times
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
 from instrument.recording.interval_ring import NOTHING_TO_COME, IntervalRing

@@ -24,7 +24,7 @@ from itertools import islice
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeGuard
 
-from instrument.instrumentors.request_keys import RETURN
+from instrument.instrumentors.arguments import RETURN
 from instrument.recorder.annotation import key_text
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS

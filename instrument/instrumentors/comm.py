@@ -22,8 +22,7 @@ from typing import Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.compilers import compiling_test, run_as_they_are
-from instrument.instrumentors.functions import replace
-from instrument.instrumentors.switch import Switch
+from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import AttributeValue, Site

@@ -1,18 +1,25 @@
-"""Compilers: torch.compile is kept from looking into what runs around the calls of a service.
+"""Compilers and CUDA graphs of torch: no compiler looks into a probe, and each replay of a graph is one span.
 
-Where a compiled function falls back to Python in its middle, whatever is called there is compiled in turn, frame by
-frame. Frames of torch's own are left out by their place; these here have to be named.
+Where a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame.
+Frames of torch's own are left out by their place; those of probes have to be named. While a graph is captured, the
+probes inside of it run once and record no events; at a replay they do not run, so nothing inside of one can be timed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime import imports
 
 
 def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
-    """Have Python run the frames of these functions, whoever compiles what they call. It holds for good."""
+    """Have Python run the frames of functions from now on, whatever compiles their callers."""
     evaluation = _eval_frame(torch)
     codes = [code for code in (getattr(one, "__code__", None) for one in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
@@ -32,10 +39,32 @@ def compiling_test(torch: Any) -> Callable[[], bool]:
 
 
 def evaluator(torch: Any) -> Callable[[Any], Any]:
-    """Sets what evaluates Python's frames on this thread, None for Python itself, and returns what did before."""
+    """Return a call that sets the evaluator of this thread's frames, None for Python, and returns the one before."""
     found: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
     return found or (lambda evaluate: None)
 
 
 def _eval_frame(torch: Any) -> Any:
     return getattr(getattr(getattr(torch, "_C", None), "_dynamo", None), "eval_frame", None)
+
+
+SITE = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=True)
+
+
+def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
+    """Record the replays of torch's CUDA graphs, also where torch is imported later. Return the detach."""
+    undos: list[Undo] = []
+
+    def imported(torch: ModuleType) -> None:
+        version = getattr(torch, "version", None)
+        graph: Any = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
+        has_device = getattr(version, "cuda", None) or getattr(version, "hip", None)
+        if has_device and isinstance(graph, type) and "replay" in vars(graph):
+            undos.append(replace(graph, "replay", recorder.wrap(vars(graph)["replay"], SITE)))
+
+    undos.append(imports.install("torch".__eq__, imported))
+    torch = sys.modules.get("torch")
+    if torch is not None and not imports.is_asleep(torch):
+        imported(torch)
+
+    return lambda: undo_all(undos)

@@ -8,10 +8,11 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, singledispatchmethod
 from types import FunctionType, ModuleType, NoneType
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
 from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
@@ -280,3 +281,51 @@ def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
     functools.update_wrapper(twin, bare)
     twin.__dict__ = vars(wrapper)
     return twin
+
+
+class Switch(ABC):
+    """One `key` of the profile at work: `rules` is empty where it is off.
+
+    `_attached` while it is; `_met` tells, also afterwards, that the module was there.
+    """
+
+    key: ClassVar[str]
+    module: ClassVar[str]
+    """The name of the module that has what is to be recorded."""
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        self.rules = tuple(rules)
+        self._recorder = recorder
+        self._undos: list[Undo] = []
+        self._attached = False
+        self._met = False
+
+    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
+        """Turn it on or off; `modules` are those that the host has imported."""
+        self.rules = tuple(rules)
+        if not rules:
+            self.undo()
+            return
+        for module in modules:
+            if self.wants(module.__name__):
+                self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """The key, where it is at work."""
+        return {self.key: True} if self._attached else {}
+
+    def wants(self, module_name: str) -> bool:
+        """Return True where that module is the one."""
+        return module_name == self.module
+
+    def _attach(self) -> None:
+        self._attached = self._met = True
+
+    @abstractmethod
+    def imported(self, module: Any) -> bool:
+        """Put the probes on, as the module is imported."""
+
+    def undo(self) -> None:
+        """Give everything its own functions back."""
+        undo_all(self._undos)
+        self._attached = False

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from instrument.errors import TargetError
-from instrument.instrumentors.functions import replace
-from instrument.instrumentors.switch import Switch
+from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.scopes import OFF

@@ -18,9 +18,8 @@ from types import FunctionType
 from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test, evaluator, run_as_they_are
-from instrument.instrumentors.functions import replace
+from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
-from instrument.instrumentors.switch import Switch
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.recorder.recorder import RECORDER, Recorder

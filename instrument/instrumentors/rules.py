@@ -14,11 +14,11 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import arguments, functions, registrations, targets
+from instrument.instrumentors.arguments import KeyReader
 from instrument.instrumentors.functions import Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
 from instrument.instrumentors.references import Kept, Name, Search, is_of_package, names_in_modules, rebind
-from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule

@@ -289,7 +289,7 @@ static PyMemberDef Core_members[] = {
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "what counts the calls of each muted site"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
-    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as http_status.ANSWERS has them"},
+    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as outcomes.ANSWERS has them"},
     {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
     {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
     {NULL},

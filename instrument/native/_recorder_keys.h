@@ -2,7 +2,7 @@
  * `_recorder.c`.
  *
  * The usual paths alone: attributes and keys of plain dicts, down to texts or numbers, or to lists, tuples and dicts of
- * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see request_keys.py. */
+ * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see arguments.py. */
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 

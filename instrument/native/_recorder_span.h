@@ -422,7 +422,7 @@ answer_of(Core *core, PyTypeObject *type)
 }
 
 /* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
- * set. Twin of `status_of` in http_status.py. */
+ * set. Twin of `status_of` in outcomes.py. */
 static long
 status_of(Core *core, PyObject *error)
 {
@@ -445,7 +445,7 @@ status_of(Core *core, PyObject *error)
 }
 
 /* How a span was broken off that ended with an exception, borrowed; NULL where it has failed. No code of the host's is
- * run. Twin of `outcome_of` in cancellation.py. */
+ * run. Twin of `outcome_of` in outcomes.py. */
 static PyObject *
 outcome_of(PyObject *error)
 {

@@ -7,7 +7,7 @@ reading.
 
 A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
 variables, see `document`. A setting that the profile leaves out comes from the `OTEL_*` variable of
-`variables.VARIABLES`, then from the default; `Profile.origins` has the source. `presets` merges a preset.
+`values.VARIABLES`, then from the default; `Profile.origins` has the source. `presets` merges a preset.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ from instrument.profile.model import (
     Summary,
 )
 from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
-from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, public_texts, sides, traces_url
-from instrument.profile.variables import VARIABLES, switched
+from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, sides, switched, traces_url
 from instrument.runtime.environment import settings
 
 

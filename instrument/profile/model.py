@@ -92,7 +92,7 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
     """The place of a call's key, or of its batch's keys: `argument` is a path, see
-    `instrument.instrumentors.request_keys`. `weights` is the path of the members' weights, perhaps in another
+    `instrument.instrumentors.arguments`. `weights` is the path of the members' weights, perhaps in another
     parameter, or by key. The matches of the regular expression `cut` are removed from keys.
     """
 

@@ -13,10 +13,18 @@ from pathlib import Path
 from instrument.instrumentors.requests.packages import of_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
-from instrument.proposal.function_choice import FunctionChoice, FunctionProposal, choose_functions, is_probe
+from instrument.proposal.function_choice import (
+    FunctionChoice,
+    FunctionProposal,
+    choose_functions,
+    each_of,
+    is_probe,
+    number_of,
+    share_of,
+    time_of,
+)
 from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.observation import Observation, ObservedNode
-from instrument.proposal.wording import each_of, number_of, share_of, time_of
 
 WIDTH = 118
 

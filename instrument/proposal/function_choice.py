@@ -14,8 +14,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from instrument.profile.model import TIME_UNITS
 from instrument.proposal.observation import Observation, ObservedNode
-from instrument.proposal.wording import each_of, number_of, share_of, time_of
+
+
+def number_of(value: float) -> str:
+    """Write a count: exact up to a thousand, then with three significant digits."""
+    whole = round(value)
+    return f"{round(whole, min(3 - len(str(whole)), 0)):,}"
+
+
+def time_of(ns: float) -> str:
+    """Write a time with two significant digits."""
+    unit = next((unit for unit, size in TIME_UNITS.items() if ns >= size), "ns")
+    value = ns / TIME_UNITS[unit]
+    return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
+
+
+def each_of(calls: int, total_ns: int) -> str:
+    """Write a number of calls, and the mean time of a call."""
+    if calls == 1:
+        return f"once, {time_of(total_ns)}"
+    each = f", {time_of(total_ns / calls)} each" if calls else ""
+    return f"{calls:,} times{each}"
+
+
+def share_of(share: float) -> str:
+    """Write a share, in per cent."""
+    return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
+
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 """The least share of a function with a rule: of the requests' time, of the work outside of them, or of a run without
@@ -185,13 +212,8 @@ class _Chooser:
         self._small.update(rules.keys() - {rule.label for rule in kept})
         self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
         hot = dict(sorted({**self._short, **self._hot}.items(), key=lambda item: (-self._calls[item[0]], item[0])))
-        return FunctionChoice(
-            sorted(kept, key=lambda rule: rule.order),
-            hot,
-            self._small,
-            self._requests,
-            self._units,
-        )
+        rules_in_order = sorted(kept, key=lambda rule: rule.order)
+        return FunctionChoice(rules_in_order, hot, self._small, self._requests, self._units)
 
     # ---------------------------------------------------------------- what is what
 
@@ -330,10 +352,8 @@ class _Chooser:
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
     def _repeats(self, paths: _Paths, tops: list[ObservedNode], base_ns: int) -> bool:
-        is_of_request = tops is self._requests
-        return (
-            is_of_request and paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(t.calls for t in tops)
-        )
+        is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
+        return tops is self._requests and is_whole
 
     def _is_middleware(
         self, label: str, paths: _Paths, holding: set[str], tops: list[ObservedNode], base_ns: int

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
-from instrument.instrumentors.request_keys import RETURN
-from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal
+from instrument.instrumentors.arguments import RETURN
+from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal, each_of
 from instrument.proposal.observation import Observation, ObservedNode
-from instrument.proposal.wording import each_of
 
 KEYS, BATCHES = 3, 3
 """The most rules with a key, besides the rule that binds it, and the most with a batch."""
@@ -92,13 +91,11 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         nodes = outside[label]
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
             continue
-        if any(node.parent in beside for node in nodes) or _calls(nodes) > 2 * len(candidate.seen.digests & known):
-            if any(node.parent in beside for node in nodes):
-                rule = _rule(choice, label, nodes)
-                rule.batch = candidate.path
-                rule.reasons.append("serves one request at a time, beside the batches")
-            continue
-        if added < KEYS:
+        if any(node.parent in beside for node in nodes):
+            rule = _rule(choice, label, nodes)
+            rule.batch = candidate.path
+            rule.reasons.append("serves one request at a time, beside the batches")
+        elif added < KEYS and _calls(nodes) <= 2 * len(candidate.seen.digests & known):
             added += 1
             rule = _rule(choice, label, nodes)
             rule.key = candidate.path

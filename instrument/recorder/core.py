@@ -1,11 +1,27 @@
-"""The core of the recorder: the one in C, or where that is missing, one that records and raises nothing."""
+"""The core of the recorder: the one in C, or where that is missing, one that records and raises nothing.
+
+In Python it has what calls do not need: names and muting of sites, and rows and totals read back.
+"""
 
 from __future__ import annotations
 
+import weakref
+from array import array
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
+from instrument.recorder import annotation, wrapping
+from instrument.recording.histogram import unpacked
+from instrument.recording.lines import Lines, Numbers
+from instrument.recording.paths import CallTree, shaped, tally_of
+from instrument.recording.ring import Cursor
+from instrument.recording.rows import NODE, SPAN_ID, Block, Held, Row, Taken, span_of
+from instrument.recording.spans import AttributeValue, Site, Span
+from instrument.recording.tally import Tally, Totals
+from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.native._recorder import Core as Core
@@ -59,3 +75,349 @@ else:
 
         def annotate(self, attributes: Any = None, /, **more: Any) -> None:
             """Do nothing."""
+
+
+KNOWN_SITES = 65_536
+"""The most sites that are known singly. A service that decorates a function at each request makes one each time."""
+
+NAMES_OF_PLACE = 256
+"""The most names that the spans of one place get while they are open."""
+
+
+class SiteCore(Core):
+    """A core that mutes sites, and renames, ends or binds spans while they are open."""
+
+    scope_name_limit: int
+    _renamed: dict[Site, dict[str, Site]]  # by the place's own site
+    _place_of: dict[Site, Site]
+    shapes: dict[Site, str]
+    _shapes_noted: int
+    _counters: dict[Site, Any]
+    _mutable: dict[Site, weakref.WeakSet[Any] | None]
+
+    def note_shape(self, site: Site, shape: str) -> bool:
+        """Note the shape of a site's probe. Returns False where there are too many sites to know each."""
+        if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
+            return False
+        self.shapes[site] = shape
+        self._shapes_noted += 1  # last, so that a reader that sees one number twice has seen the shape
+        return True
+
+    def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
+        """Let a site be muted, of a function that `wrap` has made, or of a probe that reads `passes` itself."""
+        if not self.note_shape(site, shape or ("method" if function is None else "call")):
+            return
+        functions = self._mutable.setdefault(site, None)
+        if function is None:
+            return
+        if functions is None:
+            functions = self._mutable[site] = weakref.WeakSet()
+        functions.add(function)
+        if site in self.passes:
+            wrapping.turn(function, self.passes[site])
+
+    @property
+    def muted(self) -> set[Site]:
+        """The sites that are muted now."""
+        return set(self.passes)
+
+    def mute(self, site: Site) -> bool:
+        """Let new calls of a site pass without a span, counted. Returns False for a site that cannot be muted.
+
+        Open calls end as they began; the span of a generator ends when its body next goes on.
+        """
+        if site not in self._mutable or site in self.passes:
+            return False
+        if site not in self._counters:
+            self._counters[site] = native.MODULE.Pass(self)
+        self.passes[site] = self._counters[site]
+        self._turn(site, self._counters[site])
+        return True
+
+    def unmute(self, site: Site) -> None:
+        """Record the site's calls again."""
+        self.passes.pop(site, None)
+        self._turn(site, None)
+
+    def _turn(self, site: Site, passing: Any) -> None:
+        """Have the calls of a site's functions pass, or be recorded again."""
+        for function in list(self._mutable.get(site) or ()):
+            wrapping.turn(function, passing or self)
+
+    def pass_muted(self, site: Site) -> bool:
+        """Return True for a muted site, and count its call. For probes that ask at each call."""
+        passing = self.passes.get(site)
+        if passing is None:
+            return False
+        passing.count()
+        return True
+
+    def muted_calls(self) -> dict[Site, int]:
+        """Return the number of calls per site that passed without a span."""
+        return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
+
+    def cut_spans(self) -> dict[Site, int]:
+        """Return the number of generators' spans per site that ended early, muted while they were suspended."""
+        return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
+
+    def renamed_site(self, site: Site, name: str) -> Site:
+        """Return the site of a place under another name, the same each time.
+
+        A place has `NAMES_OF_PLACE` names at most, and all places as many as scopes; beyond, its own site is returned,
+        and counted.
+        """
+        place = self._place_of.get(site, site)
+        if name == place.name:
+            return place
+        known = self._renamed.setdefault(place, {})
+        renamed = known.get(name)
+        if renamed is None:
+            if len(known) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
+                self.count("span names beyond the limit of their place, counted under the name that it has")
+                return place
+            renamed = known.setdefault(name, replace(place, name=name))
+            self._place_of[renamed] = place
+            self.note_shape(renamed, self.shapes.get(place, "scope"))
+        return renamed
+
+    def rename_open(self, frame: Any, name: object) -> None:
+        """Rename the span of a frame, or with None the innermost open one of this context. Never raises."""
+        site = self.site_of_open(frame)
+        known = annotation.name_of(name)
+        if site is None:
+            return
+        if known is None:
+            self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
+        elif site.kind == "step":
+            self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
+        elif frame is None:
+            self.rename_innermost(self.renamed_site(site, known))
+        else:
+            self.rename(frame, self.renamed_site(site, known))
+
+    def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
+        """Set the status of a frame's span, or with None of the innermost open one of this context. Never raises."""
+        status = annotation.status_attributes(code, description, error_type)
+        if status is None:
+            self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
+        elif frame is None:
+            self.annotate_innermost(status)
+        else:
+            self.annotate(frame, status)
+
+    def bind_innermost(self, key: object) -> None:
+        """Set the key of the request that the innermost open span serves."""
+        self.annotate_innermost(annotation.key_attributes(key, None, self._complain))
+
+    def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
+        return annotation.checked(attributes, more, self._complain)
+
+    def _complain(self, what: str, words: str, kind: str = "") -> None:
+        self.count(what)
+        FAULTS.note_of_rule("annotate", words, kind)
+
+
+class Readback(SiteCore):
+    """A core whose recording can be read in its own process."""
+
+    _shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]]
+    _paths: CallTree
+    _reading: Any
+
+    def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
+        """Yield thread id, site, calls, total ns and steps of every recorded call path.
+
+        The steps are those of generators after their first, also of open ones.
+        """
+        for ring in self.rings():
+            cells = ring.usage()
+            site = self.paths().site
+            for index, calls, total_ns, steps in cells:
+                yield ring.thread_id, site(index), calls, total_ns, steps
+
+    def site_calls(self) -> dict[Site, int]:
+        """Return the calls of each site, on all threads together."""
+        tree = self.paths()
+        site_of, count = tree.site_of, len(tree.sites)
+        return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
+
+    def shape_calls(self) -> dict[str, int]:
+        """Return the calls of probes by shape, as `measure_costs` names them."""
+        of_nodes, names = self._shapes_by_node()
+        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+
+    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
+        """Return the number of each call path's shape, and the names of shapes."""
+        tree, noted = self.paths(), self._shapes_noted
+        if self._shapes_of_nodes[:2] != (noted, len(tree)):
+            site_of = tree.site_of
+            numbers, names = shaped(tree.sites, self.shapes, "scope", site_of)
+            self._shapes_of_nodes = noted, len(site_of), numbers, names
+        return self._shapes_of_nodes[2:]
+
+    def paths(self) -> CallTree:
+        """Return the call paths as columns, brought up to the core's."""
+        with self._reading:
+            paths = self._paths
+            first = len(paths)
+            sites, parents = self.nodes_from(first)
+            if sites:
+                number_of = {site: number for number, site in enumerate(paths.sites)}
+                numbers = array("i", [number_of.setdefault(site, len(number_of)) for site in sites])
+                paths.sites += list(number_of)[len(paths.sites) :]
+                paths.extend(first, numbers.tobytes(), parents)
+            return paths
+
+    def learn_paths(self) -> None:
+        """Compute the facts of new call paths before a report needs them, at 1 us each.
+
+        It waits until they are an eighth more than the known ones, which are copied each time.
+        """
+        _, asked, *_ = self._shapes_of_nodes
+        if self.node_count - asked > asked // 8:
+            tree = self.paths()
+            tree.located()
+            tree.facts()
+            self._shapes_by_node()
+
+    def _paths_with(self, row: Row) -> CallTree:
+        return self._paths if row[NODE] < len(self._paths) else self.paths()
+
+    def asks_for_device_time(self) -> bool:
+        """Return True where any called site asks for device time."""
+        return any(self.paths().by_site(_asks_for_device_time))
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        """Return all totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
+
+        It takes some 0.2 us for each call path, and for each thread that it ran on.
+        """
+        tree = self.paths()
+        threads: dict[int, str] = {}
+        books: dict[int, list[Numbers]] = {}
+        for thread_id, name, packed in self.lines_by_place(tree.located().places, merged):
+            if packed:
+                threads.setdefault(thread_id, name)
+                books.setdefault(thread_id, []).append(memoryview(packed).cast("q"))
+        return Lines(tree, threads, books, self._histogram)
+
+    def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
+        """Return the histogram of places on a thread of theirs, or on all."""
+        return unpacked([self.histogram_of(self._paths.nodes(nodes), thread_id)])
+
+    def tally(self) -> Tally:
+        """Return a copy of all totals up to now, by call path and thread, at 3 us for each pair of both."""
+        books = [(ring.thread_id, ring.name, _as_totals(ring.copied_totals())) for ring in self.rings()]
+        books.append((0, "(ended threads)", _as_totals(self.ended_totals())))
+        return tally_of(self.paths(), books)
+
+    def firsts(self) -> dict[Site, tuple[int, int]]:
+        """Return the begin of each site's first ended call, and its length on the host, in ns."""
+        site_of = self.paths().site
+        found: dict[Site, tuple[int, int]] = {}
+        for index, first in self.firsts_by_node().items():
+            site = site_of(index)
+            found[site] = min(first, found.get(site, first))
+        return found
+
+    def firsts_by_node(self) -> dict[int, tuple[int, int]]:
+        """Return the begin and length of the first ended call of each call node of `paths`."""
+        found: dict[int, tuple[int, int]] = {}
+        for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
+            for index, first in book.items():
+                found[index] = min(first, found.get(index, first))
+        return found
+
+    def span(self, row: Row, thread_id: int) -> Span:
+        """Return the span of a row."""
+        return span_of(row, self.site_of(row), thread_id)
+
+    def site_of(self, row: Row) -> Site:
+        """Return the site of a row."""
+        return self._paths_with(row).site(row[NODE])
+
+    def spans(self) -> list[Span]:
+        """Return the spans in the rings, and the open ones as far as they have come. Unordered.
+
+        An object takes 2 us: it is for a few spans. `take` is for many.
+        """
+        open_rows = self.open_rows()
+        found = [self.span(row, ring.thread_id) for ring in self.rings() for row in ring.newest(0)[0]]
+        ended = {span.span_id for span in found}
+        for thread_id, row in open_rows:
+            if row[SPAN_ID] not in ended:  # or it has ended since
+                found.append(self.span(row, thread_id))
+                found[-1].clipped = True
+        return found
+
+    def take(self, start_ns: int = 0) -> Taken:
+        """Copy the rows of spans from a time on, at 10 ns a row. Newer rows do not overwrite the copy."""
+        open_rows = self.open_rows()
+        blocks = [Block(ring.thread_id, *ring.copied(ring.first_after(start_ns))) for ring in self.rings()]
+        return Taken(blocks, open_rows, self.paths())
+
+    def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
+        """Count the spans in the rings that ended after a time, and the open ones, without making them.
+
+        Ended spans of the threads in `leave_out` do not count. A row of a site that asks for device time takes 5 ns;
+        other rows are not read.
+        """
+        tree, marks = self.paths(), b""
+        if self.asks_for_device_time():
+            marks = bytes(map(tree.by_site(_asks_for_device_time).__getitem__, tree.site_of))
+        now_ns, open_rows = self.now_ns(), self.open_rows()
+        spans, oldest, asking = 0, dict[int, int](), array("Q")
+        still_open = {row[SPAN_ID]: (thread_id, row[NODE]) for thread_id, row in open_rows}
+        for ring in self.rings():
+            if ring.thread_id in leave_out:
+                continue
+            count, first_end_ns, ids = ring.held(start_ns, marks)
+            for row in ring.newest(ring.first_after(now_ns))[0] if still_open else ():
+                still_open.pop(row[SPAN_ID], None)  # one that has ended since is there already
+            if count:
+                oldest[ring.thread_id] = min(first_end_ns, oldest.get(ring.thread_id, first_end_ns))
+            spans += count
+            asking.frombytes(ids)
+        for span_id, (thread_id, node) in still_open.items():
+            oldest.setdefault(thread_id, now_ns)
+            if self.paths().site(node).device:
+                asking.append(span_id)
+        return Held(spans + len(still_open), oldest, asking)
+
+    def cursor(self) -> Cursor:
+        """Return a reader of every row from now on, once, if it comes before the ring wraps."""
+        return Cursor(self.rings, lambda: self.ended_rows)
+
+    def threads(self) -> dict[int, str]:
+        """Return ids and names of the threads whose rows are still there."""
+        return {ring.thread_id: ring.name for ring in self.rings()}
+
+    def losses(self) -> Mapping[str, int]:
+        """Count the spans that timelines do not have, by reason. The tally has counted them."""
+        overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
+        losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
+        return {reason: count for reason, count in losses.items() if count}
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the irregular events with their counts."""
+        return dict(self.irregular)
+
+    @property
+    def calls(self) -> int:
+        """The number of spans finished since the start. It is cheap."""
+        total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
+        return total + self._too_short
+
+    @property
+    def _too_short(self) -> int:
+        total: int = sum(ring.too_short for ring in self.rings()) + self.ended_too_short
+        return total
+
+
+def _asks_for_device_time(site: Site) -> bool:
+    return site.device
+
+
+def _as_totals(book: dict[int, Any]) -> list[tuple[int, Totals]]:
+    """Return a book's totals by the number of their node."""
+    return [(index, Totals.of_core(cell)) for index, cell in book.items()]

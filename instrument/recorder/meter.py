@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from instrument.recorder.http_status import STATUS
+from instrument.recorder.outcomes import STATUS
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,

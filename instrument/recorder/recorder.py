@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import time
 import weakref
 from array import array
@@ -22,10 +23,8 @@ from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import annotation, core, wrapping
-from instrument.recorder.http_status import ANSWERS
-from instrument.recorder.readback import Readback
-from instrument.recorder.sites import SiteCore
-from instrument.recorder.thread_names import thread_name
+from instrument.recorder.core import Readback
+from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, link_of
@@ -33,7 +32,41 @@ from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.recording.tally import OVERFLOW
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import current_name
 from instrument.runtime.unpatched import RLock
+
+_awaited: Callable[[], object] | None = None
+
+
+def await_first_span(action: Callable[[], object] | None) -> None:
+    """Have an action called once, by the next thread that records its first span; None for none.
+
+    It runs within the service's own call, perhaps under a lock: it must be short and wait for nothing.
+    """
+    global _awaited
+    _awaited = action
+
+
+def thread_name() -> str:
+    """Return the name of this thread, once, when it records its first span."""
+    global _awaited
+    action, _awaited = _awaited, None
+    if action is not None:
+        try:
+            action()
+        except Exception as fault:  # such as a thread that cannot begin
+            FAULTS.note("first span", fault)
+    ours = current_name()
+    if ours is not None:
+        return ours
+    # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    native_id = threading.get_native_id()
+    if thread is None and native_id == os.getpid():
+        thread = threading.main_thread()  # a greenlet of it
+    return thread.name if thread is not None else f"thread {native_id}"
+
 
 _native: Any = native.MODULE
 
@@ -80,7 +113,7 @@ REQUEST = "request"
 """The shape of a request over ASGI."""
 
 
-class Recorder(SiteCore, Readback):
+class Recorder(Readback):
     """The recorder of one process. `ring_bytes` bounds the memory of all rings together.
 
     `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
@@ -440,3 +473,53 @@ def _caller() -> tuple[str, str, str, int]:
 
 RECORDER = Recorder()
 """The recorder of this process."""
+
+
+CHECK_NS = 10**9
+LIMIT_NS = 50_000
+"""The most that the time stamp counter may stray from the monotonic clock in a second."""
+
+
+class Ticks:
+    """The time stamp counter of a recorder: its use, and the checks of it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._checked_ns: int | None = None
+
+    def start(self, now_ns: int) -> str:
+        """Time spans by the counter. Returns why it cannot, "" where it does. `Recorder.stop_ticks` undoes it."""
+        unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
+        self._checked_ns = None if unsound else now_ns
+        return unsound
+
+    @property
+    def are_used(self) -> bool:
+        """True while spans are timed by the counter, and `check` is needed."""
+        return self._checked_ns is not None
+
+    @property
+    def clock(self) -> str:
+        """The clock of spans, in words."""
+        return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
+
+    def check(self, now_ns: int) -> None:
+        """Compare the counter with the monotonic clock, once in `CHECK_NS`. The recorder counts where it strays."""
+        if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
+            return
+        self._checked_ns = None if self._recorder.check_ticks(LIMIT_NS) is None else now_ns
+
+
+def _unsound_ticks() -> str:
+    """Return why the time stamp counter is not sound here, "" where processor and kernel report that it is."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
+        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")
+    except OSError as error:
+        return f"the kernel does not say whether it is sound ({error})"
+    missing = {"constant_tsc", "nonstop_tsc"}.difference(flags.split())
+    if missing:
+        return f"the processor does not claim {' and '.join(sorted(missing))}"
+    if source.strip() != "tsc":
+        return f"the kernel keeps its time by {source.strip()}, not by the counter"
+    return ""

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from instrument.recorder.http_status import STATUS
+from instrument.recorder.outcomes import STATUS
 from instrument.recording.distributions import OTHER, group_of
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import (

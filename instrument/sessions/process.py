@@ -23,9 +23,8 @@ from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile import shared_profile
 from instrument.profile.model import Profile
-from instrument.recorder.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recorder.scopes import OFF
-from instrument.recorder.thread_names import await_first_span
 from instrument.recording import board
 from instrument.runtime import environment, run_folder
 from instrument.runtime.faults import FAULTS, logger

@@ -26,8 +26,7 @@ from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, report_to_ch
 from instrument.profile.model import EVERYTHING, Capture, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.meter import mark_of, queued_tasks
-from instrument.recorder.recorder import RECORDER
-from instrument.recorder.ticks import Ticks
+from instrument.recorder.recorder import RECORDER, Ticks
 from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of

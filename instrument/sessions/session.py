@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from instrument.errors import InstrumentError
-from instrument.instrumentors import contexts, functions, graphs
+from instrument.instrumentors import compilers, contexts, functions
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -159,7 +159,7 @@ class Session(Exporting):
             if (timing := self._timing) is not None:
                 timing.install()
                 self._undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
-                self._undos.append(graphs.watch())
+                self._undos.append(compilers.watch_graphs())
             self.selection.begun = self._generations.add_engine
             self._undos.append(self.selection.attach())
             for package in ENGINES:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from instrument.recorder.governor import Budget
-from instrument.recorder.recorder import RECORDER
-from instrument.recorder.thread_names import await_first_span
+from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event

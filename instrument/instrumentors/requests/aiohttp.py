@@ -14,7 +14,7 @@ from typing import Any
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.traceparent import Caller, with_state
-from instrument.recorder.http_status import STATUS
+from instrument.recorder.outcomes import STATUS
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:

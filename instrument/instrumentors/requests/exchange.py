@@ -22,8 +22,7 @@ from typing import Any
 from instrument.errors import error_name
 from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
-from instrument.recorder.cancellation import outcome_of
-from instrument.recorder.http_status import STATUS
+from instrument.recorder.outcomes import STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recording.generations import OPERATION, is_among, operation_of
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of

@@ -25,7 +25,7 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     SteppedItems,
 )
-from instrument.recorder.cancellation import CANCELLED
+from instrument.recorder.outcomes import CANCELLED
 from instrument.recording.spans import OUTCOME
 from instrument.runtime.faults import FAULTS
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.recorder.http_status import FIRST_OF_SERVER, STATUS
+from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, Site
 from instrument.runtime.faults import FAULTS
 

@@ -1,7 +1,12 @@
-"""The exceptions by which web frameworks answer requests: a status of HTTP, and no error below 500.
+"""The exceptions that end spans and are no failures.
 
-A handler that raises `HTTPException(404)` has served its request. The classes are known by their modules, so that no
-framework is imported; derived classes count as well.
+Web frameworks answer requests by some: a handler that raises `HTTPException(404)` has served its request, by a status
+of HTTP that is no error below 500. The classes are known by their modules, so that no framework is imported; derived
+classes count as well.
+
+A client that goes away, a stream that is closed early and a process that is stopped end running code with an exception
+that is no `Exception`. For OpenTelemetry's API these are no errors either, nor is gRPC's status CANCELLED one of the
+server in its conventions. So such a span has no error, and an attribute with how it ended.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
 The attributes are plain ones, so that reading them runs no code of the service.
 """
 
-_classes, _module, _name = (vars(type)[name].__get__ for name in ("__mro__", "__module__", "__qualname__"))
+_NAMES = ("__mro__", "__module__", "__qualname__", "__name__")
+_classes, _module, _qualname, _name = (vars(type)[name].__get__ for name in _NAMES)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -44,7 +50,7 @@ def status_of(error: BaseException) -> int | None:
     Its twin is `status_of` in `_recorder_span.h`.
     """
     for kind in _classes(type(error)):
-        answer = ANSWERS.get(_module(kind), {}).get(_name(kind))
+        answer = ANSWERS.get(_module(kind), {}).get(_qualname(kind))
         if answer is not None:
             try:
                 value = getattr(error, answer) if isinstance(answer, str) else answer
@@ -53,3 +59,32 @@ def status_of(error: BaseException) -> int | None:
             except Exception:  # of a class of the service's own
                 return None
     return None
+
+
+CANCELLED, CLOSED_EARLY, STOPPED = "cancelled", "closed early", "stopped"
+
+BROKEN_OFF: Mapping[str, str] = {
+    "CancelledError": CANCELLED,
+    "Cancelled": CANCELLED,
+    "GreenletExit": CANCELLED,
+    "GeneratorExit": CLOSED_EARLY,
+    "KeyboardInterrupt": STOPPED,
+    "SystemExit": STOPPED,
+}
+"""The outcomes of spans by the names of the exceptions' classes, of asyncio, trio, gevent and Python."""
+
+_code = vars(SystemExit)["code"].__get__
+
+
+def outcome_of(error: BaseException) -> str | None:
+    """Return the outcome of a span that an exception broke off, None for a failure. Runs no code of the class.
+
+    An exit with a code other than 0 is a failure. Its twin is `outcome_of` in `_recorder_span.h`.
+    """
+    kind = type(error)
+    if issubclass(kind, Exception):
+        return None
+    if issubclass(kind, SystemExit):
+        code = _code(error)
+        return STOPPED if code is None or code is False or (type(code) is int and not code) else None
+    return next((BROKEN_OFF[name] for name in map(_name, _classes(kind)) if name in BROKEN_OFF), None)
