@@ -328,14 +328,14 @@ LINES_AND_FILES = {
     "device": (3_705, 13),
     "instrumentors": (11_393, 50),
     "native": (9_742, 28),
-    "otlp": (5_205, 21),
+    "otlp": (5_216, 21),
     "profile": (2_547, 8),
     "proposal": (1_420, 5),
     "recorder": (2_640, 9),
     "recording": (4_108, 24),
     "report": (12_314, 47),
-    "runtime": (2_272, 18),
-    "sessions": (7_307, 33),
+    "runtime": (2_297, 18),
+    "sessions": (7_303, 33),
     "trace": (8_765, 40),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

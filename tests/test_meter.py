@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
-from otlp_collectors import Collector, collecting, refuse_with, swallow, take
+from otlp_collectors import Collector, Handler, collecting, refuse_with, swallow, take
 from otlp_receiver import receiver
 from server_programs import serving
 from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
@@ -251,7 +251,9 @@ def test_requests_that_are_open_are_told_as_such() -> None:
         thread = threading.Thread(target=app.ask, args=("/",))
         thread.start()
         assert is_inside.wait(60)
-        instrument.flush(60)
+        delivery = instrument.flush(60)
+        assert delivery is not None
+        assert delivery.settled
         (active,) = newest(server.metrics, ACTIVE).values()
         assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET", "url.scheme": "http"}, 1)
         may_go.set()
@@ -259,6 +261,28 @@ def test_requests_that_are_open_are_told_as_such() -> None:
         instrument.stop()
         assert sum(point.as_int for point in newest(server.metrics, ACTIVE).values()) == 0
         assert sum(ended(server.metrics).values()) == 1
+
+
+def test_a_flush_sends_metrics_again_that_the_collector_was_too_slow_for() -> None:
+    tries: list[int] = []
+
+    def be_slow_at_first(handler: Handler, points: int) -> None:
+        tries.append(points)
+        if len(tries) < 4:
+            handler.server.closing.wait(2)  # the connection is closed by the other end long before
+        else:
+            handler.answer(200)
+
+    with collecting(take, metrics=be_slow_at_first) as server:
+        instrument.start(
+            loads(f"requests: auto\nexport: {{otlp: {{endpoint: '{url(server)}', timeout: 100ms}}}}", environ={})
+        )
+        Served().ask("/items/200", 3)
+        delivery = instrument.flush(60)
+        assert delivery is not None
+        assert delivery.settled
+        assert sum(ended(server.metrics).values()) == 3
+        assert len(tries) > 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

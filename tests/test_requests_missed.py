@@ -138,6 +138,29 @@ def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> No
     assert listening.connections_of(Path("/proc/0")) == (frozenset(),) * 4
 
 
+def test_a_server_that_is_started_again_has_not_the_connections_of_the_one_before() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.shutdown(socket.SHUT_WR)  # the server's end closes first, and is what the system keeps
+            client.recv(1)
+            client.close()
+            accepted.recv(1)
+            accepted.close()
+        assert port in listening.connections_of(SELF).closed
+    time.sleep(0.1)  # the system counts starts in hundredths of a second
+    program = LISTENING.replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert int(child.stdout.readline()) == port
+            found = listening.connections_of(Path(f"/proc/{child.pid}"))
+            assert (port in found.listens, port in found.closed) == (True, False)
+        finally:
+            child.kill()
+
+
 LISTENING = """
 import socket
 listener = socket.create_server(("127.0.0.1", 0))

@@ -56,7 +56,7 @@ class ConnectionWatch:
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)
         network = PROC / "self" if process.shares_network else None
-        found = listening.connections_of(folder, process.listened, network)
+        found = listening.connections_of(folder, process.listened, network, process.started)
         process.listened |= found.listens
         process.ports |= found.open
         if not found.closed <= process.ports and self._has_alone(process, found):

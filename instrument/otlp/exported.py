@@ -232,9 +232,9 @@ class Exported:
         now = time.monotonic()
         if now < self._facts_at:
             return self._facts
-        self._facts_at = now + FACTS_S
         header = self._mapped.header
         facts = facts_from(self._told_facts())
+        self._facts_at = now + FACTS_S if facts is not None else 0.0
         reading = self._reading
         if facts is None or header.generation != self._generation:
             return self._facts

@@ -49,6 +49,7 @@ _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.of_spans")
 _QUIET_NS = 60 * 10**9
 _LOOK_S = 0.005
+_RETRY_S = 0.1
 _NEVER_NS = 1 << 63
 
 
@@ -340,24 +341,34 @@ class Exporter:
 
         It does not wait where the collector has asked for more time than that.
         """
-        thread = self._thread
+        thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
         counts = self.counts()
         newest = self._queue.newest
-        waits = bool(counts["pending"]) or any(one.waits() for one in self._of_metered())
+        waits = bool(counts["pending"]) or self._metrics_wait()
         settled = not waits and self._telling is None  # in this order: what is just being sent waits no more
-        held_ns = self._held_until_ns if self._stop_at_ns == _NEVER_NS else 0
-        in_vain = held_ns - time.monotonic_ns() > timeout_ns
-        if not (settled or in_vain) and thread is not None and thread.is_alive():
+        while not settled and thread is not None and thread.is_alive() and not self._is_held_beyond(end_ns):
             reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
             try:
-                settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, TIMEOUT_MAX))
+                settled = reply.get(timeout=min(max(0, end_ns - time.monotonic_ns()) / 1e9, TIMEOUT_MAX))
             except Empty:
-                pass  # the time is up; the counts say how far it came
-            settled = settled and not self._queue.is_pending(newest)
+                break  # the time is up; the counts say how far it came
+            if self._stop_at_ns != _NEVER_NS or not self._metrics_wait():
+                break
+            settled = False  # metrics that did not get through are sent again
+            time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
+        settled = settled and not self._queue.is_pending(newest)
         counts = self.counts()
         fates = {fate: counts[fate] for fate in FATES}
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
+
+    def _metrics_wait(self) -> bool:
+        return any(one.waits() for one in self._of_metered())
+
+    def _is_held_beyond(self, time_ns: int) -> bool:
+        """Return True where the collector has asked for more time than up to then."""
+        metrics_ns = 0 if self._queue.pending else self._metrics_held_until_ns
+        return self._stop_at_ns == _NEVER_NS and max(self._held_until_ns, metrics_ns) > time_ns
 
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within the time given and end the thread, whatever the collector does.

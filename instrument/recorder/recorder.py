@@ -351,12 +351,12 @@ class Recorder(Readback):
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Write into the memory that this process records, and the facts of its session."""
-        self._facts = facts
         if self._memory_head is not None:
             from instrument.recording import memory
 
             state = OFF if self._is_off else RUNNING
             memory.say_whose(self._memory_head, state, {**facts, "begun_ns": self._begun_ns})
+        self._facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
         """Record from now on, or not, and write that into the memory."""

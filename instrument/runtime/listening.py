@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import _socket
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from instrument import clock
 
 _INTERNET = (_socket.AF_INET, _socket.AF_INET6)
 
 LISTENS, HAS_BEEN_CLOSED = "0A", "06"
 """States of a socket (TCP_LISTEN, TCP_TIME_WAIT in the kernel's `tcp_states.h`). A closed one has no descriptor."""
 
+CLOSED_FOR_S = 60
+"""Seconds for which the system keeps a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
+
 
 class Connections(NamedTuple):
-    """The ports of a process with connections that are `open`, or were `closed` lately.
+    """The ports of a process with connections that are `open`, or were `closed` since the process started.
 
     Another process with the same listening socket may have accepted the closed ones. `listens` are the ports at which
     the process listens, `sockets` the inodes of the sockets that do.
@@ -31,22 +37,26 @@ class Connections(NamedTuple):
     sockets: frozenset[str]
 
 
-def connections_of(process: Path, listened: frozenset[int] = frozenset(), network: Path | None = None) -> Connections:
+def connections_of(
+    process: Path, listened: frozenset[int] = frozenset(), network: Path | None = None, start_ticks: int = 0
+) -> Connections:
     """Return the connections of a process, by its folder in `/proc`; none where the system does not show them.
 
-    `listened` are ports at which it listened before. `network` is the folder of a process of the same network, for one
-    that has ended.
+    `listened` are ports at which it listened before. `network` is the folder of a process of the same network, and
+    `start_ticks` the time of its start, for one that has ended.
     """
+    least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
     own = sockets_of(process)
     rows = list(_rows_of(network or process))
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in own}
     known = listening.keys() | listened
     others = [row for row in rows if row.state != LISTENS]
+    closed = [row for row in others if row.state == HAS_BEEN_CLOSED and row.ticks_left >= least_left]
     return Connections(
         frozenset(row.port for row in others if row.port in known and row.inode in own),
         # The end that closes first waits; of a client on this machine that is the other one.
-        frozenset({row.port for row in others if row.state == HAS_BEEN_CLOSED} & known)
-        | frozenset({row.to_port for row in others if row.state == HAS_BEEN_CLOSED and row.is_local} & known),
+        frozenset({row.port for row in closed} & known)
+        | frozenset({row.to_port for row in closed if row.is_local} & known),
         frozenset(listening),
         frozenset(listening.values()),
     )
@@ -96,13 +106,27 @@ def sockets_of(process: Path) -> frozenset[str]:
 
 
 class _Row(NamedTuple):
-    """A socket of a network. It `is_local` where both ends have one address."""
+    """A socket of a network. It `is_local` where both ends have one address.
+
+    After `ticks_left` the system forgets one that was closed.
+    """
 
     port: int
     to_port: int
     state: str
     inode: str
     is_local: bool
+    ticks_left: int
+
+
+def _least_ticks_left(start_ticks: int) -> int:
+    """Return how long the system still keeps what is closed now, less the age of a process, in ticks.
+
+    A server that is started again at once listens at the port of the one before, whose connections are there as well.
+    """
+    hertz = os.sysconf("SC_CLK_TCK")
+    age_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * hertz) - start_ticks
+    return CLOSED_FOR_S * hertz - age_ticks
 
 
 def _rows_of(process: Path) -> Iterator[_Row]:
@@ -114,4 +138,5 @@ def _rows_of(process: Path) -> Iterator[_Row]:
                 fields = line.split()
                 if len(fields) > 9:
                     (address, _, port), (to_address, _, to_port) = (end.rpartition(":") for end in fields[1:3])
-                    yield _Row(int(port, 16), int(to_port, 16), fields[3], fields[9], address == to_address)
+                    ticks_left = int(fields[5].partition(":")[2], 16)
+                    yield _Row(int(port, 16), int(to_port, 16), fields[3], fields[9], address == to_address, ticks_left)

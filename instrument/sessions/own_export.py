@@ -101,7 +101,7 @@ class OwnExport:
             return True
         has_more = self.look(at_once=True, meters=True)
         exported.is_settled()
-        return not (has_more or exported.is_behind)
+        return not (has_more or exported.is_behind or exported.reading is None)
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return those of these spans that neither are sent nor will be; a request that is undecided is kept.
