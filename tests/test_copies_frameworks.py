@@ -172,7 +172,7 @@ def test_every_copy_function_of_cuda_python_is_known_or_named_as_unseen() -> Non
         odd = [name for name in plain if not name.startswith("cuda") and not any(word in name for word in families)]
         assert odd == [], odd
         assert "cuMemcpyAtoH" not in plain and "cudaMemcpyPeerAsync" not in plain and "cudaMemcpy2DAsync" not in plain
-        selection._families["copies"].transfers.hits[0] = 1
+        selection._families["copies"].hits[0] = 1
     """
     assert run("cuda", program) == ""
 
@@ -298,7 +298,7 @@ def test_the_real_cupy_has_what_is_replaced_and_gets_it_back() -> None:
         assert {"get", "set", "item", "tolist", "__float__"} <= set(vars(cupy.ndarray))
         watched = [cupy.asarray, cupy.array, cupy.copyto, cupy.cuda.runtime.memcpyAsync]
         assert all(hasattr(function, "__wrapped__") for function in watched)
-        selection._families["copies"].transfers.hits[0] = 1
+        selection._families["copies"].hits[0] = 1
     """
     assert run("cupy", program) == ""
 

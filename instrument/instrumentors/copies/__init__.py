@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.copies.array_copies import JAX, NUMPY, ONNXRUNTIME
-from instrument.instrumentors.copies.cuda_copies import CUDA, CUPY, NUMBA
+from instrument.instrumentors.copies.array_copies import CUDA, CUPY, JAX, NUMBA, NUMPY, ONNXRUNTIME
 from instrument.instrumentors.copies.torch_copies import TORCH, why_absent
 from instrument.instrumentors.copies.transfers import Places, Room, Transfers
 from instrument.instrumentors.verdict import Verdict
@@ -22,34 +21,22 @@ from instrument.runtime.faults import FAULTS
 ROOMS = (TORCH, CUPY, NUMBA, CUDA, ONNXRUNTIME, JAX, NUMPY)
 
 
-class Copies:
+class Copies(Transfers):
     """The copy rules of one session at work."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
-        self.transfers = Transfers(rules, recorder)
+        super().__init__(rules, recorder)
         self._rooms = self._wanted()
         self._attached: dict[str, Places] = {}
         self._met: dict[str, Room] = {}  # by module, also when its own functions are back
         self._absent: dict[str, str] = {}
 
     def _wanted(self) -> dict[str, Room]:
-        return {
-            name: room for room in ROOMS if self.transfers.wants(room.framework, room.ways) for name in room.modules
-        }
-
-    @property
-    def rules(self) -> tuple[CopyRule, ...]:
-        """The rules at work, in the order of the profile."""
-        return self.transfers.rules
-
-    @property
-    def hits(self) -> list[int]:
-        """Return the count of copies of each rule."""
-        return self.transfers.hits
+        return {name: room for room in ROOMS if self.asks_for(room.framework, room.ways) for name in room.modules}
 
     def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
         """Take on other rules; those that stay keep their count, frameworks that none means their own functions."""
-        self.transfers.change(rules)
+        self.take_on(rules)
         self._rooms = self._wanted()
         self._absent.clear()
         if not rules:
@@ -58,7 +45,7 @@ class Copies:
         for name in [name for name in self._attached if name not in self._rooms]:
             places = self._attached.pop(name)
             del self._met[name]
-            self.transfers.places.remove(places)
+            self.places.remove(places)
             places.undo()
         for module in modules:
             if self.wants(module.__name__):
@@ -79,34 +66,32 @@ class Copies:
         if name in self._attached:
             return False
         why = why_absent(module) if room.framework == "torch" else ""
-        if why and not self.transfers.wants(room.framework, ("h2h",)):
+        if why and not self.asks_for(room.framework, ("h2h",)):
             self._absent[room.framework] = why
             return False
-        before = len(self.transfers.places)
+        before = len(self.places)
         try:
-            places = room.attach(module, self.transfers)
+            places = room.attach(module, self)
             places.bind()
             self._attached[name], self._met[name] = places, room
         except Exception as fault:
             # Another version of the framework than those we know.
-            while len(self.transfers.places) > before:
-                self.transfers.places.pop().undo()
+            while len(self.places) > before:
+                self.places.pop().undo()
             self._absent[room.framework] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
             FAULTS.note(f"copy probe of {room.framework}", fault)
         return False
 
     def undo(self) -> None:
         """Give every framework its own functions back."""
-        while self.transfers.places:
-            self.transfers.places.pop().undo()
+        while self.places:
+            self.places.pop().undo()
         self._attached.clear()
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on every rule up to now, then those on copies that cannot be seen."""
         met = {room.framework: room for room in self._met.values()}
-        verdicts = [
-            self._verdict(rule, hits, met) for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
-        ]
+        verdicts = [self._verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {room.unseen}") for name, room in met.items()]
         return verdicts
 

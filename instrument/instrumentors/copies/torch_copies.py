@@ -13,7 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test
-from instrument.instrumentors.copies.transfers import NOWHERE, Facts, Places, Room, Transfer, Transfers, argument
+from instrument.instrumentors.copies.transfers import (
+    NOWHERE,
+    Facts,
+    Places,
+    Room,
+    Transfer,
+    Transfers,
+    argument,
+    way_between,
+)
+from instrument.profile.model import DIRECTIONS
 from instrument.recording.spans import Work
 
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
@@ -28,7 +38,7 @@ def why_absent(torch: Any) -> str:
 def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> Places:
     """Replace what copies.
 
-    `initialised` tells whether torch has begun to use its device; until then each method costs that one call more.
+    `initialised` is True once torch has begun to use its device; until then each method costs that one call more.
     Left out, torch is asked: `torch.cuda.is_initialized` (also for HIP) takes about 40 ns.
     """
     used = _is_used(torch, transfers) if initialised is None else initialised
@@ -44,7 +54,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
     places.methods(tensor, ("copy_",), _if_real(_copied, fake))
     places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
-    # Most of these are of tensors that lie on the host already.
+    # Most of these are of tensors that are on the host already.
     places.methods(tensor, READING, _read, lambda args, kwargs: _where(args, kwargs) if args[0].is_cuda else NOWHERE)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         places.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
@@ -58,7 +68,7 @@ def _nowhere(args: Any, kwargs: Any) -> Any:
 
 
 def _where(args: Any, kwargs: Any) -> Any:
-    """The device that a copy runs on: the source's, or the target's where the source is on the host.
+    """Return the device that a copy runs on: the source's, or the target's where the source is on the host.
 
     `tensor.to(...)` takes many things for its target; what is none of a device's leaves it the current one.
     """
@@ -78,15 +88,10 @@ def _where(args: Any, kwargs: Any) -> Any:
 
 
 def direction(source: Any, target: Any) -> str | None:
-    """The direction between two torch devices; None where one of them holds no data."""
+    """Return the direction between two torch devices; None where one of them has no data."""
     if "meta" in (source.type, target.type):
         return None
-    from_host, to_host = source.type == "cpu", target.type == "cpu"
-    if from_host:
-        return "h2h" if to_host else "h2d"
-    if to_host:
-        return "d2h"
-    return "d2d" if source == target else "p2p"
+    return way_between(*(None if device.type == "cpu" else device for device in (source, target)))
 
 
 # ---------------------------------------------------------------- what a call has moved
@@ -207,7 +212,7 @@ def _private_backend(torch: Any) -> str:
 
 
 def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
-    if transfers.wants("torch", ("h2h",)):
+    if transfers.asks_for("torch", ("h2h",)):
         return lambda: True
     devices = _devices(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)
@@ -216,7 +221,7 @@ def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
 TORCH = Room(
     framework="torch",
     modules=("torch",),
-    ways=("h2d", "d2h", "d2d", "p2p", "h2h"),
+    ways=DIRECTIONS,
     unseen="torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
     "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy",
     attach=attach,

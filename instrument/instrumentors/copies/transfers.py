@@ -1,6 +1,6 @@
-"""Transfers: one copy's facts, and what makes a span of it if a rule wants it. Which calls copy, the rooms say.
+"""Transfers: the facts of one copy, and its span if a rule wants it.
 
-A room of this family knows the functions of one framework that copy, and tells for each call what it has moved. All
+A room of this family knows the functions of one framework that copy, and returns for each call what it has moved. All
 rooms share one guard, so that calls inside of a call that copies (a subclass of a tensor, one framework that hands over
 to another) give one span. What a copy takes on the device is timed where the room can tell the stream beforehand: a
 pair of events around each call, given up again where the call did nothing.
@@ -26,8 +26,8 @@ from instrument.runtime.faults import FAULTS
 class Transfer(NamedTuple):
     """The data that one call has moved.
 
-    `way` is one of `instrument.profile.model.DIRECTIONS`. `sync` tells whether the call waits for the copy, as far as
-    its arguments say; `pinned` whether the host's side is page-locked, None where only the driver could tell.
+    `way` is one of `instrument.profile.model.DIRECTIONS`. `sync` is True for a call that waits for the copy, as far as
+    its arguments say; `pinned` for page-locked memory of the host, None where only the driver knows.
     """
 
     way: str
@@ -43,12 +43,12 @@ Facts = Callable[[Any, Any, Any], Transfer | None]
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""On which stream a call copies, from its positional and its named arguments: a stream or its address, None for the
-framework's current one, `Work` for that on another device, `NOWHERE` for none that can be known before."""
+"""Returns the stream on which a call copies, from its positional and its named arguments: a stream or its address, None
+for the framework's current one, `Work` for that on another device, `NOWHERE` for none that can be known before."""
 
 
 class _Inside(threading.local):
-    """Return True where this thread is inside of a call that copies."""
+    """The state of a thread: `busy` within a call that copies."""
 
     busy = False
 
@@ -75,24 +75,30 @@ class Transfers:
         """Return the count of copies of each rule."""
         return self._at_work[1]
 
-    def change(self, rules: Sequence[CopyRule]) -> None:
+    def take_on(self, rules: Sequence[CopyRule]) -> None:
         """Take on other rules at once; those that stay keep their count."""
         before = dict(zip(*self._at_work, strict=True))
         self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
 
-    def wants(self, framework: str, ways: Iterable[str]) -> bool:
+    def asks_for(self, framework: str, ways: Iterable[str]) -> bool:
         """Return True where a rule asks for copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and not set(ways).isdisjoint(rule.directions) for rule in self.rules)
 
     def watch(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
     ) -> Any:
-        """The function with a copy span for each call that has moved something.
+        """Return the function with a copy span for each call that has moved something.
 
         `ready` is asked first at each call: False while the framework cannot copy yet, or while it traces the call
         instead of running it.
         """
-        recorder, inside, now, site_of, timed = self._recorder, _INSIDE, time.monotonic_ns, self._wanted, self._timed
+        recorder, inside, now, site_of, timed = (
+            self._recorder,
+            _INSIDE,
+            time.monotonic_ns,
+            self._site_wanted,
+            self._timed,
+        )
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not ready() or not recorder.on or inside.busy:
@@ -142,8 +148,8 @@ class Transfers:
             FAULTS.note("copy probe", fault)
             return None
 
-    def _wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """The site of a call that has moved something, if a rule wants it; counts it for the rule."""
+    def _site_wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
+        """Return the site of a call that has moved something, if a rule wants it, and count it for the rule."""
         way, moved_bytes = transfer.way, transfer.moved_bytes
         rules, hits = self._at_work
         for index, rule in enumerate(rules if moved_bytes > 0 else ()):
@@ -249,8 +255,15 @@ class Room(NamedTuple):
     attach: Callable[[Any, Transfers], Places]
 
 
+def way_between(source: object, target: object) -> str:
+    """Return the direction of a copy between two places: None for the host, anything else for a device."""
+    if source is None or target is None:
+        return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
+    return "d2d" if source == target else "p2p"
+
+
 def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
-    """One argument of a call, however it was passed."""
+    """Return one argument of a call, by position or by name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
@@ -259,7 +272,7 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Return True where a numpy array lies in page-locked memory, None where its owner does not tell."""
+    """Return True for a numpy array in page-locked memory, None where its owner does not show it."""
     owner = getattr(array, "base", None)
     if owner is None:
         return False if hasattr(array, "base") else None
