@@ -142,7 +142,7 @@ class Timing:
                 self._ranges.time_by(self.timer.begin)
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
-        """Return the known intervals of spans, by the ids of these, as columns."""
+        """Return the known intervals of spans, by their ids, as columns."""
         from instrument.trace.columns import cells_in, device_intervals
 
         return device_intervals(cells_in(self.intervals.packed()), span_id)

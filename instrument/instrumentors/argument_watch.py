@@ -1,7 +1,7 @@
-"""Arguments and results as they come by: which of them look as if they named requests. For `instrument init` alone.
+"""Arguments and results that look as if they named requests, of calls as they come by. For `instrument init` alone.
 
 The first calls of each function are looked at: numbers and texts under names such as `request_id`, objects that have
-such an attribute, objects of the service's own classes, and sequences and mappings of any of these. Each is noted by
+such an attribute, objects of the service's own classes, and sequences and mappings of such. Each is noted by
 the path by which a rule of a profile would read it. Values leave as keyed digests, by which the same request is known
 again in another function or process, and as nothing else. No code of the service runs: neither properties,
 `__getattr__` nor iterators of its classes.
@@ -33,14 +33,13 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The variable with the key of the digests, new for each run of `instrument init`."""
 
 LOOKS = 1000
-"""So many of the first calls of a function are looked at: all of these, or one function would see other requests than
-another."""
+"""The first calls of a function that are looked at: each of them, or functions would see different requests."""
 
 ITEMS = 64
 """The most items of a sequence or mapping that are looked at."""
 
 DIGESTS = 4096
-"""The most digests of one path, and the most objects that are told apart at a time."""
+"""The most digests of one path, and the most objects that are distinguished at a time."""
 
 ATTRIBUTES = 60
 """The most attributes of an object that are looked at."""
@@ -51,10 +50,10 @@ NAME_LENGTH = 64
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
 )
-"""Names of what tells one request from another."""
+"""Names of values that identify a request."""
 
 WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
-"""Names of what may do so, where nothing better is there."""
+"""Names of values that may do so, where there is no better one."""
 
 WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
 """Names of numbers that say how much of a batch is one request's; a limit says nothing of that."""
@@ -232,18 +231,18 @@ class ArgumentWatch:
     def _note(
         self, paths: dict[str, SeenPath], path: str, keys: Iterable[Any], *, many: bool = False, size: int = 1
     ) -> None:
-        told = [(key, text) for key in keys if (text := self._text(key))]
-        if not told:
+        noted = [(key, text) for key in keys if (text := self._text(key))]
+        if not noted:
             return
         seen = paths.setdefault(path, SeenPath(many))
         seen.looks += 1
         seen.items += size
         seen.largest = max(seen.largest, size)
-        kind = type(told[0][0])
+        kind = type(noted[0][0])
         seen.of_class = "" if kind in (str, int) else f"{kind.__module__}:{kind.__qualname__}"
         if len(seen.digests) < DIGESTS:
             seen.digests.update(
-                blake2b(text.encode("utf-8", "replace"), digest_size=6, key=self._salt).hexdigest() for _, text in told
+                blake2b(text.encode("utf-8", "replace"), digest_size=6, key=self._salt).hexdigest() for _, text in noted
             )
 
 

@@ -1,4 +1,4 @@
-"""Arguments: what a rule asks to be recorded of a call's arguments, as attributes of its span.
+"""Arguments: the parts of a call's arguments and result that a rule records, as attributes and keys of its span.
 
 A path below an argument leads through attributes, and through the keys of mappings. Nothing is recorded that no rule
 names. A size is what `len` says, a type is a class's name; a value is text of at most `VALUE_LIMIT` characters, or a
@@ -50,7 +50,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
-    """Stands for an argument that a call leaves out, and for a part that an argument has not."""
+    """A mark in place of an argument that a call leaves out, and of a part that an argument has not."""
 
 
 class Parameter(NamedTuple):
@@ -66,7 +66,7 @@ class Parameter(NamedTuple):
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """A parameter of the function by its name, or in words why it has none."""
+    """Return a parameter of the function by its name, or the reason in words why it has none."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -83,7 +83,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class _Wanted(NamedTuple):
-    """One attribute: how it is called, where its argument stands, the way from there, and what is taken of it."""
+    """An attribute: its name, its parameter, the path below that, and the call that takes a value of the part."""
 
     name: str
     parameter: Parameter
@@ -93,7 +93,7 @@ class _Wanted(NamedTuple):
 
 
 class ArgumentReader:
-    """Reads the wanted arguments of a call. It never raises: what cannot be read is left out, counted and named.
+    """A reader of the wanted arguments of a call. It never raises: an unreadable one is left out, counted and named.
 
     A copy of it goes with a function that is pickled by value.
     """
@@ -128,7 +128,7 @@ def reader(
     `place` is that of the rule, for the log.
     """
     found: list[_Wanted] = []
-    missing: dict[str, None] = {}  # each once: a function that tells no parameters says so of all
+    missing: dict[str, None] = {}  # each once: a function without known parameters says so of all
     for one in wanted:
         name, *path = one.argument.split(".")
         parameter = parameter_of(function, name)
@@ -176,14 +176,14 @@ EACH = "[]"
 TEXTS_KNOWN = 4096
 """The most texts of which the rest is remembered without the match of an expression."""
 
-Told = dict[Any, Any]
-ReadResult = Callable[[Any], Told]
-_Read = TypeVar("_Read", bound=Callable[..., Told])
+Values = dict[Any, Any]
+ReadResult = Callable[[Any], Values]
+_Read = TypeVar("_Read", bound=Callable[..., Values])
 _native = native.MODULE
 
 
 class KeyReader:
-    """Reads the keys that a rule wants of calls of one function: of their arguments, and of their results.
+    """A reader of the keys that a rule wants of calls of one function: of their arguments, and of their results.
 
     `missing` has in words what the function has not. `of_call` and `of_result` are None where nothing is to be read.
     """
@@ -214,7 +214,7 @@ class KeyReader:
             else:
                 weighed = found
 
-        def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
+        def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
             value = parameter.of(args, kwargs)
             try:
                 if value is LEFT_OUT:
@@ -227,7 +227,7 @@ class KeyReader:
         return _in_one_step(parameter, name, wanted, read_call, weighed)
 
     def _without_weights(self, wanted: RequestKeys, missing: str) -> RequestKeys:
-        """All of a batch count alike where there is nothing to weigh them by, which is told."""
+        """Return a batch whose members count alike, and note the missing weights."""
         self.missing.append(f"weights: {missing}")
         return replace(wanted, weights="")
 
@@ -236,7 +236,7 @@ class KeyReader:
             wanted = self._without_weights(wanted, f"{_first(wanted.weights)} is not of what the call gives")
         read, complain = self._reader(name, wanted), self._complainer(wanted)
 
-        def read_result(value: Any) -> Told:
+        def read_result(value: Any) -> Values:
             try:
                 return read(value)
             except Exception as error:
@@ -244,15 +244,15 @@ class KeyReader:
 
         return _in_one_step(None, name, wanted, read_result)
 
-    def _reader(self, name: str, wanted: RequestKeys) -> Callable[..., Told]:
+    def _reader(self, name: str, wanted: RequestKeys) -> Callable[..., Values]:
         """Return a reader of one wanted object below a value."""
         return _key_of(wanted) if name == KEY else _batch_of(wanted, f"{self._place}: {wanted.argument}")
 
-    def _complainer(self, wanted: RequestKeys) -> Callable[[Any, Exception], Told]:
+    def _complainer(self, wanted: RequestKeys) -> Callable[[Any, Exception], Values]:
         """Return a note of a failed read, without its text, which may have values that nobody asked for."""
         place = f"{self._place}: {wanted.argument}"
 
-        def complain(value: Any, error: Exception) -> Told:
+        def complain(value: Any, error: Exception) -> Values:
             found = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
             FAULTS.note_of_rule(place, f"asked for keys, found {found}")
             return {}
@@ -263,7 +263,7 @@ class KeyReader:
 def _in_one_step(
     parameter: Parameter | None, name: str, wanted: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
-    """The same natively for what most paths lead to: texts and numbers, in attributes and in Python's own containers.
+    """Return a native reader of texts and numbers in attributes and in Python's own containers, as most keys are.
 
     All else is left to `otherwise`. Amid a service's own work each function that runs here takes microseconds, for the
     processor's caches have lost its code meanwhile.
@@ -282,7 +282,7 @@ def _in_one_step(
 
 
 def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The steps to what has items, and those from each item; None without items."""
+    """Return the steps to a container, and those from each item; None without a container."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
@@ -297,25 +297,25 @@ def _is_of_result(wanted: RequestKeys) -> bool:
     return _first(wanted.argument) == RETURN
 
 
-def _all_of(reads: Sequence[Callable[..., Told | None]]) -> Callable[..., Any] | None:
+def _all_of(reads: Sequence[Callable[..., Values | None]]) -> Callable[..., Any] | None:
     if len(reads) < 2:
         return reads[0] if reads else None
 
-    def read_all(*given: Any) -> Told:
+    def read_all(*given: Any) -> Values:
         return {name: value for read in reads for name, value in (read(*given) or {}).items()}
 
     return read_all
 
 
 def _steps(path: str) -> list[str]:
-    """The steps of a path below its first name."""
+    """Return the steps of a path below its first name."""
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
 def _key_of(wanted: RequestKeys) -> ReadResult:
     steps, text = _steps(wanted.argument), _text_of(wanted.cut)
 
-    def read(value: Any) -> Told:
+    def read(value: Any) -> Values:
         for step in steps:
             value = part_of(value, step)
         key = text(value)
@@ -326,11 +326,11 @@ def _key_of(wanted: RequestKeys) -> ReadResult:
     return read
 
 
-def _batch_of(wanted: RequestKeys, place: str) -> Callable[..., Told]:
+def _batch_of(wanted: RequestKeys, place: str) -> Callable[..., Values]:
     of_keys, texts = _values_of(_steps(wanted.argument)), _texts_of(wanted.cut)
     of_weights = _values_of(_steps(wanted.weights)) if wanted.weights else None
 
-    def read(value: Any, *weighed: Any) -> Told:
+    def read(value: Any, *weighed: Any) -> Values:
         found = of_keys(value)
         if found is None:
             return {}
@@ -348,25 +348,27 @@ def _batch_of(wanted: RequestKeys, place: str) -> Callable[..., Told]:
         if len(keys) > BATCH_LIMIT:
             FAULTS.note_of_rule(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
             del keys[BATCH_LIMIT:]
-        told: dict[str, AttributeValue] = {BATCH_KEYS: (found := texts(keys))}
+        values: dict[str, AttributeValue] = {BATCH_KEYS: (found := texts(keys))}
         if refused := refused_keys(keys, found):
             FAULTS.note_of_rule(place, f"asked for keys, found {refused} among them; {ALLOWED_KEYS}")
         if weights is not None:
             its = _items(weights, len(keys))
             numbers = weights_of(its) if len(its) == len(keys) else None
             if numbers is not None:
-                told[BATCH_WEIGHTS] = numbers
+                values[BATCH_WEIGHTS] = numbers
             elif of_weights is not None or are_amounts(its):
                 where = f"{place}: {wanted.weights or 'weights'}"
                 FAULTS.note_of_rule(where, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
-        return told
+        return values
 
     return read
 
 
 def _items(found: Any, most: int) -> list[Any]:
-    """The first items of what can be gone through. Raises where that would take them from the service, as of generators
-    and files, or where a device would have to be waited for."""
+    """Return the first items of an iterable.
+
+    Raises `UnreadError` where that would take them from the service, as of generators and files, or wait for a device.
+    """
     if hasattr(type(found), "__next__"):
         raise UnreadError(f"{type(found).__name__}, whose items can be taken only once")
     return items_of(found, most)
@@ -409,7 +411,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _text_of(cut: str) -> Callable[[Any], str]:
-    """A key as text, of at most `KEY_LIMIT` characters, without what the expression finds; "" of what is no key."""
+    """Return a call for a key's text, of `KEY_LIMIT` characters, without matches of an expression; "" for no key."""
 
     def plain(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
@@ -427,7 +429,7 @@ def _text_of(cut: str) -> Callable[[Any], str]:
 
 
 def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    """The same of many keys at once."""
+    """Return a call for the texts of many keys."""
     text = _text_of(cut)
 
     def texts(keys: list[Any]) -> tuple[str, ...]:
@@ -439,7 +441,7 @@ def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
 
 
 class _Without(dict[str, str]):
-    """Texts without what an expression finds in them; the same few are asked for again and again."""
+    """Texts without the matches of an expression, remembered."""
 
     def __init__(self, cut: str) -> None:
         self._expression = re.compile(cut)

@@ -1,4 +1,4 @@
-"""Communication: what torch.distributed does between processes, each call a span of kind `comm`.
+"""Communication between processes by torch.distributed, each call a span of kind `comm`.
 
 A process group's own methods are replaced, below the functions of `torch.distributed`: those stay the very same, for
 compilers and torch itself know them by identity. A collective that waits is one span, `all_reduce`. An asynchronous one
@@ -70,7 +70,7 @@ UNSEEN = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` tells that the wait for it is a part of its call, and of its span."""
+    """A communication that has begun. `waits` is True where the wait for it is a part of its call, and of its span."""
 
     site: Site
     wait_site: Site
@@ -98,7 +98,7 @@ class Comm(Switch):
         self._why = "torch.distributed not imported"
 
     def imported(self, module: Any) -> bool:
-        """torch.distributed has been imported: replace what process groups do, and the wait for it."""
+        """Replace the methods of process groups and of their work, as torch.distributed has been imported."""
         if self._attached:
             return False
         group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
@@ -188,7 +188,7 @@ class Comm(Switch):
             return None
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None = None) -> None:
-        """The call has returned: a span of it, unless the wait for its work is a part of it."""
+        """Record a call that has returned, unless the wait for its work is a part of it."""
         if issued is None:
             return
         try:
@@ -211,7 +211,7 @@ class Comm(Switch):
             return None, 0
 
     def _end_wait(self, issued: _Issued | None, start_ns: int, error: BaseException | None = None) -> None:
-        """Work has been waited for: a span of its call to now, or of the wait alone where the call has had its own."""
+        """Record a wait for work that has ended, with its call, or alone where the call has had its own span."""
         if issued is None:
             return
         try:
@@ -239,7 +239,7 @@ class Comm(Switch):
     # ---------------------------------------------------------------- sites
 
     def _sites_of(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
-        """The sites of calls of an operation in a group, and of the waits for them."""
+        """Return the sites of calls of an operation in a group, and of the waits for them."""
         key = operation, id(group), on_device
         sites = self._sites.get(key)
         if sites is None:
@@ -275,7 +275,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
 
 
 def _amount(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """The bytes of the larger of a call's arguments, and whether any of their tensors lies on a device."""
+    """Return the bytes of the larger of a call's arguments, and True where any of their tensors is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

@@ -1,4 +1,4 @@
-"""Copied contexts, and work that is handed over to other threads: the recorder learns of both.
+"""Copied contexts, and work that is handed over to other threads, of which the recorder learns.
 
 To know the current span of each context at any time, the recorder would have to write a variable twice a span, which
 costs more than the rest of it. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where it makes a
@@ -36,10 +36,10 @@ from instrument.runtime import imports
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
-    """Tell the recorder of copies from now on; returns the way back."""
+    """Inform the recorder of copies from now on. Return the detach."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
-    recorder.tells_of_tasks = _Tasks(recorder, undos).are_told
+    recorder.tells_of_tasks = _Tasks(recorder, undos).are_known
     rebind([(original, copy_context)])
 
     def undo() -> None:
@@ -51,37 +51,37 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
 
 
 LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
-"""The kinds of loop that are made to tell, each by the module that has it."""
+"""The kinds of loop that are made to inform the recorder, each by its module."""
 
 
 class _Tasks:
-    """Has loops tell of the tasks that they make, from the first span under one of their kind on."""
+    """The loops that inform the recorder of their tasks, from the first span under one of their kind on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
         self._given: WeakValueDictionary[int, Context] = WeakValueDictionary()
         self._undos = undos
-        self._telling: dict[Any, Any] = {}  # by kind of loop: what makes its tasks, and tells
+        self._informing: dict[Any, Any] = {}  # by kind of loop: the function that makes its tasks, and informs
         self._attach()
 
-    def are_told(self) -> bool:
-        """Return True where the loop that runs now tells of its tasks."""
+    def are_known(self) -> bool:
+        """Return True where the running loop informs the recorder of its tasks."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # Of a class that makes its tasks in another way, or of an instance, nothing is known.
-        return self._tells(type(loop)) and "create_task" not in vars(loop)
+        return self._informs(type(loop)) and "create_task" not in vars(loop)
 
-    def _tells(self, kind: Any) -> bool:
-        if kind.create_task not in self._telling.values():
+    def _informs(self, kind: Any) -> bool:
+        if kind.create_task not in self._informing.values():
             self._attach()
-        return kind.create_task in self._telling.values()
+        return kind.create_task in self._informing.values()
 
     def _attach(self) -> None:
         for module, name in LOOPS:
             kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and kind not in self._telling:
-                self._telling[kind] = self._make_tell(kind)
+            if kind is not None and kind not in self._informing:
+                self._informing[kind] = self._make_informing(kind)
 
-    def _make_tell(self, kind: Any) -> Any:
+    def _make_informing(self, kind: Any) -> Any:
         original, publish, share, given = kind.create_task, self._publish, self._share, self._given
 
         @functools.wraps(original)

@@ -286,7 +286,7 @@ def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
 class Switch(ABC):
     """One `key` of the profile at work: `rules` is empty where it is off.
 
-    `_attached` while it is; `_met` tells, also afterwards, that the module was there.
+    `_attached` while it is; `_met` is True, also afterwards, where the module was there.
     """
 
     key: ClassVar[str]

@@ -25,7 +25,7 @@ from instrument.runtime.unpatched import Lock
 Undo = Callable[[], None]
 
 LIMIT = 2_000
-"""Packages that are told apart; the rest are one more."""
+"""The most packages with a row of their own; the rest are one more."""
 
 OTHERS = "(other packages)"
 
@@ -59,7 +59,7 @@ class _Local(threading.local):
 
 
 class ImportTimes:
-    """The imports since `install`. `is_inside` tells whether a span of the recorder is open on the calling thread."""
+    """The imports since `install`. `is_inside` is True while a span of the recorder is open on the calling thread."""
 
     def __init__(self, is_inside: Callable[[], object]) -> None:
         self._is_inside = is_inside
@@ -133,7 +133,7 @@ class ImportTimes:
     def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the imports up to now, by package. Modules that are being imported are not in it.
 
-        `request_ns` is when the first request began; of the imports after it the `NEWEST` are told apart.
+        `request_ns` is when the first request began; of the imports after it the `NEWEST` are known.
         """
         late: Counter[str] = Counter()
         with self._lock:

@@ -11,7 +11,6 @@ may make a new layer in every call, which sits nowhere: for such a class walks t
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import inspect
 import time
@@ -23,10 +22,10 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
-from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
+from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, SharedSites, known_as, selects
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
-from instrument.instrumentors.work import ModuleWork, tensors_near, tensors_of
+from instrument.instrumentors.work import tensors_near, tensors_of
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
@@ -34,8 +33,8 @@ from instrument.runtime.faults import FAULTS
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""After so many walks that did not find where a layer of a class sits, each is followed by so many times its own time
-without one for this class."""
+"""The walks that may fail to find a layer of a class, and the pause after each further one, in times of its own
+length."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that put the module that they wrap under the name `module`."""
@@ -65,7 +64,7 @@ class Paths:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
-        """The dotted path from the module's root; "" for a root, None where that is not known yet."""
+        """Return the dotted path from the module's root; "" for a root, None where that is not known yet."""
         if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
@@ -87,18 +86,18 @@ class Paths:
         return ".".join(reversed(names))
 
     def parent_of(self, module: Any) -> Any:
-        """The module in which another sits, as far as that is known; else None."""
+        """Return the module in which another sits, None where that is not known."""
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
     def known(self) -> set[str]:
-        """The paths of all layers that have been placed."""
+        """Return the paths of all layers that have been placed."""
         return {self._from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
         """Return True where no place is known for a module, or a parent on the way up has gone without it.
 
-        Also a module with children may sit somewhere: who writes into `_modules` (quantisation does) tells nobody.
+        Also a module with children may sit somewhere: code that writes into `_modules` (quantisation) calls no hook.
         """
         for depth in range(100):
             place = self._places.get(id(module))
@@ -115,14 +114,14 @@ class Paths:
             self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
-        """The modules alive that have children and sit in no other."""
+        """Yield the modules alive that have children and sit in no other."""
         for key, reference in list(self._parents.items()):
             module = reference()
             if module is not None and key not in self._places:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
+        """Place every module that is alive, and yield each name and child. Tens of milliseconds on a large heap."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
@@ -152,9 +151,8 @@ class Layers:
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
         self._sites: dict[int, Site | None] = {}  # by identity of the module
-        self._followed: set[int] = set()  # modules whose end is told to us
-        # By name, whether device time is asked for, class, path and devices.
-        self._shared: dict[tuple[str | None, bool, type[Any], str, tuple[int, ...]], Site] = {}
+        self._followed: set[int] = set()  # modules with a finalizer of ours
+        self._shared = SharedSites(recorder)
         self._torch: ModuleType | None = None
         self.known: dict[str, Callable[[], Iterable[type[Any]]] | None] = {"torch": None}
         self.left_out: Callable[[type[Any]], bool] = lambda cls: False
@@ -241,7 +239,7 @@ class Layers:
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
-        # Told afterwards, too, when nothing is in place any more by which a layer shows that it was observed.
+        # Reported afterwards, too, when a layer no longer shows that it was observed.
         if self._unseen is None and self._torch is not None:
             try:
                 self._unseen = self._regions.unseen()
@@ -336,33 +334,23 @@ class Layers:
         self._sites.pop(key, None)
 
     def _first(self, class_name: str, path: str) -> Selected | None:
-        """The first rule that selects a layer of a class at a path, and the sites that it has selected so far."""
+        """Return the first rule that selects a layer of a class at a path, and the sites selected so far."""
         return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
-        """The site of a layer that a rule selects, None where none does. `method` does the work of the class.
+        """Return the site of a layer that a rule selects, None without a rule. `method` does the work of the class.
 
         A rule that asks for device time has a site for each set of devices that a `module` works on.
         """
         found = self._first(known_as(cls), path)
         if found is None:
             return None
-        rule, selected = found
+        rule = found[0]
         tensors = self._tensors_of(module) if rule.device and module is not None else []
-        work = ModuleWork(tensors) if tensors else None
-        key = (rule.name, rule.device, cls, path, () if work is None else work.devices)
-        site = self._shared.get(key)
-        if site is None:
-            made = self._site(rule, cls, path, method)
-            site = self._shared.setdefault(key, made if work is None else dataclasses.replace(made, work=work))
-            self._recorder.may_mute(site)
-        elif isinstance(site.work, ModuleWork):
-            site.work.follow(tensors)
-        selected[site] = None
-        return site
+        return self._shared.select(found, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
-        """Where they lie, a layer works: its own tensors, else one of its neighbours'."""
+        """Return the tensors on whose devices a layer works: its own, else one of its neighbours'."""
         own = tensors_of(module)
         return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(_torch_children(parent)).values())
 

@@ -1,6 +1,6 @@
-"""Loaders: what a service waits for before it can compute, each `next` a span of kind `loader`.
+"""Loaders, for which a service waits before it can compute: each `next` is a span of kind `loader`.
 
-`loader(iterable)` stands in for any iterable, iterator or generator, also asynchronous ones. The profile's
+`loader(iterable)` takes the place of any iterable, iterator or generator, also asynchronous ones. The profile's
 `loaders: auto` does the same for every `DataLoader` of torch, by the class of its iterators.
 """
 
@@ -60,12 +60,12 @@ def _stand_in(source: Any, site: Site) -> Any:
 
 
 def _reloaded(source: Any, name: str) -> Any:
-    """A stand-in as copies and pickles bring it back."""
+    """Make a proxy anew, in a copy or from a pickle."""
     return loader(source, name)
 
 
 class _StandIn:
-    """Behaves like what it stands for; classes below add what that one's class can do."""
+    """A proxy of its source; classes below it add the methods of the source's class."""
 
     __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
 
@@ -127,7 +127,8 @@ def _resuming(name: str) -> Callable[..., Any]:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return method(*args)
-        return _timed(RECORDER, self._instrument_site, method, args)
+        with _Next(RECORDER, self._instrument_site):
+            return method(*args)
 
     return resume
 
@@ -137,61 +138,36 @@ def _resuming_async(name: str) -> Callable[..., Any]:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return await method(*args)
-        waiting = Waiting() if _listeners else None
-        if RECORDER.pass_muted(self._instrument_site):
-            try:
-                return await method(*args)
-            finally:
-                if waiting is not None:
-                    waiting.end()
-        frame = RECORDER.open(self._instrument_site)
-        try:
-            item = await method(*args)
-        except StopAsyncIteration:
-            RECORDER.close(frame)
-            raise
-        except BaseException as error:
-            RECORDER.close(frame, error)
-            raise
-        finally:
-            if waiting is not None:
-                waiting.end()
-        RECORDER.close(frame)
-        return item
+        with _Next(RECORDER, self._instrument_site):
+            return await method(*args)
 
     return resume
 
 
-def _timed(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
-    if not _listeners:
-        return _recorded(recorder, site, method, args)
-    waiting = Waiting()
-    try:
-        return _recorded(recorder, site, method, args)
-    finally:
-        waiting.end()
+class _Next:
+    """A wait for the next item: a span unless its site is muted. The end is no failure."""
+
+    __slots__ = ("_frame", "_recorder", "_site", "_waiting")
+
+    def __init__(self, recorder: Recorder, site: Site) -> None:
+        self._recorder, self._site = recorder, site
+
+    def __enter__(self) -> None:
+        self._waiting = Waiting() if _listeners else None
+        self._frame = None if self._recorder.pass_muted(self._site) else self._recorder.open(self._site)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._frame is not None:
+            is_end = kind is not None and issubclass(kind, (StopIteration, StopAsyncIteration))
+            self._recorder.close(self._frame, None if is_end else error)
+        if self._waiting is not None:
+            self._waiting.end()
 
 
-def _recorded(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
-    if recorder.pass_muted(site):
-        return method(*args)
-    frame = recorder.open(site)
-    try:
-        item = method(*args)
-    except StopIteration:  # the end, and no failure
-        recorder.close(frame)
-        raise
-    except BaseException as error:
-        recorder.close(frame, error)
-        raise
-    recorder.close(frame)
-    return item
-
-
-# -------------------------------------------------------------------- what a loop has waited for
+# -------------------------------------------------------------------- waits of a loop
 
 Listener = Callable[[int, int, object], object]
-"""Is told the native id of a thread, for how many ns it has waited for a loader, and on whose behalf, if known."""
+"""A call with the native id of a thread, the ns that it waited for a loader, and the object that waits, if known."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = Lock()
@@ -199,9 +175,9 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Have a bound method told of each wait for a loader, once where loaders lie in one another. Returns the undo.
+    """Have a bound method called for each wait for a loader, the outermost of nested ones. Return the undo.
 
-    Whoever forgets to undo is forgotten, too.
+    The method is referred to weakly.
     """
     global _listeners
     known = weakref.WeakMethod(listener)
@@ -217,7 +193,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for a loader on this thread, from here to `end`, which tells the listeners unless another is around it."""
+    """A wait for a loader on this thread up to `end`, which calls the listeners unless another wait is around it."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -260,7 +236,7 @@ def _has(kind: Any, method: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _class_for(kind: Any) -> type[_StandIn]:
-    """The class of what stands in for objects of a class: it can do what they can do, and no more."""
+    """Return the class of proxies for objects of a class, with the methods of these and no others."""
     methods: dict[str, Any] = {name: _forwarding(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
         methods["__iter__"] = _self
@@ -301,7 +277,8 @@ class Loaders(Switch):
             if not recorder.on:
                 return method(self)
             dataset = type(getattr(self, "_dataset", None))
-            return _timed(recorder, sites.get(dataset) or make(dataset), method, (self,))
+            with _Next(recorder, sites.get(dataset) or make(dataset)):
+                return method(self)
 
         make = self._make_site
         return __next__

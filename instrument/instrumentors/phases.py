@@ -33,7 +33,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""Within which phases of the same thread a call passes as a part of them."""
+"""The phases of the same thread in which a call of each passes as a part of them."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -41,7 +41,7 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""Classes that stand around a model, and the name under which they hold it."""
+"""Classes that wrap a model, and the name under which they have it."""
 
 UNSEEN = "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
 
@@ -71,7 +71,7 @@ class Phases(Switch):
         self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
 
     def imported(self, torch: Any) -> bool:
-        """torch has been imported: stand around modules, the engine and the optimizers."""
+        """Wrap modules, the engine and the optimizers, as torch has been imported."""
         if self._attached:
             return False
         self._attach()
@@ -110,12 +110,12 @@ class Phases(Switch):
         verdicts += [Verdict("phases", "unreachable", name, "its step is no function") for name in self._lacking]
         return [*verdicts, Verdict("phases", "partly", "torch", f"not seen: {UNSEEN}")]
 
-    # ---------------------------------------------------------------- what stands around
+    # ---------------------------------------------------------------- wrappers
 
     def _forward(self, method: Callable[..., Any]) -> Any:
         """Return the wrapper around the call of every module, and around no other function.
 
-        torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, whoever has written that,
+        torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, ours as well,
         and reads the module from its local `self`: without one the process would die, and an optimizer would be asked
         for what only a module has.
         """
@@ -149,7 +149,7 @@ class Phases(Switch):
         return wrapper
 
     def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """A call that may be a phase. The engine's own threads are in backward, too, and know its task."""
+        """Run a call that may be a phase. The engine's own threads are in backward, too, and know its task."""
         if not self._attached:  # what was made for a compiled model is still called when it is off
             return function(*args, **kwargs)
         inside = self._inside
@@ -177,7 +177,7 @@ class Phases(Switch):
             inside.phase = before
 
     def _decide(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """The function with the site of a phase of objects of a class, at their first call."""
+        """Return the function with the site of a phase of objects of a class, at their first call."""
         key = phase, id(subject), id(function)
         site = self._site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
@@ -212,10 +212,10 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Stand around the `step` of every class of optimizers of which there is one, now or later.
+        """Wrap the `step` of every class of optimizers with an object, now or later.
 
-        torch itself stands around the `step` of a class when its first object is made, and we around both: so that
-        what lies in the class is what it was when we go.
+        torch itself wraps the `step` of a class when its first object is made, and we wrap both, so that the class has
+        the same function again when we go.
         """
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
@@ -252,7 +252,7 @@ class Phases(Switch):
 
 
 def _unwrapped(thing: Any) -> Any:
-    """The model inside of what compiles or distributes it."""
+    """Return the model inside of its compiled or distributed form."""
     while (held := _WRAPPED_IN.get(type(thing).__name__)) is not None:
         inner = (vars(thing).get("_modules") or {}).get(held)
         if inner is None:

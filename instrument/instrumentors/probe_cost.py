@@ -189,7 +189,7 @@ class _Probes:
 def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
     timed = _Probes(recorder).timed()
-    # What lies inside of a span is what a span of nothing lasts; a step has none of its own.
+    # The part inside of a span is the length of a span of nothing; a step has none of its own.
     inside_ns = {row.path[-1].name: row.totals.percentile(0.5) or 0 for row in recorder.tally().rows()}
     costs = {}
     for shape, (recorded_ns, bare_ns, usual_ns) in timed.items():

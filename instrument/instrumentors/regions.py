@@ -11,7 +11,8 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace as replace_fields
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
 
 
 def known_as(cls: type[Any]) -> str:
-    """The class name by which rules select a layer.
+    """Return the class name by which rules select a layer.
 
     torch swaps an instance's class for one made on the spot, `ParametrizedLinear` or `FSDPLinear`, above its own.
     """
@@ -78,10 +79,36 @@ Selected = tuple[LayerRule, dict[Site, None]]
 """A rule, and the sites that it has selected."""
 
 
+class SharedSites:
+    """The sites of layers or regions by rule, place and devices: equal ones share a site."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._sites: dict[tuple[Any, ...], Site] = {}
+        self.clear = self._sites.clear
+
+    def select(self, found: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
+        """Return the site of a place that a rule selects, which `make` makes where it is new.
+
+        A rule that asks for device time has a site for each set of devices of `tensors`.
+        """
+        rule, selected = found
+        work = ModuleWork(tensors) if tensors else None
+        key = (rule.name, rule.device, *place, () if work is None else work.devices)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites.setdefault(key, replace_fields(make(), work=work))
+            self._recorder.may_mute(site)
+        elif isinstance(site.work, ModuleWork):
+            site.work.follow(tensors)
+        selected[site] = None
+        return site
+
+
 class Regions:
     """The layer rules of one session at work on compiled, scripted and exported modules.
 
-    `first` gives the first rule that selects a layer of a class at a path; `forget` is told the identity of a module
+    `first` gives the first rule that selects a layer of a class at a path; `forget` gets the identity of a module
     that has become a region, so that its own `forward` is not recorded again inside the span of the region.
     """
 
@@ -96,12 +123,12 @@ class Regions:
         self._roots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._recorder = recorder
         self._sites: dict[int, Site | None] = {}  # by identity of the module
-        self._shared: dict[tuple[str | None, bool, str, str, str, tuple[int, ...]], Site] = {}
+        self._shared = SharedSites(recorder)
         self._undos: list[Undo] = []
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
     def attach(self, torch: Any, paths: ModulePaths) -> None:
-        """`torch` has been imported: record the calls of regions."""
+        """Record the calls of regions, as torch has been imported."""
         self._torch, self._paths = torch, paths
         self._is_compiling = compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
@@ -138,7 +165,7 @@ class Regions:
     # ---------------------------------------------------------------- calls
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
-        """Record the calls of a class's objects; the module stands at a place among the arguments."""
+        """Record the calls of a class's objects; the module is at a place among the arguments."""
         self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
 
     def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -213,20 +240,12 @@ class Regions:
         found = self._first(name, path)
         if found is None:
             return None
-        rule, selected = found
-        tensors = tensors_of(module) if rule.device else []
-        work = ModuleWork(tensors) if tensors else None
-        key = (rule.name, rule.device, name, kind, path, () if work is None else work.devices)
-        site = self._shared.get(key)
-        if site is None:
-            facts = (("region", kind),)
-            new = Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts, work=work)
-            site = self._shared.setdefault(key, new)
-            self._recorder.may_mute(site)
-        elif isinstance(site.work, ModuleWork):
-            site.work.follow(tensors)
-        selected[site] = None
-        return site
+        rule, facts = found[0], (("region", kind),)
+
+        def make() -> Site:
+            return Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
+
+        return self._shared.select(found, (name, kind, path), tensors_of(module) if rule.device else [], make)
 
     # ---------------------------------------------------------------- what is what
 
@@ -236,7 +255,7 @@ class Regions:
         return "graph" if isinstance(module, self._torch.fx.GraphModule) else "compiled"
 
     def _name(self, module: Any) -> str:
-        """The class name by which rules select it: that of the module which was compiled or scripted."""
+        """Return the class name by which rules select a module, that of the compiled or scripted one."""
         if isinstance(module, self._torch.jit.ScriptModule):
             return str(getattr(module, "original_name", type(module).__name__))
         if isinstance(module, self._torch.fx.GraphModule):
@@ -262,7 +281,7 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Every module but those that torch.compile adds: itself, its path, and why it is not called, or ""."""
+        """Yield every module but those that torch.compile adds: itself, its path, and why it is not called, or ""."""
         # Beside each module's own reason the one that its children have at least.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         seen: set[int] = set()

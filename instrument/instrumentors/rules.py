@@ -465,7 +465,7 @@ class Functions:
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Return True where a module has by now what the rule names, without having told of it."""
+        """Return True where a module has the functions that a rule names, and no hook has seen them."""
         found = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in found)
 

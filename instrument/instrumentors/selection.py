@@ -358,7 +358,7 @@ class Selection:
     def idle_of_preset(self) -> set[str]:
         """Return the names of the rules that only a preset asks for, and of which a target has met nothing yet.
 
-        Not requests, which whoever takes a preset for a service wants to see.
+        Requests are not among them: they are the reason for a preset.
         """
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:

@@ -1,6 +1,6 @@
 """Startup: what makes a model ready, by the public functions of the frameworks that do it.
 
-The profile's `startup: auto` stands for function rules of these, whose spans are declared to be of the phase `load` or
+The profile's `startup: auto` means function rules of them, whose spans are declared to be of the phase `load` or
 `compile`; rules of the profile's own may declare others so. What `torch.compile` compiles is found where it happens,
 which is within the first calls of a model.
 """
@@ -112,8 +112,10 @@ class StartupWatch:
         self._dynamo = None
 
     def _watch_dynamo(self, module: ModuleType) -> None:
-        """Each compilation is a span of the thread that waits for it: torch tells its callbacks of it by this method,
-        and of the callbacks themselves only the first and last of several threads are called."""
+        """Record each compilation as a span of the thread that waits for it.
+
+        torch runs its callbacks by this method; of several threads only the first and the last call them.
+        """
         if self._undos:
             return
         owner = getattr(module, "CompilationCallbackHandler", None)

@@ -236,7 +236,7 @@ def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Targ
 
 
 def _raw(owner: Any, attribute: str) -> Any:
-    """The attribute as it lies in the namespace, descriptors unbound; None where there is none."""
+    """Return the attribute as it is in the namespace, descriptors unbound; None where there is none."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -302,7 +302,7 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True where calls of it can be recorded by one that stands for it."""
+    """Return True where calls of an object can be recorded by one in its place."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
@@ -322,7 +322,7 @@ def override_label(cls: type[Any], attribute: str) -> str:
 def _targets(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """The functions in what an attribute holds that lies in the module `home`."""
+    """Yield the functions in the value of an attribute in the module `home`."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for part in parts:

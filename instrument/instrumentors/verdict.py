@@ -1,4 +1,4 @@
-"""Verdicts: what became of a rule of the profile, or of one target of it, in one process or in those of a command."""
+"""Verdicts on a rule of the profile, or on one target of it, in one process or in those of a command."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ STATES: Mapping[str, str] = {
 RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
 
-_TELLING = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""States by how much they tell about a whole of several processes: one that saw more knows better."""
+_BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
+"""States in the order of knowledge of several processes: the one of a process that saw more comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merged(self, other: Verdict) -> Verdict:
-        """The verdict on the same target over two processes: the one that tells more, with the calls of both."""
-        first, second = sorted((self, other), key=lambda verdict: _TELLING.index(verdict.state))
+        """The verdict on the same target over two processes: the one that says more, with the calls of both."""
+        first, second = sorted((self, other), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
 

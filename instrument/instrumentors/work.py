@@ -1,13 +1,11 @@
-"""Work: on which CUDA devices a layer or a call works, by the model that it runs or the tensors that it gets.
+"""Work: the CUDA devices on which a layer or a call works, by the model that it runs or the tensors that it gets.
 
-The current device is none to go by: a model may lie on another one, or on several. So a layer is asked where its
-parameters lie; a method where those of its object are, or of a model that the object holds; a function those of a model
-that it is given or that its code names. Where none is found the tensors tell that a call is given. Whatever cannot be
-told so works on the current device.
+The current device says nothing: a model may be on another one, or on several. A layer works on the devices of its
+parameters; a method on those of its object's, or of a model that the object has; a function on those of a model among
+its arguments or in its code. Without a model the tensors of the arguments count. All else works on the current device.
 
-What a call works on is asked only while spans are timed on a device and torch uses one of several. Whose parameters
-tell is looked up once for each object and kept while they live; where nothing is found it is looked up again, ever more
-seldom.
+A call is asked only while spans are timed on a device and torch uses one of several. Parameters are looked up once for
+each object and kept while they live; where nothing is found they are looked up again, ever more seldom.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """Tells on which CUDA devices some tensors lie now: those of a module, which may move or lie on several.
+    """The CUDA devices of some tensors: those of a module, which may move or be on several.
 
-    One tensor stands for all that lie with it. Where none of them lives any more, they lay where they were last seen.
+    One tensor represents all on its device. Where none of them lives any more, the last devices count.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -60,13 +58,13 @@ class ModuleWork:
         self.follow(tensors)
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Go by these from now on, unless those before are still there."""
+        """Use other tensors from now on, unless those before are still there."""
         if self.now() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def now(self) -> tuple[int, ...] | None:
-        """The devices, None where there is nothing left to go by."""
+        """Return the devices, None where no tensor is left."""
         tensors = self._tensors
         if len(tensors) == 1:  # as nearly always: a third of the time
             tensor = tensors[0]()
@@ -82,7 +80,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices, where there is nothing left to go by those before."""
+        """The devices, the last ones where no tensor is left."""
         found = self.now()
         return self._devices if found is None else found
 
@@ -91,16 +89,16 @@ class ModuleWork:
 
 
 def tensors_of(module: Any) -> list[Any]:
-    """The parameters of a module; its buffers where no parameter is on a device."""
+    """Return the parameters of a module, and its buffers where no parameter is on a device."""
     parameters = list(module.parameters())
     return parameters if any(one.is_cuda for one in parameters) else [*parameters, *module.buffers()]
 
 
 def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """A tensor with which a module that has none of its own works, as far as its neighbours tell; empty without one.
+    """Return a tensor with which a module that has none of its own works, by its neighbours; empty without one.
 
-    What runs before it hands it its input: the last tensor of the nearest neighbour before it, else the first one of
-    those after it, else of the parent itself; else the same for the parent. One on a device tells more than others.
+    The module before it hands it its input: the last tensor of the nearest neighbour before it, else the first one of
+    those after it, else of the parent itself; else the same for the parent. One on a device comes before others.
     """
     others: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -120,7 +118,7 @@ def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callabl
 
 
 class CallWork:
-    """Tells by its arguments what a call of a function works on, as an attribute that no reader sees; never raises.
+    """A reader of the devices of a call by its arguments, as an attribute that no reader sees; never raises.
 
     A copy of it goes with a function that is pickled by value, and goes by the arguments alone.
     """
@@ -128,7 +126,7 @@ class CallWork:
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
         self._recorder = recorder
         self._is_method = is_method
-        # Not the function itself, for whoever holds that is given the one that records in its place.
+        # Not the function itself, or this would be a reference that is replaced by the one that records.
         self._globals = {} if function is None else function.__globals__
         self._names = () if function is None else function.__code__.co_names
         self._cells = () if function is None else function.__closure__ or ()
@@ -138,7 +136,7 @@ class CallWork:
 
     @classmethod
     def of(cls, recorder: Recorder, function: Any) -> CallWork:
-        """For calls of this function."""
+        """Make a reader for calls of a function."""
         if type(function) is not FunctionType:
             return cls(recorder, False)
         in_class = "." in function.__qualname__.rpartition("<locals>.")[2]
@@ -154,7 +152,7 @@ class CallWork:
             if not self._has_several_devices():
                 return None
             devices = self._devices(args, kwargs)
-            return _told(devices) if devices else None
+            return _attribute_of(devices) if devices else None
         except Exception as fault:
             FAULTS.note("device of a call", fault)
             return None
@@ -171,7 +169,7 @@ class CallWork:
         return torch is not None and self._several
 
     def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The CUDA devices of a model, else of the tensors of a call."""
+        """Return the CUDA devices of a model, else of the tensors of a call."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
         if self._is_method and args and (devices := self._devices_of(args[0])):
@@ -202,7 +200,7 @@ class CallWork:
         return models_in([thing], self._torch.nn.Module)
 
     def _models_named(self, _: None) -> Sequence[Any]:
-        """The models that the function's code names: what its closure holds, and globals of its module."""
+        """Return the models that the function's code names: in its closure, and globals of its module."""
         held = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
             try:
@@ -226,7 +224,7 @@ class _Found:
         self._calls, self._pause = 0, 1
 
     def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
-        """Where its models lie now, by those that `models` finds in it."""
+        """Return the devices of its models, by those that `models` finds in it."""
         there = None if self._work is None else self._work.now()
         if there is not None:
             return there
@@ -242,7 +240,7 @@ class _Found:
 
 
 def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
-    """The modules nearest below some things that have a tensor on a device. Runs no code of the host."""
+    """Return the modules nearest below some things that have a tensor on a device. Runs no code of the host."""
     seen: set[int] = set()
     level = list(things)
     for _ in range(DEPTH):
@@ -277,5 +275,5 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _told(devices: tuple[int, ...]) -> dict[Any, Any]:
+def _attribute_of(devices: tuple[int, ...]) -> dict[Any, Any]:
     return {STREAM: Work("torch", devices)}

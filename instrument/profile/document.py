@@ -449,7 +449,7 @@ def flag(node: YamlNode) -> bool:
 
 
 def one_of(*words: str) -> Read:
-    """Make a reader of one of these words."""
+    """Make a reader of one word of a list."""
 
     @shaped({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:

@@ -349,7 +349,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
 
 
 def _chosen(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
-    """Choose repeated blocks and their parts, then large layers outside of these."""
+    """Choose repeated blocks and their parts, then large layers outside of them."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (

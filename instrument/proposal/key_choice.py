@@ -23,7 +23,7 @@ LOOKS = 3
 """The least number of times that a path was seen."""
 
 DISTINCT = 0.8
-"""The least share of distinct values of a path that tells requests apart."""
+"""The least share of distinct values of a path that names requests."""
 
 SHARED = 0.5
 """The least share of a path's values that come from requests."""

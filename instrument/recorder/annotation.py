@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -103,7 +103,7 @@ def key_text(value: object) -> str:
     the host. An object of another class, such as the service's own, is a key within its process by its class and
     identity. Values, which may be another copy the next time, and other arrays are none.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is int:
         whole = cast(int, value)
         return str(whole) if whole.bit_length() <= 256 else ""
@@ -140,31 +140,19 @@ def _shortened(key: str) -> str:
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
 
-def _is_kind_of_uuid(kind: type) -> bool:
+@lru_cache(maxsize=256)
+def _is_uuid(kind: Any) -> bool:
+    """Return True for `uuid.UUID`, or one of a driver's own, without an import of `uuid`."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
-
-
-_is_uuid: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_uuid)
-"""A test of a class: `uuid.UUID`, or one of a driver's own, without an import of `uuid`."""
 
 
 _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
 
 
-def _is_kind_of_array(kind: type) -> bool:
-    return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS)
-
-
-_is_array: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_array)
-"""A test of a class for arrays or tensors of any library, which make a new object at each access."""
-
-
-def _is_kind_of_tensor(kind: type) -> bool:
-    return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2:])
-
-
-is_tensor: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_tensor)
-"""A test of a class for objects that may be on a device."""
+@lru_cache(maxsize=256)
+def _is_array(kind: Any, *, on_device: bool = False) -> bool:
+    """Return True for a class of arrays or tensors of any library, or of those that may be on a device."""
+    return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
 def _is_on_host(array: Any) -> bool:
@@ -183,7 +171,8 @@ def _only_number(array: Any) -> object:
 
 def items_of(given: Any, most: int) -> list[Any]:
     """Return the first items of an iterable. Raises `UnreadError` for tensors that cannot be read."""
-    if not is_tensor(type(given)):
+    kind: Any = type(given)
+    if not _is_array(kind, on_device=True):
         return list(islice(given, most))
     if not _is_on_host(given) or given.ndim != 1:
         raise UnreadError(f"{_kind(given)} that is on a device or has not one dimension, and is not read")
@@ -198,12 +187,10 @@ class UnreadError(TypeError):
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
 
 
-def _is_kind_of_value(kind: type) -> bool:
+@lru_cache(maxsize=256)
+def _is_value(kind: Any) -> bool:
+    """Return True for a class of values or containers: decimals, dates, named tuples. Their identity says nothing."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
-
-
-_is_value: Callable[[type], bool] = lru_cache(maxsize=256)(_is_kind_of_value)
-"""A test of a class for values or containers: decimals, dates, named tuples. Their identity says nothing."""
 
 
 def refused_keys(given: Sequence[object], texts: Sequence[str]) -> str:
@@ -322,7 +309,8 @@ def _scalar(value: object) -> str | bool | int | float | None:
         return _cut(text)
     if value is True or value is False:
         return value
-    kind, number = type(value), cast(Any, value)
+    number: Any = value
+    kind: Any = type(value)
     try:
         if issubclass(kind, numbers.Integral):
             whole = int(number)

@@ -4,8 +4,7 @@ Requests are counted by endpoint, status and error as the reader of the rings re
 do nothing for them. The tally counts the same requests exactly, even those that the rings have lost: they are added
 without a status. So the counts of all series add up to the requests that have ended.
 
-The session meters its own recorder, the agent of a run the recordings of its processes, by the same code. Each goes on
-from the `state` of the other.
+The reader of recordings meters each by the same code, and goes on from the `state` that another reader has left.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Meter:
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Take a kept request, as a span of these ids, for an exemplar of its series, where it has one."""
+        """Take a kept request, under a trace id and a span id, for an exemplar of its series, where it has one."""
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
@@ -210,7 +209,7 @@ class Meter:
             self._watched = self._recorder.cursor()
 
     def count_generators(self, marks: Callable[[], Collection[str]]) -> None:
-        """Count the items of generators of these marks since the last time, and the sizes of batches.
+        """Count the items of generators of some marks since the last time, and the sizes of batches.
 
         It reads every row, for they may be below any other. `marks` is called where there are generators.
         """
@@ -236,11 +235,6 @@ class Meter:
     def watches(self) -> bool:
         """True while it looks for functions whose items a model generates, and for batches."""
         return self._watched is not None
-
-    @property
-    def lost(self) -> int:
-        """The number of spans that were overwritten before the look for generators and batches."""
-        return 0 if self._watched is None else int(self._watched.lost)
 
     def _count_generation(
         self, known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
