@@ -7,13 +7,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 
 import instrument
@@ -141,6 +143,37 @@ def test_an_app_that_fails_before_its_answer_has_status_500_and_its_error() -> N
         ("ValueError", 500),
         ("503", 503),
     ]
+
+
+def test_an_error_that_middleware_answers_before_it_raises_it_is_the_requests_own() -> None:
+    async def failing(request: Any) -> Any:
+        raise ValueError
+
+    async def explain(request: Any, error: Exception) -> JSONResponse:
+        return JSONResponse({}, HTTPStatus.BAD_GATEWAY)
+
+    for handlers in ({}, {Exception: explain}):
+        with pytest.raises(ValueError):
+            ask(Starlette(routes=[Route("/", failing)], exception_handlers=handlers))
+    found = [(span.error, told(span)["http.response.status_code"]) for span in requests()]
+    assert found == [("ValueError", 500), ("ValueError", 502)]
+    assert late_failures() == []
+
+
+def test_a_status_may_be_a_member_of_an_enumeration_and_so_may_other_attributes() -> None:
+    class Code(str, Enum):
+        BIG = "big"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        CURRENT.get().facts.update(code=Code.BIG, close_code=HTTPStatus.OK, ratio=type("Ratio", (float,), {})(0.5))  # type: ignore[union-attr]
+        await answering(START | {"status": HTTPStatus.BAD_GATEWAY}, part(b""))(scope, receive, send)
+
+    ask(app)
+    ((span,),) = (requests(),)
+    facts = told(span)
+    assert span.error == "502"
+    assert facts["http.response.status_code"] == 502
+    assert (facts["code"], facts["close_code"], facts["ratio"]) == ("big", 200, 0.5)
 
 
 @pytest.mark.parametrize("length", [b"5", None])

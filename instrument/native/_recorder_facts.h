@@ -130,26 +130,26 @@ put_float(text_t *text, double value)
     }
 }
 
-/* One value; null for what is none that JSON has. */
+/* One value, plain also for a subclass such as an enumeration, no code of which is run; null for what JSON has not. */
 static void
 put_value(text_t *text, PyObject *value, int depth)
 {
-    if (PyUnicode_CheckExact(value)) {
+    if (PyUnicode_Check(value)) {
         put_characters(text, PyUnicode_KIND(value), PyUnicode_DATA(value), PyUnicode_GET_LENGTH(value));
     } else if (PyBytes_CheckExact(value)) {
         put_characters(text, PyUnicode_1BYTE_KIND, PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value));
     } else if (PyBool_Check(value)) {
         put_word(text, value == Py_True ? "true" : "false");
-    } else if (PyLong_CheckExact(value)) {
+    } else if (PyLong_Check(value)) {
         int overflow;
         long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
         if (overflow)
             put_word(text, "null");
         else
             put_number(text, number);
-    } else if (PyFloat_CheckExact(value)) {
+    } else if (PyFloat_Check(value)) {
         put_float(text, PyFloat_AS_DOUBLE(value));
-    } else if (depth == 0 && (PyTuple_CheckExact(value) || PyList_CheckExact(value))) {
+    } else if (depth == 0 && (PyTuple_Check(value) || PyList_Check(value))) {
         put_character(text, '[');
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value) && i < BATCH_LIMIT; i++) {
             if (i > 0)

@@ -1,7 +1,8 @@
 """ASGI: each HTTP request and each websocket that a server hands to its app, as one span.
 
 The server's own call of the app is where we stand, outside of all middleware. The span ends when the last part of the
-answer has been sent; what the app does after that, such as background tasks, is no part of the request.
+answer has been sent; what the app does after that, such as background tasks, is no part of the request. A request with
+the answer 500 or above ends with the app, since middleware sends it and then raises the exception that it is about.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, ServedApp
 from instrument.instrumentors.requests.traceparent import Caller, with_state
+from instrument.recorder.outcomes import FIRST_OF_SERVER
 from instrument.recorder.recorder import header_values
 
 Message = dict[str, Any]
@@ -60,12 +62,12 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
         answer = app(scope, receive if is_http else talk.receive, talk.send)
         result = await exchange.stepped(answer)
     except BaseException as error:
-        if isinstance(error, OSError) and getattr(talk, "is_gone", False):
-            exchange.broken_off()
+        if not isinstance(error, Exception) and getattr(talk, "is_complete", False):
+            talk.end()
         exchange.fail(error)
         raise
     if exchange.frame is not None:
-        exchange.broken_off() if is_http else exchange.end()
+        talk.end() if not is_http or getattr(talk, "is_complete", False) else exchange.broken_off()
     return result
 
 
@@ -89,11 +91,17 @@ class Talk:
         """What the server's own `send` gives."""
         return self.server_send(message)
 
+    def end(self) -> None:
+        """End the request with its last message."""
+        self.exchange.end()
+
 
 class Http(Talk):
     """The same for one HTTP request, of which the server's part goes to the app without us."""
 
-    __slots__ = ("_headers", "_is_events")
+    __slots__ = ("_headers", "_is_events", "is_complete")
+
+    is_complete: bool
 
     def send(self, message: Message) -> Awaitable[None]:
         """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
@@ -146,6 +154,12 @@ class Http(Talk):
 
     async def _send_last(self, message: Message) -> None:
         await self.server_send(message)
+        if self.exchange.status >= FIRST_OF_SERVER:
+            self.is_complete = True
+        else:
+            self.end()
+
+    def end(self) -> None:
         exchange = self.exchange
         if exchange.stream is None or self._is_events:
             exchange.end()
@@ -156,9 +170,7 @@ class Http(Talk):
 class Websocket(Talk):
     """The same for one websocket: its items are the messages that the app sends."""
 
-    __slots__ = ("is_gone",)
-
-    is_gone: bool
+    __slots__ = ()
 
     async def receive(self) -> Message:
         message = await self.server_receive()

@@ -282,7 +282,7 @@ class Exchange:
 
     def answer(self, status: Any) -> None:
         """Note the status of the answer, where it is one. The span has it even where the process ends before it."""
-        self.status = status if isinstance(status, int) else 0
+        self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 

@@ -8,11 +8,10 @@ record nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
 from instrument.runtime.faults import FAULTS
@@ -25,8 +24,8 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     arrivals = asgi.arrivals(exchanges)
     calls = exchanges.arrivals("ray_serve", lambda told: "/" + _method(told), None, _read)
 
-    @functools.wraps(http)
-    async def call_http_entrypoint(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+    @takes_place(wrapper, "call_http_entrypoint")
+    async def undo_http(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
         batches = http(self, metadata, told, scope, receive)
         exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
         if exchange is None:
@@ -49,13 +48,13 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 yield messages
         except BaseException as error:
             if isinstance(error, GeneratorExit) and isinstance(talk, _Answer) and talk.is_complete:
-                await talk.end()
+                talk.end()
             exchange.fail(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise
         if isinstance(talk, _Answer) and talk.is_complete:
-            await talk.end()
+            talk.end()
         exchange.end()
 
     async def told_of(talk: asgi.Talk, messages: Any) -> None:
@@ -65,8 +64,8 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         except Exception as fault:
             FAULTS.note("answer of Ray Serve", fault)
 
-    @functools.wraps(call)
-    def call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_place(wrapper, "call_user_method")
+    def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "_local_testing_mode", False):
             return call(self, metadata, *args, **kwargs)
         return called(self, metadata, *args, **kwargs)
@@ -83,8 +82,8 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange.end()
         return answer
 
-    @functools.wraps(stream)
-    async def call_user_generator(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    @takes_place(wrapper, "call_user_generator")
+    async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
         exchange = calls.begun((self, metadata))
         if exchange is None:
@@ -103,11 +102,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         exchange.end()
 
-    return [
-        replace(wrapper, "call_http_entrypoint", call_http_entrypoint),
-        replace(wrapper, "call_user_method", call_user_method),
-        replace(wrapper, "call_user_generator", call_user_generator),
-    ]
+    return [undo_http, undo_call, undo_stream]
 
 
 def _batching(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -115,12 +110,12 @@ def _batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     queue = module._BatchQueue
     loop = queue._process_batches
 
-    @functools.wraps(loop)
-    async def _process_batches(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_place(queue, "_process_batches")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         exchanges.recorder.forget_current()
         return await loop(self, *args, **kwargs)
 
-    return [replace(queue, "_process_batches", _process_batches)]
+    return [undo]
 
 
 def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
@@ -130,12 +125,12 @@ def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
         owner = getattr(module, class_name)
         init = owner.__init__
 
-        @functools.wraps(init)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+        @takes_place(owner, "__init__")
+        def undo(self: Any, *args: Any, **kwargs: Any) -> None:
             exchanges.is_on = False
             init(self, *args, **kwargs)
 
-        return [replace(owner, "__init__", __init__)]
+        return [undo]
 
     return attach
 
@@ -158,17 +153,13 @@ def _headers(metadata: Any) -> dict[bytes, bytes]:
 class _Answer(asgi.Http):
     """An answer of a replica. It is over with the replica's own work, which goes on after the last message."""
 
-    __slots__ = ("is_complete",)
+    __slots__ = ()
 
     def __init__(self) -> None:
         self.is_complete = False
 
     async def _send_last(self, message: asgi.Message) -> None:
         self.is_complete = True
-
-    async def end(self) -> None:
-        """End the request as the last message would have."""
-        await super()._send_last({})
 
 
 async def _sent(_: Any) -> None:
