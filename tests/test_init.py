@@ -502,11 +502,13 @@ def test_what_the_preset_records_anyway_and_what_nobody_saw_is_told() -> None:
         request(10, 100, node("app:f", 10, 90, copy)),
         request(99, 1, name="GET /health"),
         request(7, 1, name="GET /v1/health"),
+        request(0, 0, name="GET"),
     )
     found.unseen, found.silent, found.packages = {"app:odd": "why not"}, 2, {"fastapi", "uvicorn"}
     text = text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
     assert text == text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
     assert "The preset records these, too: h2d 12 times, 2 ms each." in text
+    assert " 10 times, 10 ms each.\n" in text
     assert "Not observed: app:odd (why not)." in text
     assert "Not observed: 2 processes that ended without a goodbye" in text
     assert "made for fastapi, by hand: `instrument check --preset fastapi`" in text

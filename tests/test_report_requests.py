@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
 
+from instrument.recorder.outcomes import STATUS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.endpoint_times import EndpointTimes
@@ -298,6 +299,16 @@ def test_without_requests_it_says_how_to_get_some() -> None:
     text = text_of(view_of(trace_of([made(1, CHAT, 50, 150)])))
     assert "Requests: 0; 1 at an edge of the window, not counted below\n" in text
     assert "No request ended within the window." in text
+
+
+def test_answers_have_no_count_of_statuses_where_the_protocol_has_none() -> None:
+    (http, call) = (
+        replace(made(1, CHAT, 0, 10), attributes={STATUS: 200}),
+        made(2, Site("shop/Buy", "request"), 0, 10),
+    )
+    lines = [line.split() for line in view_of(trace_of([http, call])).lines()]
+    assert ["POST", "/chat", "100", "1"] in lines
+    assert ["shop/Buy", "100", "-"] in lines
 
 
 def test_a_phase_that_few_requests_have_is_told_as_long_as_it_is_for_these() -> None:

@@ -38,7 +38,7 @@ from instrument.recording.spans import (
     Trace,
 )
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
-from instrument.report.table import LINE, columns, in_unit, safe, section_title
+from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, Options, Recording, Upkeep
 
 MS = 1_000_000
@@ -233,6 +233,19 @@ def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> Non
     line = section_title(text)[0]
     assert columns(line) == 77
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
+
+
+def test_a_long_text_beside_a_name_is_shortened_before_the_name() -> None:
+    name, place = "a_function_of_the_service", "selector_events.py:1057 _SelectorSocketTransport.write"
+    lines = named_table(["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0)
+    assert all(columns(line) <= LINE for line in lines)
+    assert [line.split() for line in lines[1:]] == [
+        [name, "1", "selector_events.py:1057", "_SelectorSocketTransport.write"],
+        [name + "_too", "23", "selector_events.py:1057", "_SelectorSocketTransport.write_soon"],
+    ]
+    long = 3 * name
+    (_, line) = named_table(["Name", "Count", "At"], [[long, "1", place]], 0)
+    assert (columns(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
 
 
 def test_every_name_of_a_view_makes_one() -> None:

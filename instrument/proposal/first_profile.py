@@ -242,7 +242,7 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
     met = [node for node in observation.nodes() if node.called.kind == "request"]
     paths = {node.called.name: node.called.name.rpartition(" ")[2] for node in met}
     probes = set(filter(is_probe, paths.values()))
-    served = _sums(node for node in met if paths[node.called.name] not in probes)
+    served = _sums(node for node in met if node.calls and paths[node.called.name] not in probes)
     if served:
         first.requests = [f"Requests were met at the server, with no rule: {served}."]
     ignored = [path for rule in load(path_of(first.preset)).requests for path in rule.ignore]

@@ -101,7 +101,7 @@ class Brief(View):
         """Return the counts of the window, and the part of them that the tables are of."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
-        cut = f", {self.requests.requests_cut} more at an edge of what is held" if has_more else ""
+        cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
         if self.requests.counted:
             errors = self.requests.errors
             ended = f"{errors} of them ended with an error" if errors else "none ended with an error"

@@ -205,7 +205,7 @@ class RequestTimes(View):
         return Section(
             "Answers",
             [
-                (row_name(one), rate, *(one.statuses.get(name, 0) for name in shown))
+                (row_name(one), rate, *(one.statuses.get(name, 0 if one.statuses else None) for name in shown))
                 for one, rate in zip(self.endpoints, rates, strict=True)
             ]
             if shown

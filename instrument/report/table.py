@@ -36,6 +36,9 @@ DASHES = 25
 NAME_LEAST = 12
 """Columns that are left to a name, however wide the numbers beside it are."""
 
+TEXT_LEAST = 32
+"""Columns that a text beside the name keeps where a line is too long; no number is that wide."""
+
 WHOLE_DIGITS = 14
 """Digits of a time in full, at most: 27 hours in ns. Five such columns leave room for a name."""
 
@@ -267,19 +270,27 @@ def section_title(text: str) -> list[str]:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
     """The lines of a table, header first; no column is narrower than its entry of `least_widths`."""
     lines = [header, *rows]
-    widths = [
-        max(least, _widest(column) + GAP) for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
+    by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
+    widths = [max(least, max(map(columns, cells)) + GAP) for least, cells in by_column]
+    padded = [
+        [cell + " " * (width - columns(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines
     ]
-    return [_padded(line, widths).rstrip() for line in lines]
+    return ["".join(cells).rstrip() for cells in padded]
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
-    """A table whose first column holds names, which are escaped and shortened so that a line has `LINE` columns."""
-    others = [max(least_width, _widest(column) + GAP) for column in zip(header, *rows, strict=True)]
-    room = max(LINE - sum(others[1:]), NAME_LEAST) - GAP
-    names = shortened([safe(name) or "(no name)" for name, *_ in rows], room)
-    fitting = [[name, *cells] for name, (_, *cells) in zip(names, rows, strict=True)]
-    return table(header, fitting, [0, *others[1:]])
+    """A table of names, which are escaped. Long texts beside them, then the names are shortened to lines of `LINE`."""
+    escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
+    widths = [max(least_width, max(map(columns, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
+    for column, width in enumerate(widths[1:], 1):
+        if (excess := sum(widths) - LINE) > 0 and width > TEXT_LEAST:
+            widths[column] = max(width - excess, TEXT_LEAST)
+            for cells in escaped:
+                cells[column] = shorten(cells[column], widths[column] - GAP)
+    room = max(LINE - sum(widths[1:]), NAME_LEAST) - GAP
+    names = shortened([name for name, *_ in escaped], room)
+    fitting = [[name, *cells] for name, (_, *cells) in zip(names, escaped, strict=True)]
+    return table(header, fitting, [0, *widths[1:]])
 
 
 def bounded(
@@ -296,14 +307,3 @@ def bounded(
 def summed(rows: Sequence[Row], fields: Sequence[str], **others: Any) -> Row:
     """One row for several, with the sums of some fields and what is given of the others."""
     return replace(rows[0], **{name: sum(getattr(row, name) for row in rows) for name in fields}, **others)
-
-
-def _widest(cells: Sequence[str]) -> int:
-    return max(map(len if "".join(cells).isascii() else columns, cells))
-
-
-def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells one after the other, each as wide as it is to be."""
-    if "".join(cells).isascii():
-        return "".join(map(str.ljust, cells, widths))
-    return "".join(cell + " " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True))
