@@ -18,8 +18,8 @@ import starlette  # noqa: F401 - requests are met where a framework of them is i
 
 import instrument
 from instrument import chrome
-from instrument.instrumentors.requests import asgi, blocked_places
-from instrument.instrumentors.requests.blocked_places import LoopPlaces, attributes_of
+from instrument.instrumentors.requests import asgi, blocked
+from instrument.instrumentors.requests.blocked import LoopPlaces, attributes_of
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -486,7 +486,7 @@ def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(re
 def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
     recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocked_places, "REST_NS", 0)
+    monkeypatch.setattr(blocked, "REST_NS", 0)
     places = LoopPlaces(recorder, 1_000_000)
     places.met(0)
     assert places._thread is not None

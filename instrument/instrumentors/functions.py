@@ -117,6 +117,12 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
     return Assignment(owner, attribute, new).undo
 
 
+def takes_place(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
+    """Decorate a function that takes the place of another, under that one's name. Makes the way back of it."""
+    original = getattr(owner, attribute)
+    return lambda function: replace(owner, attribute, functools.wraps(original)(function))
+
+
 def undo_all(undos: list[Undo]) -> None:
     """Go every way back, last first. One that fails keeps none of the others from being gone."""
     while undos:

@@ -64,7 +64,7 @@ def _reloaded(source: Any, name: str) -> Any:
     return loader(source, name)
 
 
-class _StandIn:
+class StandIn:
     """A proxy of its source; classes below it add the methods of the source's class."""
 
     __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
@@ -235,7 +235,7 @@ def _has(kind: Any, method: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _class_for(kind: Any) -> type[_StandIn]:
+def _class_for(kind: Any) -> type[StandIn]:
     """Return the class of proxies for objects of a class, with the methods of these and no others."""
     methods: dict[str, Any] = {name: _forwarding(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
@@ -248,7 +248,7 @@ def _class_for(kind: Any) -> type[_StandIn]:
         methods.update({name: _resuming_async(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
     elif _has(kind, "__aiter__"):
         methods["__aiter__"] = _aiter
-    return type(kind.__name__, (_StandIn,), {"__slots__": (), **methods})
+    return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})
 
 
 class Loaders(Switch):

@@ -110,14 +110,8 @@ class Entries:
         if (verdict := taken(self.rule, entry.label, method)) is not None:
             return verdict
         if not isinstance(method, FunctionType):
-            why = f"it is a {type(method).__name__}, not a function"
-            return Verdict(self.rule.text, "unreachable", entry.label, why)
-        try:
-            self._undos.append(replace(owner, entry.method, self._wrap(entry, method)))
-        except Exception as error:  # a metaclass that lets nothing be set
-            why = f"it cannot be replaced: {type(error).__name__}: {error}"
-            return Verdict(self.rule.text, "unreachable", entry.label, why)
-        return Verdict(self.rule.text, "attached", entry.label)
+            return no_function(self.rule, entry.label, method)
+        return replaced(self.rule, entry.label, owner, entry.method, self._wrap(entry, method), self._undos)
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, by_class, decide = self._recorder, self._by_class, self._decide
@@ -145,10 +139,7 @@ class Entries:
         recording = self._shared.get((entry.label, facts))
         if recording is None:
             site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
-            made = self._recorder.make_function(method, site)
-            recording = self._shared.setdefault((entry.label, facts), made)
-            if recording is made:  # two threads may be first
-                self._recorder.may_mute(site, made)
+            recording = recorded_once(self._recorder, method, site, self._shared, (entry.label, facts))
         weakref.finalize(subject, recordings.pop, id(subject), None)
         recordings[id(subject)] = recording
         return recording
@@ -158,6 +149,30 @@ def missing(rule: FrameworkRule, label: str) -> Verdict:
     """The verdict on an entry point that the imported version of a framework does not have."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
+
+
+def no_function(rule: FrameworkRule, label: str, found: Any) -> Verdict:
+    """The verdict on an entry point that is no function in Python."""
+    return Verdict(rule.text, "unreachable", label, f"it is a {type(found).__name__}, not a function")
+
+
+def replaced(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, undos: list[Undo]) -> Verdict:
+    """Replace a method of a class. Returns the verdict on it."""
+    try:
+        undos.append(replace(owner, name, new))
+    except Exception as error:  # a metaclass that lets nothing be set
+        why = f"it cannot be replaced: {type(error).__name__}: {error}"
+        return Verdict(rule.text, "unreachable", label, why)
+    return Verdict(rule.text, "attached", label)
+
+
+def recorded_once(recorder: Recorder, method: Any, site: Site, known: dict[Any, Any], key: Any) -> Any:
+    """Make the function that records a method as a site. Threads that come at once get the same one."""
+    made = recorder.make_function(method, site)
+    recording = known.setdefault(key, made)
+    if recording is made:
+        recorder.may_mute(site, made)
+    return recording
 
 
 def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:

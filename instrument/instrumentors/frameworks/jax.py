@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing, taken
+from instrument.instrumentors.frameworks.entries import missing, replaced, taken
 from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.namespaces import loaded_modules, namespace
 from instrument.instrumentors.references import rebind
 from instrument.instrumentors.targets import site_of
@@ -85,7 +86,7 @@ class Jitted:
         """Give JAX its own functions back, and the host's modules what `jax.jit` made for them."""
         self._at_work = False
         undo_all(self._undos)
-        made = [(wrapped, wrapped.instrument_made) for wrapped in list(self._made)]
+        made = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
         rebind([*((wrapped, original) for original, wrapped in self._bound), *made])
         self._bound.clear()
         self._made.clear()
@@ -112,15 +113,9 @@ class Jitted:
         self._verdicts.append(Verdict(self.rule.text, "attached", label))
 
     def _attach_method(self, cls: type[Any]) -> None:
-        label = "Array.block_until_ready"
-        try:
-            wrapped = self._wrap_call(vars(cls)["block_until_ready"], name="jax.block_until_ready")
-            self._undos.append(replace(cls, "block_until_ready", wrapped))
-        except TypeError as error:
-            why = f"it cannot be replaced: {error}"
-            self._verdicts.append(Verdict(self.rule.text, "unreachable", label, why))
-        else:
-            self._verdicts.append(Verdict(self.rule.text, "attached", label))
+        name = "block_until_ready"
+        wrapped = self._wrap_call(vars(cls)[name], name=f"jax.{name}")
+        self._verdicts.append(replaced(self.rule, f"Array.{name}", cls, name, wrapped, self._undos))
 
     def _wrap_jit(self, jit: Any) -> Any:
         @functools.wraps(jit)
@@ -144,7 +139,8 @@ class Jitted:
             return made
 
     def _wrap_jitted(self, made: Any) -> Any:
-        wrapped = _JittedFunction(made, self._recording(made, self._site(made)))
+        site = self._site(made)
+        wrapped = _JittedFunction(made, self._recording(made, site), site)
         self._made.add(wrapped)
         return wrapped
 
@@ -210,13 +206,12 @@ class Jitted:
             self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
 
 
-class _JittedFunction:
-    # Stands for a jitted function whose calls are recorded by `instrument_call`; in all else it is that function. Not a
-    # Python function with its attributes: jitting a function copies what lies in its namespace.
-    __slots__ = ("__weakref__", "instrument_call", "instrument_made")
+class _JittedFunction(StandIn):
+    # Not a Python function with the attributes of the jitted one: to jit a function copies its namespace.
+    __slots__ = ("instrument_call",)
 
-    def __init__(self, made: Any, call: Callable[..., Any]) -> None:
-        object.__setattr__(self, "instrument_made", made)
+    def __init__(self, made: Any, call: Callable[..., Any], site: Site) -> None:
+        super().__init__(made, site)
         object.__setattr__(self, "instrument_call", call)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -225,27 +220,11 @@ class _JittedFunction:
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.instrument_made, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.instrument_made, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.instrument_made, name)
-
-    def __dir__(self) -> list[str]:
-        return dir(self.instrument_made)
-
-    def __repr__(self) -> str:
-        return repr(self.instrument_made)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.instrument_made.__reduce_ex__(protocol)
+        return self._instrument_source.__reduce_ex__(protocol)
 
-    __class__ = property(lambda self: type(self.instrument_made))
-    __module__ = property(lambda self: self.instrument_made.__module__)
-    __doc__ = property(lambda self: self.instrument_made.__doc__)
+    __module__ = property(lambda self: self._instrument_source.__module__)
+    __doc__ = property(lambda self: self._instrument_source.__doc__)
 
 
 def _is_own(made: Any) -> bool:

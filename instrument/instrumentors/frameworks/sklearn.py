@@ -14,8 +14,8 @@ import weakref
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.frameworks.entries import missing, no_function, recorded_once, replaced
+from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.namespaces import namespace
 from instrument.instrumentors.targets import site_of
@@ -38,7 +38,8 @@ class Estimators:
         self.rule = rule
         self.hits = 0
         self._recorder = recorder
-        self._inside = _Inside()
+        self._inside = threading.local()
+        """The estimators, by identity, inside whose methods a thread is."""
         self._base: type[Any] | None = None
         self._wrapping: type[Any] | None = None
         self._verdict: Verdict | None = None
@@ -99,8 +100,7 @@ class Estimators:
             if not isinstance(function, FunctionType):
                 if raw is not None:
                     label = f"{owner.__qualname__}.{name}"
-                    why = f"it is a {type(raw).__name__}, not a function"
-                    self._unreachable[label] = Verdict(self.rule.text, "unreachable", label, why)
+                    self._unreachable[label] = no_function(self.rule, label, raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
                 self._attach(owner, name, raw, self._wrap(name, function))
@@ -110,12 +110,9 @@ class Estimators:
         if not isinstance(raw, FunctionType):
             new = copy.copy(raw)
             new.fn = wrapped
-        try:
-            self._undos.append(replace(owner, name, new))
-        except Exception as error:  # a metaclass that lets nothing be set
-            label = f"{owner.__qualname__}.{name}"
-            why = f"it cannot be replaced: {type(error).__name__}: {error}"
-            self._unreachable[label] = Verdict(self.rule.text, "unreachable", label, why)
+        verdict = replaced(self.rule, f"{owner.__qualname__}.{name}", owner, name, new, self._undos)
+        if verdict.state == "unreachable":
+            self._unreachable[verdict.target] = verdict
 
     def _wrap(self, name: str, method: FunctionType) -> Any:
         recorder, decide, inside = self._recorder, self._decide, self._inside
@@ -125,7 +122,7 @@ class Estimators:
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if not recorder.on:
                 return method(self, *args, **kwargs)
-            running, key = inside.estimators, id(self)
+            running, key = vars(inside).setdefault("estimators", set()), id(self)
             if key in running:
                 return method(self, *args, **kwargs)
             cls = type(self)
@@ -142,20 +139,10 @@ class Estimators:
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
         """A class's method with its site, at its first call."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
-        made = self._recorder.make_function(method, site)
-        recording = recordings.setdefault(id(cls), made)
-        if recording is made:  # two threads may be first
-            weakref.finalize(cls, recordings.pop, id(cls), None)
-            self._recorder.may_mute(site, made)
+        if id(cls) not in recordings:
             self.hits += 1
-        return recording
-
-
-class _Inside(threading.local):
-    """The estimators, by identity, inside whose methods this thread is."""
-
-    def __init__(self) -> None:
-        self.estimators: set[int] = set()
+            weakref.finalize(cls, recordings.pop, id(cls), None)
+        return recorded_once(self._recorder, method, site, recordings, id(cls))
 
 
 def _bases_of_transformers(module: ModuleType) -> tuple[type[Any], ...]:

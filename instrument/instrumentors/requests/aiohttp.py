@@ -6,12 +6,11 @@ of a websocket are the messages that the service sends, by any task. gunicorn's 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, replace, takes_place
 from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.traceparent import Caller, with_state
 from instrument.recorder.outcomes import STATUS
@@ -60,8 +59,8 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
 
-    @functools.wraps(handle)
-    async def _handle_request(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
+    @takes_place(owner, "_handle_request")
+    async def undo_handle(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
         writer = request._payload_writer
         if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
             return await handle(self, request, start_time, request_handler)  # a message that was no request
@@ -92,17 +91,13 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.end_of_parts()
         return result
 
-    @functools.wraps(handle_error)
-    def noted(self: Any, request: Any, status: int = 500, exc: Any = None, *rest: Any, **named: Any) -> Any:
+    @takes_place(owner, "handle_error")
+    def undo_error(self: Any, request: Any, status: int = 500, exc: Any = None, *rest: Any, **named: Any) -> Any:
         if isinstance(writer := request._payload_writer, StreamWriter):
             writer.failure = exc or sys.exc_info()[1]  # of a time-out it is not given
         return handle_error(self, request, status, exc, *rest, **named)
 
-    return [
-        replace(owner, "_handle_request", _handle_request),
-        replace(owner, "handle_error", noted),
-        replace(module, "StreamWriter", StreamWriter),
-    ]
+    return [undo_handle, undo_error, replace(module, "StreamWriter", StreamWriter)]
 
 
 def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
@@ -124,8 +119,8 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
     def counted(name: str) -> Undo:
         send = getattr(owner, name)
 
-        @functools.wraps(send)
-        def sent(self: Any, data: Any, *args: Any, **named: Any) -> Any:
+        @takes_place(owner, name)
+        def undo(self: Any, data: Any, *args: Any, **named: Any) -> Any:
             exchange = getattr(self._payload_writer, "exchange", None)
             if exchange is not None and exchange.is_open:
                 try:
@@ -135,7 +130,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
                     exchange.unread()
             return send(self, data, *args, **named)
 
-        return replace(owner, name, sent)
+        return undo
 
     return [counted(name) for name in ("send_str", "send_bytes", "send_frame") if hasattr(owner, name)]
 

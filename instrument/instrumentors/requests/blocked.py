@@ -2,7 +2,7 @@
 
 `Handle._run` is what the loops of asyncio run each callback and each step of a task with. While this is at work it
 reads the clock before and after, 0.2 us a callback; who it was is looked for after the slow ones alone. Where it was
-`blocked_places` has seen.
+`LoopPlaces` has seen.
 
 uvloop's loops run their callbacks in C. There the ways to have one run soon or later are met, by which steps of tasks
 go, too, and what is handed on reads the clock: 0.7 us a step, 1.2 us a function. What such a loop calls by itself is
@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from pathlib import PurePath
 from threading import get_native_id
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.requests.blocked_places import LoopPlaces, attributes_of
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root
-from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
+from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import get_ident, sleep
 
 MODULE = "asyncio.events"
 """Where the handles of asyncio's loops are."""
@@ -61,8 +64,8 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
 
     places = LoopPlaces(recorder, limit_ns)
 
-    @functools.wraps(run)
-    def _run(self: Any) -> None:
+    @takes_place(handle, "_run")
+    def restore(self: Any) -> None:
         begun_ns = now()
         if places.is_on:
             places.begin(begun_ns)
@@ -71,8 +74,6 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
             _note(recorder, self._callback, self._context.run, begun_ns, places)
         if places.is_on:
             places.end()
-
-    restore = replace(handle, "_run", _run)
 
     def undo() -> None:
         nonlocal limit_ns
@@ -106,22 +107,22 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def timing(name: str) -> Undo:
         original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def soon(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
+        @takes_place(owner, name)
+        def restore(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             if type(callback) in _NAMED:
                 return original(self, _Named(step, self, callback), *args, context=context)
             return original(self, step, self, callback, *args, context=context)
 
-        return replace(owner, name, soon)
+        return restore
 
     def timing_later() -> Undo:
         original = owner.call_later
 
-        @functools.wraps(original)
-        def call_later(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
+        @takes_place(owner, "call_later")  # `call_at` calls it
+        def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             return original(self, delay, _Named(step, self, callback), *args, context=context)
 
-        return replace(owner, "call_later", call_later)  # by which `call_at` goes, too
+        return restore
 
     def undo() -> None:
         nonlocal limit_ns
@@ -268,3 +269,137 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
 
     callbacks.append(note)
     return [undo]
+
+
+# The places of slow callbacks.
+
+STACK = "code.stacktrace"
+"""OpenTelemetry's attribute of a stack (semantic conventions, code)."""
+
+LONGEST_LOOK_S = 0.05
+"""The most seconds between two looks."""
+
+REST_NS = 60_000_000_000
+"""Nanoseconds without a slow callback after which the looks stop."""
+
+FRAMES = 32
+"""The innermost frames that are looked through for one of the service's own."""
+
+
+class LoopPlaces:
+    """The places at which callbacks that take longer than `limit_ns` block the loops of one recorder.
+
+    A thread looks at a loop's frames while a callback runs on. There is none until a callback has been too slow, and
+    none any more once none has been for a while, since what blocks a loop does so again and again. While it `is_on`
+    each callback is announced by `begin` and `end`, on the loop's thread; until then one costs a look at a variable.
+    """
+
+    def __init__(self, recorder: Recorder, limit_ns: int) -> None:
+        self._recorder = recorder
+        self._look_s = min(limit_ns / 2e9, LONGEST_LOOK_S)
+        self._begun: dict[int, int] = {}
+        self._seen: dict[tuple[int, int], Counter[tuple[str, ...]]] = {}
+        self._slow_ns = 0
+        self._thread: Thread | None = None
+        self.is_on = False
+
+    def begin(self, begun_ns: int) -> None:
+        """A callback begins on this thread."""
+        self._begun[get_ident()] = begun_ns
+
+    def end(self) -> None:
+        """The callback has ended."""
+        self._begun[get_ident()] = 0
+
+    def met(self, begun_ns: int) -> tuple[str, ...]:
+        """Return where the slow callback that began then mostly was, the innermost place first; nothing if unseen.
+
+        From now on somebody looks.
+        """
+        self._slow_ns = self._recorder.now_ns()
+        if self._thread is None or not self._thread.is_alive():
+            self._begun.clear()
+            self.is_on = True
+            self._thread = Thread(self._run, "instrument-loops", lambda: self.is_on)
+            self._thread.start()
+        seen = self._seen.pop((get_ident(), begun_ns), None)
+        return seen.most_common(1)[0][0] if seen else ()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self.is_on = False
+
+    def _run(self) -> None:
+        while self.is_on:
+            sleep(self._look_s)
+            now_ns = self._recorder.now_ns()
+            slow = [(ident, ns) for ident, ns in list(self._begun.items()) if ns and now_ns - ns > self._look_s * 1e9]
+            if slow:
+                self._look(slow)
+            elif now_ns - self._slow_ns > REST_NS:
+                self.is_on = False
+                self._seen.clear()
+
+    def _look(self, slow: list[tuple[int, int]]) -> None:
+        """Note the present places of slow callbacks. Forget the callbacks that are slow no more."""
+        frames = sys._current_frames()
+        for key in [key for key in self._seen if key not in slow]:
+            del self._seen[key]
+        for ident, begun_ns in slow:
+            frame = frames.get(ident)
+            if frame is not None:
+                stack = stack_of(frame)
+                if self._begun.get(ident) == begun_ns:  # else it is one of the next callback
+                    self._seen.setdefault((ident, begun_ns), Counter())[stack] += 1
+
+
+def stack_of(frame: FrameType | None) -> tuple[str, ...]:
+    """The places of a stack from the innermost frame of the service's own code outwards; of all where none is its own.
+
+    A frame of ours ends it, which runs the callback.
+    """
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < FRAMES and not _is_ours(frame):
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    own = next((number for number, (code, _) in enumerate(found) if _is_own(code)), 0)
+    return tuple(_place(code, line) for code, line in found[own:])
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("instrument.")
+
+
+_own: dict[CodeType, bool] = {}
+"""The code objects that were met, and whether they are of the service's own code."""
+
+
+def _is_own(code: CodeType) -> bool:
+    found = _own.get(code)
+    if found is None:
+        found = not code.co_filename.startswith(("<", *_INSTALLED))
+        if len(_own) < 10_000:
+            _own[code] = found
+    return found
+
+
+_INSTALLED: tuple[str, ...] = tuple(
+    {path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
+)
+"""The folders of the standard library and of what is installed."""
+
+
+def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
+    """The attributes of a stretch that say where it was: as many places of the stack as there is room for."""
+    if not stack:
+        return {}
+    text = stack[0][:limit]
+    for place in stack[1:]:
+        if len(text) + len(place) + 1 > limit:
+            break
+        text += f"\n{place}"
+    return {BLOCKED_AT: stack[0][:limit], STACK: text}

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -428,8 +428,8 @@ def _attach(
     if "interceptors" not in signature.parameters:
         raise TypeError(f"{class_name} takes no interceptors")
 
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+    @takes_place(server, "__init__")
+    def restore(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         service = _interceptors[self] = _Service(grpc)
         bound.arguments["interceptors"] = (interceptor(grpc, service), *(bound.arguments["interceptors"] or ()))
@@ -438,14 +438,14 @@ def _attach(
     def listening(name: str) -> Undo:
         add_port = getattr(server, name)
 
-        @functools.wraps(add_port)
-        def added(self: Any, address: str, *args: Any, **kwargs: Any) -> Any:
+        @takes_place(server, name)
+        def undo(self: Any, address: str, *args: Any, **kwargs: Any) -> Any:
             port = add_port(self, address, *args, **kwargs)
             if self in _interceptors:
                 _interceptors[self].listens(address, port)
             return port
 
-        return replace(server, name, added)
+        return undo
 
     def forget() -> None:
         if arrivals in _attached:
@@ -453,12 +453,7 @@ def _attach(
 
     arrivals = exchanges.arrivals("grpc", lambda told: _text(told.details.method), None, _read)
     _attached.append(arrivals)
-    return [
-        forget,
-        replace(server, "__init__", __init__),
-        listening("add_insecure_port"),
-        listening("add_secure_port"),
-    ]
+    return [forget, restore, listening("add_insecure_port"), listening("add_secure_port")]
 
 
 def _sync(module: Any, exchanges: Exchanges) -> list[Undo]:

@@ -8,12 +8,11 @@ Loops of coroutines, which serve many at a time on one thread, are not met: whic
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, KEY, Site
 from instrument.runtime.faults import FAULTS
@@ -34,8 +33,8 @@ def _server(module: Any, exchanges: Exchanges) -> list[Undo]:
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
-    @functools.wraps(submit)
-    async def _submit_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_place(handler, "_submit_request")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = await submit(self, *args, **kwargs)
         try:
             if exchanges.is_on and exchanges.recorder.on:
@@ -44,7 +43,7 @@ def _server(module: Any, exchanges: Exchanges) -> list[Undo]:
             FAULTS.note("request of LitServe", fault)
         return found
 
-    return [replace(handler, "_submit_request", _submit_request)]
+    return [undo]
 
 
 def _worker(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -55,8 +54,8 @@ def _worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
     streaming = module.LoopResponseType.STREAMING
 
-    @functools.wraps(put)
-    def put_response(
+    @takes_place(module.LitLoop, "put_response")
+    def undo_put(
         self: Any, transport: Any, response_queue_id: Any, uid: Any, response_data: Any, status: Any, response_type: Any
     ) -> None:
         try:
@@ -69,8 +68,8 @@ def _worker(module: Any, exchanges: Exchanges) -> list[Undo]:
             FAULTS.note("batch of LitServe", fault)
         put(self, transport, response_queue_id, uid, response_data, status, response_type)
 
-    @functools.wraps(inject)
-    def _inject_context(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_place(module, "_inject_context")
+    def undo_inject(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not taken.ids or not exchanges.is_on or not recorder.on:
             return inject(context, func, *args, **kwargs)
         name = getattr(func, "__name__", "call")
@@ -96,10 +95,7 @@ def _worker(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             recorder.close(frame, error, True)
 
-    return [
-        replace(module.LitLoop, "put_response", put_response),
-        replace(module, "_inject_context", _inject_context),
-    ]
+    return [undo_put, undo_inject]
 
 
 LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {

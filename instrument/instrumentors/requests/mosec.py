@@ -7,12 +7,11 @@ numbers that the front gives them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, Site
@@ -70,8 +69,8 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     receive, send = protocol.receive, protocol.send
     of: WeakKeyDictionary[Any, _Batches] = WeakKeyDictionary()
 
-    @functools.wraps(receive)
-    def received(self: Any) -> Any:
+    @takes_place(protocol, "receive")
+    def undo_receive(self: Any) -> Any:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             try:
@@ -80,8 +79,8 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                 FAULTS.note("batch of mosec", fault)
         return task
 
-    @functools.wraps(send)
-    def sent(self: Any, flag: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_place(protocol, "send")
+    def undo_send(self: Any, flag: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return send(self, flag, ids, *args, **kwargs)
         finally:
@@ -94,7 +93,7 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
             except Exception as fault:
                 FAULTS.note("batch of mosec", fault)
 
-    return [replace(protocol, "receive", received), replace(protocol, "send", sent)]
+    return [undo_receive, undo_send]
 
 
 MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _protocol}

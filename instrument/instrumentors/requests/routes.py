@@ -5,12 +5,11 @@ They tell the exchange that their context works for; where there is none, nothin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange
 from instrument.runtime.faults import FAULTS
 
@@ -19,8 +18,8 @@ def _meet(owner: Any, method: str, tell: Callable[..., None], *, after: bool = F
     """Call `tell(exchange, *args)` before each call of a method in an exchange, or with the result after it."""
     original = _function(owner, method)
 
-    @functools.wraps(original)
-    def met(*args: Any, **kwargs: Any) -> Any:
+    @takes_place(owner, method)
+    def undo(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs) if after else None
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
@@ -30,7 +29,7 @@ def _meet(owner: Any, method: str, tell: Callable[..., None], *, after: bool = F
                 FAULTS.note("route of a request", fault)
         return result if after else original(*args, **kwargs)
 
-    return replace(owner, method, met)
+    return undo
 
 
 def _function(owner: Any, method: str) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.runtime.faults import FAULTS
@@ -39,8 +39,8 @@ def _told(class_name: str, method: str, kind: Any) -> Attach:
         run = getattr(owner, method)
         last: tuple[Any, Any] = None, None
 
-        @functools.wraps(run)
-        def served(self: Any, app: Any) -> Any:
+        @takes_place(owner, method)
+        def undo(self: Any, app: Any) -> Any:
             nonlocal last
             told, found = last
             if told is not app or found is None:
@@ -48,7 +48,7 @@ def _told(class_name: str, method: str, kind: Any) -> Attach:
                 last = app, found
             return run(self, found)
 
-        return [replace(owner, method, served)]
+        return [undo]
 
     return attach
 
@@ -62,8 +62,8 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
         owner = getattr(module, class_name)
         run = getattr(owner, method)
 
-        @functools.wraps(run)
-        def served(self: Any, *args: Any, **kwargs: Any) -> Any:
+        @takes_place(owner, method)
+        def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 holder = self if holder_of is None else holder_of(self)
                 setattr(holder, name, _served(getattr(holder, name), kind, exchanges))
@@ -71,7 +71,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
                 FAULTS.note(f"app of {module.__name__}", fault)
             return run(self, *args, **kwargs)
 
-        return [replace(owner, method, served)]
+        return [undo]
 
     return attach
 
@@ -87,12 +87,12 @@ def _given(name: str, position: int, kind: Any) -> Attach:
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         run = getattr(module, name)
 
-        @functools.wraps(run)
-        def served(*args: Any, **kwargs: Any) -> Any:
+        @takes_place(module, name)
+        def undo(*args: Any, **kwargs: Any) -> Any:
             app = _served(args[position], kind, exchanges)
             return run(*args[:position], app, *args[position + 1 :], **kwargs)
 
-        return [replace(module, name, served)]
+        return [undo]
 
     return attach
 
@@ -110,12 +110,12 @@ def _embedded(class_name: str) -> Attach:
         owner = getattr(module, class_name)
         call = owner.__call__
 
-        @functools.wraps(call)
-        def called(self: Any, environ: Any, start_response: Any) -> Any:
+        @takes_place(owner, "__call__")
+        def undo(self: Any, environ: Any, start_response: Any) -> Any:
             catch_up_with_fork()
             return wsgi.WsgiApp(functools.partial(call, self), exchanges)(environ, start_response)
 
-        return [replace(owner, "__call__", called)]
+        return [undo]
 
     return attach
 
@@ -128,14 +128,14 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     worker = module.Worker
     load = worker.load_wsgi
 
-    @functools.wraps(load)
-    def load_wsgi(self: Any) -> None:
+    @takes_place(worker, "load_wsgi")
+    def undo(self: Any) -> None:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
         if hasattr(type(self), "handle_request") and not is_of_tornado:
             self.wsgi = _served(self.wsgi, wsgi.WsgiApp, exchanges)
 
-    return [replace(worker, "load_wsgi", load_wsgi)]
+    return [undo]
 
 
 ASGI: Mapping[str, Attach] = {
