@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from instrument.errors import error_name
@@ -78,6 +79,7 @@ class _Issued:
     waits: bool
     start_ns: int
     pair: Any
+    wait_ns: int = 0
 
     def __del__(self) -> None:
         if self.pair is not None:
@@ -107,12 +109,13 @@ class Comm(Switch):
             return False
         self._attach()
         self._is_compiling = compiling_test(module.torch)
-        replaced = [(group, method, operation) for method, operation in OPERATIONS.items() if hasattr(group, method)]
         around = [
-            (owner, method, self._call(operation, getattr(owner, method))) for owner, method, operation in replaced
+            (group, name, self._around(getattr(group, name), partial(self._begin_call, operation), self._end_call))
+            for name, operation in OPERATIONS.items()
+            if hasattr(group, name)
         ]
-        around.append((work, "wait", self._wait(work.wait)))
-        own = (*vars(Comm).values(), *vars(_Issued).values(), _facts, _amount)
+        around.append((work, "wait", self._around(work.wait, self._begin_wait, self._end_wait)))
+        own = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _amount)
         run_as_they_are(module.torch, (*own, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
         return False
@@ -135,93 +138,65 @@ class Comm(Switch):
 
     # ---------------------------------------------------------------- calls
 
-    def _call(self, operation: str, method: Callable[..., Any]) -> Any:
-        recorder, is_compiling, begin, end = self._recorder, self._is_compiling, self._begin_call, self._end_call
+    def _around(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
+        """Return a method with `begin` before each call, and `end` after it."""
+        recorder, is_compiling = self._recorder, self._is_compiling
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return method(*args, **kwargs)
-            issued = begin(operation, args, kwargs)
+            issued = _attempt(begin, args, kwargs)
             try:
-                work = method(*args, **kwargs)
+                out = method(*args, **kwargs)
             except BaseException as error:
-                end(issued, None, error)
+                _attempt(end, issued, None, error)
                 raise
-            end(issued, work)
-            return work
+            _attempt(end, issued, out, None)
+            return out
 
         return wrapper
 
-    def _wait(self, method: Callable[..., Any]) -> Any:
-        recorder, is_compiling, begin, end = self._recorder, self._is_compiling, self._begin_wait, self._end_wait
+    def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
+        """Return the facts of a call before it is made."""
+        waits = any(getattr(one, "asyncOp", None) is False for one in (*args, *kwargs.values()))
+        moved_bytes, on_device = _amount(args[1:])
+        attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
+        if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
+            attributes["peer"] = args[2]
+        site, wait_site = self._sites_of(operation, args[0], on_device)
+        self.hits[operation] += 1
+        pair = self._pair(site) if waits else None
+        return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
-        @functools.wraps(method)
-        def wait(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on:
-                return method(self, *args, **kwargs)
-            issued, start_ns = begin(self)
-            try:
-                out = method(self, *args, **kwargs)
-            except BaseException as error:
-                end(issued, start_ns, error)
-                raise
-            end(issued, start_ns)
-            return out
-
-        return wait
-
-    def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued | None:
-        """Return the facts of a call before it is made; None for a fault of ours."""
-        try:
-            waits = any(getattr(one, "asyncOp", None) is False for one in (*args, *kwargs.values()))
-            moved_bytes, on_device = _amount(args[1:])
-            attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
-            if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
-                attributes["peer"] = args[2]
-            site, wait_site = self._sites_of(operation, args[0], on_device)
-            self.hits[operation] += 1
-            pair = self._pair(site) if waits else None
-            return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
-        except Exception as fault:
-            FAULTS.note("communication probe", fault)
-            return None
-
-    def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None = None) -> None:
+    def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
         """Record a call that has returned, unless the wait for its work is a part of it."""
         if issued is None:
             return
-        try:
-            may_wait = error is None and hasattr(work, "wait")
-            if not (may_wait and issued.waits):
-                self._record(issued, issued.start_ns, issued.attributes, error)
-            if may_wait:
-                self._issued[work] = issued
-        except Exception as fault:
-            FAULTS.note("communication probe", fault)
+        may_wait = error is None and hasattr(work, "wait")
+        if not (may_wait and issued.waits):
+            self._record(issued, issued.start_ns, issued.attributes, error)
+        if may_wait:
+            self._issued[work] = issued
 
-    def _begin_wait(self, work: Any) -> tuple[_Issued | None, int]:
-        try:
-            issued = self._issued.pop(work, None)
-            if issued is not None and not issued.waits:
+    def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
+        """Return the facts of the call that a wait is for; None for a call that was not seen."""
+        issued = self._issued.pop(args[0], None)
+        if issued is not None:
+            if not issued.waits:
                 issued.pair = self._pair(issued.site)
-            return issued, time.monotonic_ns()
-        except Exception as fault:
-            FAULTS.note("communication probe", fault)
-            return None, 0
+            issued.wait_ns = time.monotonic_ns()
+        return issued
 
-    def _end_wait(self, issued: _Issued | None, start_ns: int, error: BaseException | None = None) -> None:
+    def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
         """Record a wait for work that has ended, with its call, or alone where the call has had its own span."""
         if issued is None:
             return
-        try:
-            if issued.waits:
-                self._record(issued, issued.start_ns, issued.attributes, error)
-                return
-            issued.site = issued.wait_site
-            self._record(issued, start_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
-        except Exception as fault:
-            FAULTS.note("communication probe", fault)
+        if issued.waits:
+            self._record(issued, issued.start_ns, issued.attributes, error)
+            return
+        issued.site = issued.wait_site
+        self._record(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
 
     def _record(
         self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
@@ -261,6 +236,15 @@ class Comm(Switch):
             # setdefault, because two threads may be first: one site for each key or the tally would split.
             sites = self._sites.setdefault(key, (call, wait))
         return sites
+
+
+def _attempt(call: Callable[..., _Issued | None], *given: Any) -> _Issued | None:
+    """Return the answer of a call; None for a fault of ours, which is counted."""
+    try:
+        return call(*given)
+    except Exception as fault:
+        FAULTS.note("communication probe", fault)
+        return None
 
 
 def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
