@@ -326,7 +326,7 @@ LINES_AND_FILES = {
     "cli": (2_417, 20),
     "compat": (1_367, 6),
     "device": (3_705, 13),
-    "instrumentors": (11_315, 48),
+    "instrumentors": (11_299, 48),
     "native": (9_742, 28),
     "otlp": (5_216, 21),
     "profile": (2_547, 8),

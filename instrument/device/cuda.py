@@ -29,7 +29,7 @@ Reading = Callable[[int, int, int], tuple[int, int, int]]
 times before it was recorded and after it was seen."""
 
 CAPTURING = 1_000_000
-"""In place of an error: the stream is being captured into a graph, and nothing was recorded."""
+"""A value in place of an error: the stream is being captured into a graph, and nothing was recorded."""
 
 NOT_READY = 600
 

@@ -35,7 +35,7 @@ GAUGE_OF = {
 
 
 class TorchMemory:
-    """Reads the counters of torch's allocator. `problem` is the reason for which it no longer does.
+    """The counters of torch's allocator. `problem` is the reason for which it no longer does.
 
     Only devices that torch uses already are read; nothing is imported or initialised. torch keeps the interpreter's
     lock while it waits for its allocator's, so it is read seldom. No peak is missed: torch keeps the peaks itself.
@@ -87,7 +87,7 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """Reads the gauges of a process as its profile's `device` says: of this process, or that of a pid.
+    """The gauges of a process, this one or that of a pid, as its profile's `device` says.
 
     `keep` gets each reading. All but `prepare`, `gpus` and `notes` is for one thread, which has the lock `inside` while
     it is in NVML and in torch's allocator. `environ` has the process's variables that choose its GPUs.
@@ -289,7 +289,7 @@ _hooked = False
 
 
 class Gauges:
-    """Has the gauges of GPUs and host read as the profile's `device` says.
+    """The gauges of this process, read on a thread of its own as the profile's `device` says.
 
     `keep` gets each reading on the thread that makes it. `find_room` returns the place of readings in the recording, if
     this process has one. `start`, `stop` and the readers may be called from any thread.

@@ -24,7 +24,7 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 
 
 class Host:
-    """Reads the host's gauges for one process, this one or that of a pid.
+    """The host's gauges for a process, this one or that of a pid.
 
     Shares are of the time since the reading before. The constructor and `read` raise `Gone` for a process that ended.
     """

@@ -178,7 +178,7 @@ class Untimed:
 
 
 class Context:
-    """One context of a device: its pool, what is under way on its streams, and its clock."""
+    """A context of a device: its pool, what is under way on its streams, and its clock."""
 
     def __init__(self, handle: int, device: int, anchors: Anchors) -> None:
         self.handle = handle
@@ -191,12 +191,12 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """By stream: the place of the last begin, the record of the last end, and its place."""
+        """The place of the last begin, the record of the last end, and its place, by stream."""
         self.numbers: dict[int, int] = {}
-        """By handle: the number of its stream."""
+        """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """By stream: the last time at which its oldest end under way had not happened."""
+        """The last time at which the oldest end under way had not happened, by stream."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """The time of the next try for an anchor, and the pause before it, while the device is too busy."""
         self.next_watch_ns = 0

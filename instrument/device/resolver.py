@@ -57,7 +57,7 @@ HELD_LIMIT = 512
 at a time, chosen among these."""
 
 INTERRUPTED = -2
-"""In place of an error: a signal handler raised, so that nothing is known of the event."""
+"""A value in place of an error: a signal handler raised, so that nothing is known of the event."""
 
 ROW_NS = 10**7
 """The longest time from a span's row to the end of its pair."""

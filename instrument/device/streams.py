@@ -22,7 +22,7 @@ Returns None where the framework has not begun to use a device.
 """
 
 UNKNOWN = -1
-"""In place of a handle: the framework has not reported its stream yet."""
+"""A value in place of a handle: the framework has not reported its stream yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy."""
@@ -79,7 +79,7 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
 
 
 class NumbaStreams:
-    """Notes the stream on which each thread launches and copies by numba."""
+    """The streams on which threads launch and copy by numba."""
 
     def __init__(self, default_stream: int) -> None:
         self._default = default_stream

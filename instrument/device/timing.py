@@ -67,7 +67,7 @@ class Timing:
         return self.uninstall
 
     def imported(self, module: ModuleType) -> None:
-        """The host has imported a framework: learn its current stream, if there can be a device at all."""
+        """Learn the current stream of an imported framework, if there can be a device at all."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"

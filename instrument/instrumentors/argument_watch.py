@@ -247,7 +247,7 @@ class ArgumentWatch:
 
 
 class _Looking:
-    """Looks at some of the calls of a function. It never raises."""
+    """A look at the first calls of a function. It never raises."""
 
     def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
         self._look = look
@@ -293,7 +293,7 @@ def _is_plain(key: object) -> TypeGuard[str]:
 
 
 def _rank(name: str) -> tuple[bool, int, str]:
-    """The likelier name of a request first."""
+    """Return the order of a name among those of requests, the likelier first."""
     return not ID.match(name), len(name), name
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Probe:
-    """One target made to record, and the way back: `undo` leaves alone what somebody else has set since."""
+    """A target made to record, and the way back: `undo` leaves alone what others have set since."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -290,7 +290,7 @@ def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
 
 
 class Switch(ABC):
-    """One `key` of the profile at work: `rules` is empty where it is off.
+    """A `key` of the profile at work: `rules` is empty where it is off.
 
     `_attached` while it is; `_met` is True, also afterwards, where the module was there.
     """
@@ -317,7 +317,7 @@ class Switch(ABC):
                 self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """The key, where it is at work."""
+        """Return the key, where it is at work."""
         return {self.key: True} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:

@@ -200,7 +200,7 @@ class Layers:
             undo_all([self._patches.pop(cls)])
 
     def probed(self) -> Mapping[str, Any]:
-        """The rules at work, by their text."""
+        """Return the rules at work, by their text."""
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
     def wants(self, module_name: str) -> bool:

@@ -21,7 +21,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Lineage:
-    """One method from a class on downwards. `subclassed(cls)` is called when a class below it has been defined."""
+    """A method from a class on downwards. `subclassed(cls)` is called when a class below it has been defined."""
 
     def __init__(self, base: type[Any], attribute: str, subclassed: Callable[[type[Any]], object]) -> None:
         self.base = base
@@ -40,7 +40,7 @@ class Lineage:
         )
 
     def overrides(self) -> Iterator[type[Any]]:
-        """The classes below the first one that define the method themselves."""
+        """Return the classes below the first one that define the method themselves."""
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def join(self, owner: type[Any]) -> LineageMember:
@@ -50,7 +50,7 @@ class Lineage:
         return LineageMember(self, owner)
 
     def resolved(self, cls: type[Any]) -> type[Any] | None:
-        """The class whose probe records calls on objects of a class."""
+        """Return the class whose probe records calls on objects of a class."""
         try:
             return self._resolved[cls]
         except KeyError:
@@ -71,7 +71,7 @@ class Lineage:
 
 
 class LineageMember:
-    """Says of each call of one class's function whether another's probe records it."""
+    """A test of the calls of one class's function: True where another class's probe records them."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
@@ -86,7 +86,7 @@ class LineageMember:
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """In another process, where a function that is pickled by value takes it, it says so of none."""
+        """Pickle a test that is never True, for a function that is pickled by value takes it to another process."""
         return _member_of_none, ()
 
 
@@ -145,7 +145,7 @@ def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], wh
 
 
 def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """Every class below `cls`, each once."""
+    """Yield every class below `cls`, each once."""
     seen: set[type[Any]] = set()
     waiting = [cls]
     while waiting:

@@ -201,7 +201,7 @@ class Waiting:
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """The item is there, or will not come."""
+        """End the wait: the item is there, or will not come."""
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)

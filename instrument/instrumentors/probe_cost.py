@@ -17,7 +17,7 @@ from instrument.recording.spans import Site
 from instrument.runtime import atomic, run_folder
 
 AMONG = 1.3
-"""By what a span takes longer among other work of Python's than after another one: 1.2 to 1.5 were measured."""
+"""The factor by which a span takes longer among other work of Python's than after another span: 1.2 to 1.5."""
 
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
@@ -288,11 +288,11 @@ class Costs:
         return True
 
     def added_ns(self) -> dict[str, float]:
-        """By how much a span costs more than none, by the shape of the probe."""
+        """Return the time that a span adds, by the shape of the probe."""
         return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
 
     def usual_ns(self) -> dict[str, float]:
-        """The same as a rule, and not at least: what the budget is held with."""
+        """Return the usual time that a span adds, by the shape of the probe: the budget counts it."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def of(self, site: Site) -> ProbeCost:
@@ -300,7 +300,7 @@ class Costs:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def of_sites(self, sites: Sequence[Site]) -> list[float]:
-        """By how much a span of each site costs more than none."""
+        """Return the time that a span of each site adds."""
         added_ns = self.added_ns()
         shape_of = self._recorder.shapes.get
         return [added_ns[shape_of(site, "scope")] for site in sites]

@@ -61,7 +61,7 @@ def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> lis
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """In all modules imported so far, bind the names of the first thing of a pair to the second.
+    """Bind the names of the first thing of a pair to the second, in all modules imported so far.
 
     Modules of the packages in `spared`, and our own, keep theirs. Returns True where there was such a name.
     """

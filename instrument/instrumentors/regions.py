@@ -45,13 +45,13 @@ class ModulePaths(Protocol):
     """The places of modules in their models."""
 
     def of(self, module: Any) -> str | None:
-        """The dotted path from the module's root; "" for a root, None where that is not known yet."""
+        """Return the dotted path from the module's root; "" for a root, None where that is not known yet."""
 
     def look_again(self) -> None:
         """Place the modules that came without registration, unless that was done a moment ago."""
 
     def roots(self) -> Iterator[Any]:
-        """The modules alive that have children and sit in no other."""
+        """Yield the modules alive that have children and sit in no other."""
 
 
 def selects(rule: LayerRule, class_name: str, path: str) -> bool:

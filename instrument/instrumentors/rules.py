@@ -264,7 +264,7 @@ class Functions:
             yield from targets.override(cls, thing.attribute)
 
     def _subclassed(self, cls: type[Any]) -> None:
-        """A class has been defined below one whose overrides a rule wants, or is found to have been."""
+        """Attach to a class that has been defined below one whose overrides a rule wants."""
         with self._lock:
             found = {
                 (index, thing.label): thing
@@ -277,14 +277,14 @@ class Functions:
                 self._attach(index, target)
 
     def _wanted_below(self, index: int, cls: type[Any]) -> Iterator[str]:
-        """The methods that a class defines itself and that a rule wants there, as overrides of what it names."""
+        """Yield the methods that a class defines itself and that a rule wants there, as overrides."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """The targets that are to get a probe now, with the rule that each belongs to; what became of the others."""
+        """Yield the targets that are to get a probe now, each with its rule. Note the verdicts on the others."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
@@ -314,7 +314,7 @@ class Functions:
             yield index, thing
 
     def _site_inside(self, target: Target) -> Site | None:
-        """The site of the target's own probe, around which somebody has put a function since (`functools.wraps`)."""
+        """Return the site of the target's own probe, which another function wraps by now (`functools.wraps`)."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -410,7 +410,7 @@ class Functions:
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """With what overrides the method in subclasses and carries no probe, where a rule names the one method."""
+        """Add the overrides in subclasses without a probe to a verdict, where a rule names the one method."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -493,7 +493,7 @@ def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
 
 
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
-    """The name by which a pattern means a module; nothing if it does not."""
+    """Return the name by which a pattern means a module, () for no such."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

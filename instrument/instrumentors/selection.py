@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Probes(Protocol):
-    """One family of a profile's rules. All methods are called by one thread at a time."""
+    """A family of a profile's rules. All methods are called by one thread at a time."""
 
     @property
     def rules(self) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """The top-level packages in which rules of a key may have targets; None where any module may have some."""
+    """Return the top-level packages in which rules of a key may have targets; None where any module may have some."""
     if key == "functions":
         texts = (text.lstrip("!") for rule in profile.functions for text in rule.match)
         named = {text.partition(":")[0].partition(".")[0] for text in texts}
@@ -117,7 +117,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def awaited(profile: Profile) -> frozenset[str] | None:
-    """The packages whose import a process may await before it begins to record; None where it may await none."""
+    """Return the packages whose import a process may await before it begins to record; None where it may await none."""
     found: set[str] = set()
     for key in FAMILIES:
         packages = packages_of(profile, key) if _rules(profile, key) else frozenset()
@@ -184,7 +184,7 @@ class Selection:
         return made
 
     def _awake(self, key: str) -> Any:
-        """The family of a key, also where it has slept until now; None where the profile has no such rules."""
+        """Return the family of a key, also where it has slept until now; None where the profile has no such rules."""
         if key in self._asleep:
             self.wake(key)
         return self._families.get(key)

@@ -80,7 +80,7 @@ class StartupWatch:
                 self._watch_dynamo(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """The functions that record."""
+        """Return the functions that record."""
         return self._functions.probed()
 
     def wants(self, module_name: str) -> bool:

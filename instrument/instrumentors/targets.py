@@ -44,7 +44,7 @@ from instrument.recording.spans import Site
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
-"""Puts another function in the place of one that an object holds. Returns the object, or one made anew."""
+"""A call that puts another function in the place of one in an object. Returns the object, or one made anew."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -96,7 +96,7 @@ class Target:
         return self.qualname if own in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
     def filled_in(self, name: str) -> str:
-        """A rule's name with what it says in braces about the target; other braces are data."""
+        """Fill the fields of a rule's name in braces for the target; other braces are data."""
         owner, _, own = self.qualname.rpartition(".")
         known = {"module": self.module, "qualname": self.qualname, "class": owner, "function": own}
         return _FIELD.sub(lambda field: known[field[1]], name)
@@ -112,7 +112,7 @@ class Unreachable:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern[str]:
-    """The regular expression of a dotted pattern: `*` within a segment, `**` for any number of segments."""
+    """Return the regular expression of a dotted pattern: `*` within a segment, `**` for any number of segments."""
     segments = text.split(".")
     last = len(segments) - 1
     made = ""
@@ -138,7 +138,7 @@ def site_of(
     phase: str | None = None,
     min_ns: int = 0,
 ) -> Site:
-    """The site of a function: its own names and place, or the name that is given."""
+    """Make the site of a function: its own names and place, or the name that is given."""
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
@@ -219,14 +219,14 @@ def _find_in(module: ModuleType, owner: Any, last: str, wanted: str, label: str)
 
 
 def _find_class(module: ModuleType, found: type[Any], wanted: str, label: str) -> Iterator[Target | Unreachable]:
-    """The public methods of a class."""
+    """Yield the public methods of a class."""
     home, called = type_attribute(found, "__module__"), label.partition(":")[0]
     below = _walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
 def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """The same, with a word on the object of a decorator that holds their class, if there is one."""
+    """Yield things with a note on the object of a decorator that has their class, if there is one."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -285,7 +285,7 @@ def _records(function: Any) -> bool:
 
 
 def site_on(function: Any) -> Site | None:
-    """The site of the probe that a function carries."""
+    """Return the site of the probe that a function carries."""
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
@@ -309,7 +309,7 @@ def _is_function(thing: Any) -> bool:
 
 
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """The functions in a method that a class defines."""
+    """Yield the functions in a method that a class defines."""
     home: str = type_attribute(cls, "__module__")
     yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
@@ -433,7 +433,7 @@ def _wrapped_slot(kind: type) -> Any:
 
 
 def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """The class of that very name inside what a decorator of a framework has made of it (a deployment, an actor)."""
+    """Return the class of that very name inside an object of a framework's decorator (a deployment, an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
     found: type[Any] | None = _inside(raw, module, qualname, type)[0]
@@ -485,7 +485,7 @@ def _is_globals(thing: Any) -> bool:
 
 
 def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Labels of all functions in the modules that a rule could have meant, to name the nearest."""
+    """Return the labels of all functions in the modules that a rule could have meant, to name the nearest."""
     found = (
         thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
     )

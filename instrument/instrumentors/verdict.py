@@ -28,7 +28,7 @@ STATES: Mapping[str, str] = {
     "unreachable": "it is there and cannot be observed",
     "not found": "its module is imported and has nothing of that name",
 }
-"""Every state, and what it means."""
+"""The states with their meanings."""
 
 RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
@@ -59,7 +59,7 @@ class Verdict:
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
     def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
-        """With the calls of its site; `uncalled` where it is attached and there were none."""
+        """Add the calls of its site; `uncalled` where it is attached and there were none."""
         if self.site is None or self.state not in RECORDING:
             return self
         calls = calls_of(self.site)
@@ -70,14 +70,14 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merged(self, other: Verdict) -> Verdict:
-        """The verdict on the same target over two processes: the one that says more, with the calls of both."""
+        """Merge the verdicts of two processes on a target: the one that says more, with the calls of both."""
         first, second = sorted((self, other), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
 
 
 def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """One verdict for each target of the verdicts of several processes, in the order of first sight.
+    """Merge the verdicts of several processes into one per target, in the order of first sight.
 
     A process that found targets of a rule knows better than one that speaks of the rule as a whole.
     """
@@ -101,7 +101,7 @@ def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
 
 
 def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Without those on rules that have nothing to do here, where the board says that another process has them at work.
+    """Drop verdicts on rules with nothing to do here that are at work in another process, by the board.
 
     Rules that do something here keep all that is said of them.
     """
@@ -135,7 +135,7 @@ def reports_to_check(folder: str) -> list[dict[str, Any]]:
 
 
 def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
-    """With the imported module that a function rule perhaps means, where it waits for one that is not."""
+    """Name the imported module that a waiting function rule perhaps means."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
     if verdict.state != "waiting":
         return verdict

@@ -98,7 +98,7 @@ class Document:
 
     @property
     def problems(self) -> list[str]:
-        """Every problem noted, once, in the order of their places."""
+        """The problems noted, each once, in the order of their places."""
         return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
@@ -112,7 +112,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """One value of a document, and its place: the path `where`, the line and the column, both from 1.
+    """A value of a document, and its place: the path `where`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
     is as written, references replaced; it is `plain` without quotes, and `variable` is the one that it consists of.
@@ -298,7 +298,7 @@ _REFERENCE = re.compile(
 
 
 class _Tree:
-    """Makes our nodes of YAML's: aliases expanded, merge keys merged, references replaced by their variables.
+    """The conversion of YAML's nodes to ours: aliases expanded, merge keys merged, references replaced.
 
     YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` returns a plain scalar's tag.
     """

@@ -577,7 +577,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "skip_first": Key("skip_first", whole(0)),
     },
 }
-"""Every key of a profile, by section."""
+"""The keys of a profile, by section."""
 
 
 def setting(profile: Profile, path: str) -> Any:

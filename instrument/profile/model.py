@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, ClassVar
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
-"""Every kind of span."""
+"""The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
 """The phases that make a service ready: to load a model, and to compile it."""
@@ -103,7 +103,7 @@ class RequestKeys:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRule:
-    """Functions to instrument: the `module:qualname` patterns that select and that exclude them.
+    """A rule of functions to instrument: the `module:qualname` patterns that select and that exclude them.
 
     In a pattern `*` matches any part of a dotted segment and `**`, a segment of its own, any number of segments. `name`
     replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` asks for
@@ -229,7 +229,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """At most `count` in each `per_ns` nanoseconds."""
+    """A bound: `count` in each `per_ns` nanoseconds."""
 
     count: int
     per_ns: int
@@ -396,7 +396,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One `profile.yaml`. `Profile()` is that of an empty file; `schedule` None means always on.
+    """A `profile.yaml`. `Profile()` is that of an empty file; `schedule` None means always on.
 
     `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
     torch's training loops (forward, backward, optimizer), `comm`, for torch.distributed, and `startup`, for imports and
@@ -446,7 +446,7 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits: equal for equal profiles, without the headers of exports."""
+        """The twelve hexadecimal digits that equal profiles share, without the headers of exports."""
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 

@@ -352,7 +352,7 @@ def readable_file(node: YamlNode) -> str:
 
 
 def seconds(node: YamlNode) -> int:
-    """A timeout variable in seconds, as OpenTelemetry's Python SDK takes it, in nanoseconds."""
+    """Read a timeout variable in seconds, as OpenTelemetry's Python SDK takes it. Return nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)

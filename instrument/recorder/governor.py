@@ -93,7 +93,7 @@ class _Off:
 
 
 class Governor:
-    """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
+    """The governor of a recorder: its probes cost each thread at most the share `budget` of its time (0.01 is 1 %).
 
     `step` is called now and then by one thread. `costs_ns` has the cost of a span by the shape of its probe,
     `passed_ns` that of a muted call; both have that of each step of a generator after its first. `detach` detaches
@@ -129,7 +129,7 @@ class Governor:
         self._kept_shares: dict[Site, float] = {}
         self._counting_shares: dict[Site, float] = {}
         self.muted: dict[Site, _Muted] = {}
-        """Each muted site, in the order of muting."""
+        """The muted sites, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
         """Look at the use since the last time: mute sites that cost too much, and bring back those with room."""

@@ -95,7 +95,7 @@ class Books:
 
 
 class Meter:
-    """Counts metrics. `count` and `snapshot` are for the one thread that reads the rings, in turn.
+    """A count of metrics. `count` and `snapshot` are for the one thread that reads the rings, in turn.
 
     `generations` are the routes whose answers a model generates, as the profile has them; `watch` watches functions
     that do so. Requests are grouped `by` an attribute, up to `at_most` values of it: the `groups`, which several meters

@@ -52,7 +52,7 @@ class Copies(Transfers):
                 self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """The rules at work, by their text."""
+        """Return the rules at work, by their text."""
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
@@ -60,7 +60,7 @@ class Copies(Transfers):
         return module_name in self._rooms
 
     def imported(self, module: ModuleType) -> bool:
-        """A framework has been imported: replace its functions that copy."""
+        """Replace the functions of a framework that copy, as it has been imported."""
         name = module.__name__
         room = self._rooms[name]
         if name in self._attached:

@@ -98,7 +98,7 @@ def direction(source: Any, target: Any) -> str | None:
 
 
 def _converted(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """A method that returns a tensor, the very same where there was nothing to do."""
+    """Return the copy of a method that gives a tensor, the very same where there was nothing to do."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
     return _between(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
@@ -130,7 +130,7 @@ def _pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """A method that brings values to Python: it waits for the device by itself."""
+    """Return the copy of a method that brings values to Python, and waits for the device by itself."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
@@ -156,12 +156,12 @@ def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _if_real(facts: Facts, fake: Any) -> Facts:
-    """The stand-ins that torch traces with hold no data."""
+    """Return the facts of calls on real tensors, for those with which torch traces have no data."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _if_new(facts: Facts, fake: Any) -> Facts:
-    """The same for methods that return the very same tensor where there was nothing to do: as cheap as can be."""
+    """Do so for methods that return the very same tensor where there was nothing to do, at the least cost."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -205,7 +205,7 @@ def _devices(torch: Any) -> list[Callable[[], bool]]:
 
 
 def _private_backend(torch: Any) -> str:
-    """The name of a device that another package has added to torch (`npu` and others), "" where there is none."""
+    """Return the name of a device that another package has added to torch (`npu` and others), "" for none."""
     tell = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     name = tell() if tell is not None else ""
     return name if name and hasattr(torch, name) else ""
