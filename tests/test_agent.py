@@ -321,10 +321,9 @@ def test_a_report_tells_also_of_those_who_ended_under_an_agent_that_was_killed(g
     until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - ENDED // 2 + 1)
     (agent,) = until(agents)
     os.kill(agent, signal.SIGKILL)
-    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
-    with subprocess.Popen([*INSTRUMENT, "agent", "--run", run.name]):
-        until(lambda: agents() and any(one["pid"] == service.pid for one in processes()))
-        _, errors = service.communicate("\n", timeout=240)
+    until(lambda: [one for one in agents() if one != agent])
+    until(lambda: any(one["pid"] == service.pid for one in processes()))
+    _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
     assert row.split()[3] == str(21 + bool(goes_on))
@@ -625,10 +624,9 @@ def test_a_report_has_what_was_saved_of_a_process_that_vanished_under_an_agent_b
     until(lambda: len(list(run.glob("*.process"))) == 1)
     (agent,) = agents()
     os.kill(agent, signal.SIGKILL)
-    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
-    with subprocess.Popen([*INSTRUMENT, "agent", "--run", run.name]):
-        until(lambda: agents() and any(one["pid"] == service.pid for one in processes()))
-        _, errors = service.communicate("\n", timeout=240)
+    until(lambda: [one for one in agents() if one != agent])
+    until(lambda: any(one["pid"] == service.pid for one in processes()))
+    _, errors = service.communicate("\n", timeout=240)
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
     assert row.split()[3] == "2"
     head, *told = errors.partition("Processes: ")[2].splitlines()
@@ -821,7 +819,7 @@ def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_en
     assert (service.returncode, out, errors.count("Summary of shop")) == (0, "done\n", 1)
 
 
-def test_a_service_whose_agent_is_gone_says_what_it_recorded_by_itself() -> None:
+def test_a_service_whose_agent_was_killed_begins_another_one_and_leaves_nothing() -> None:
     service = begin("""
         import engine, sys
         engine.step(1)
@@ -835,10 +833,11 @@ def test_a_service_whose_agent_is_gone_says_what_it_recorded_by_itself() -> None
     os.kill(agent, signal.SIGKILL)
     _, errors = service.communicate("\n", timeout=240)
     assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
-    run_folder.remove_abandoned()
+    assert "agent" not in errors
+    until(lambda: not run_folder.found())
 
 
-def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_service() -> None:
+def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one() -> None:
     service = begin("""
         import engine, os, signal, sys
         engine.step(1)
@@ -858,8 +857,8 @@ def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_service() 
     (agent,) = agents()
     os.kill(agent, signal.SIGKILL)
     _, errors = service.communicate("\n", timeout=240)
-    assert f"nobody has told how process {worker} ended" in errors.replace("\n  ", " "), errors
-    run_folder.remove_abandoned()
+    assert f"process {worker} of shop ended without a goodbye" in errors, errors
+    assert (errors.count("Summary of shop"), errors.partition("Processes: ")[2][:1]) == (1, "2")
 
 
 def test_a_process_that_finds_no_agent_records_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

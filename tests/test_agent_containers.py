@@ -187,7 +187,7 @@ def test_of_a_run_that_was_killed_with_its_agent_ps_says_what_there_is_to_be_don
     for pid in (*agents(), service.pid):
         os.kill(pid, signal.SIGKILL)
     service.communicate()
-    run_folder.note_of_unsent(run, 1, 7).touch()
+    (run / run_folder.UNSENT).write_text("7")
     (said,) = until(lambda: [line for line in [done_by("ps", run.name).stdout] if "have gone" in line])
     assert "its agent and its processes have gone; 1 ended without a goodbye" in said
     assert "; up to 7 spans of others are perhaps not exported" in said
@@ -217,16 +217,12 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
     until(lambda: [one for one in processes() if one["hears"]])
     (before,) = agents()
     os.kill(before, signal.SIGKILL)
-    (run,) = run_folder.found()
-    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
-    assert "no agent listens; `instrument agent --run " in done_by("ps", run.name).stdout
-    agent = beside("--run", run.name)
+    until(lambda: [one for one in agents() if one != before])
     (process,) = until(lambda: [one for one in processes() if one["hears"]])
     assert (process["pid"], process["has_recorded"]) == (service.pid, True)
     _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
-    agent.communicate(timeout=240)
-    assert agent.returncode == 0
+    until(lambda: not run_folder.found())
 
 
 @pytest.mark.slow
@@ -314,24 +310,19 @@ def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: st
     recording = until(lambda: sorted(one["pid"] for one in processes() if one["hears"])[1:] and processes())
     child = next(one["pid"] for one in recording if one["hears"] and one["pid"] != service.pid)
     (before,) = agents()
+    os.kill(service.pid, signal.SIGSTOP)  # it begins no agent
     os.kill(before, signal.SIGKILL)
-    (run,) = run_folder.found()
-    until(lambda: not run_folder.is_heard(run / run_folder.SOCKET))
     for pid in pids:
         if pid != service.pid:
             os.kill(pid, signal.SIGKILL)
-    service.stdin.write("\n")
-    service.stdin.flush()
-    until(lambda: not Path(f"/proc/{child}").exists())
-    service.wait(240)
-    agent = beside("--run", run.name)
-    _, errors = agent.communicate(timeout=240)
-    errors += service.stderr.read() if service.stderr is not None else ""
-    service.communicate()
+    until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    os.kill(service.pid, signal.SIGCONT)
+    until(lambda: [one for one in agents() if one != before])
+    _, errors = service.communicate("\n", timeout=240)
     told = [line for line in errors.splitlines() if "without a goodbye" in line and "process" in line]
     assert [str(child) in line for line in told] == [True]
     assert ("what it recorded went with it" if not where else "it died in request `left open`") in told[0]
-    assert not run.exists()
+    until(lambda: not run_folder.found())
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from driver import environment, why_not
 from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
-from test_agent_export import settled, take_the_place_of_the_agent
+from test_agent_export import settled
 
 from instrument.runtime import run_folder
 
@@ -192,25 +192,20 @@ while not os.path.exists("over") and time.monotonic() < end:
 
 
 @pytest.mark.slow
-def test_device_times_are_sent_once_whoever_exports(collector: Collector) -> None:
+def test_device_times_are_sent_once_where_the_agent_is_killed(collector: Collector) -> None:
     service = begin(LOAD)
     (agent,) = until(agents)
     until(lambda: collector.taken.count("decode (device)") > 50)
     os.kill(agent, signal.SIGKILL)
-    until(lambda: collector.connections == 2)  # the process itself
+    until(lambda: collector.connections == 2)  # of the next agent
     before = collector.taken.count("decode (device)")
-    until(lambda: collector.taken.count("decode (device)") > before + 200)
-    other = take_the_place_of_the_agent()
-    until(lambda: collector.connections == 3)
-    before = collector.taken.count("decode (device)")
-    until(lambda: collector.taken.count("decode (device)") > before + 50)
+    until(lambda: collector.taken.count("decode (device)") > before + 250)
     Path("enough").touch()
     assert service.stdout is not None
     served = int(service.stdout.readline())
     (fates,) = until(settled)
     Path("over").touch()
     _, errors = service.communicate(timeout=60)
-    other.communicate(timeout=60)
     assert service.returncode == 0, errors
     (spans,) = collector.spans.values()
     own = {span.span_id: span for span in spans}

@@ -19,7 +19,7 @@ from test_agent import children_of
 
 from instrument.agent.exports import Exports
 from instrument.agent.peer import Connection
-from instrument.agent.processes import VANISHED, Process, Run
+from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
 from instrument.otlp.exported import Exported, ExportedRun
@@ -147,28 +147,6 @@ def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, ma
     assert lives in table.left
 
 
-def test_a_process_killed_before_the_exporter_let_go_of_it_is_exported_or_counted(
-    table: Table, make_recorder: Any
-) -> None:
-    recorder = make_recorder()
-    if recorder.memory_fd < 0:
-        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
-    before = set(exporters())
-    table.add()
-    (child,) = set(exporters()) - before
-    stop(child)
-    process = table.add(memory=copied(recorder))  # which says nothing of how it is to be exported
-    table.exports.release(process)
-    process.ended_ns, process.how = 1, VANISHED
-    table.exports.note_ended(process)
-    table.exports.end(60)
-    os.kill(child, signal.SIGCONT)
-    table.until(lambda: table.exports.is_done)
-    with closing(Mapped(process.memory)) as mapped:
-        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
-    assert process in table.left
-
-
 def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_is_killed(
     tmp_path: Path, table: Table, make_recorder: Any
 ) -> None:
@@ -183,16 +161,15 @@ def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_i
     assert not run_folder.unsent(tmp_path)
     process.ended_ns = 1
     table.exports.note_ended(process)
-    (note,) = run_folder.unsent(tmp_path)
     with closing(Mapped(process.memory)) as mapped:
         recorded = sum(mapped.heads().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
-    os.link(note, tmp_path / "next" / note.name)  # as it lies there for the next agent, where this one is killed now
+    os.link(tmp_path / run_folder.UNSENT, tmp_path / "next" / run_folder.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.left.append)
     assert export_place.told(taken_over.fates) == {
         "spans that an agent had perhaps not sent as it was killed": recorded
     }
-    assert not list((tmp_path / "next").iterdir())
+    assert run_folder.unsent(tmp_path) == recorded
     os.kill(child, signal.SIGCONT)
     table.until(lambda: not table.exports.waits_for(process.run))
     assert not run_folder.unsent(tmp_path)
@@ -271,14 +248,14 @@ def test_settings_that_are_none_keep_no_other_recording_from_its_export(table: T
     assert set(exporters()) - before == children
 
 
-def test_a_process_whose_recording_cannot_be_exported_is_left_to_export_it(table: Table) -> None:
+def test_a_process_hears_that_its_recording_cannot_be_exported(table: Table) -> None:
     process = table.add()
     table.until(lambda: table.left)
     assert table.left == [process]
     assert table.exports.problem
 
 
-def test_processes_are_left_to_export_themselves_once_the_exporter_has_ended_too_often(table: Table) -> None:
+def test_processes_hear_that_the_exporter_has_ended_too_often(table: Table) -> None:
     before = set(exporters())
     process = table.add()
     ended = set()
@@ -295,7 +272,7 @@ def test_processes_are_left_to_export_themselves_once_the_exporter_has_ended_too
     assert table.left == [process, later]
 
 
-def test_an_agent_without_a_descriptor_left_leaves_the_export_to_the_process(table: Table) -> None:
+def test_a_process_hears_that_its_agent_has_no_descriptor_left_for_its_export(table: Table) -> None:
     table.until(lambda: table.add() and table.left)
     table.left.clear()
     memory = os.memfd_create("recording")

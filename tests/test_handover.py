@@ -1,4 +1,4 @@
-"""The handover of the export between a session and the agent of its run, played by the test: who reads the recording.
+"""The export of a session by the agent of its run, played by the test: who reads the recording.
 
 What a real agent makes of it is in `test_agent_export`.
 """
@@ -11,13 +11,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_collectors import Collector, collecting, refuse_with, swallow, take
+from otlp_collectors import Collector, collecting, take
 
 import instrument
 from instrument import scope
@@ -97,11 +96,11 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     found = session.flush(0)
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)
-    place.close()
-    assert session.handover.take_over()
+    write(place, seen=3, kept=3, exported=3)
     found = session.flush(30)
     assert found is not None
     assert (found.complete, found.exported, session.losses()) == (True, 3, {})
+    place.close()
 
 
 def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
@@ -167,158 +166,6 @@ def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
     assert "at its end: 2 spans on their way by the agent of the run" in caplog.text
 
 
-def test_a_session_whose_threads_begin_too_late_sends_its_metrics_all_the_same(
-    agent: socket.socket, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_begin, were_to_begin, begin_threads = threading.Event(), threading.Event(), SessionThreads._start_threads
-
-    def begin_late(self: SessionThreads) -> None:
-        may_begin.wait(60)
-        begin_threads(self)
-        were_to_begin.set()
-
-    monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
-    monkeypatch.setattr(session_threads, "START_LIMIT_S", 0.0)
-    monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
-    session = begin(collector, rules="requests: auto")
-    serve(1)
-    assert session.handover.take_over()
-    session.stop()
-    assert "instrument.cost" in {metric.name for metric in collector.metrics}
-    assert session.losses() == {}
-    may_begin.set()
-    assert were_to_begin.wait(60)  # and have not, or they would stay for ever
-
-
-def test_a_session_whose_agent_does_not_export_gives_nothing_back_to_that_one(
-    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "NEGLECTED_S", 0.0)
-    session = begin(collector)
-    found = []
-    for _ in range(4):
-        session.look_after_export(is_joined=True)
-        found.append(session.handover.is_here)
-    session._membership.join()  # another one
-    session.look_after_export(is_joined=True)
-    assert [*found, session.handover.is_here] == [True, True, True, True, False]
-
-
-def test_a_session_is_of_use_while_it_gives_the_export_back(agent: socket.socket) -> None:
-    with collecting(swallow) as silent:
-        session = begin(silent)
-        assert session.handover.take_over()
-        serve(10)
-        session.flush(0)
-        giving = threading.Thread(target=session.handover.give_back)
-        giving.start()
-        while session.handover.is_here:
-            time.sleep(0.001)
-        session.count_loss("something", 1)
-        assert session._exporter is not None
-        assert session._exporter.waiting == 10  # what it has read is still on its way
-        giving.join()
-        instrument.stop()
-
-
-def test_what_a_session_lost_is_told_once_before_and_after_it_gives_the_export_back(agent: socket.socket) -> None:
-    with collecting(refuse_with(400)) as refusing:
-        session = begin(refusing)
-        found = []
-        for _ in range(2):
-            assert session.handover.take_over()
-            serve(10)
-            session.flush(30)
-            found.append(dict(session.losses()))
-            session.handover.give_back()
-            found.append(dict(session.losses()))
-        assert found == [{"spans failed by the OTLP export": count} for count in (10, 10, 20, 20)]
-        instrument.stop()
-
-
-def test_a_session_that_takes_over_counts_what_the_agent_had_not_told_of_requests(
-    collector: Collector, agent: socket.socket
-) -> None:
-    session = begin(collector)
-    place = taken()
-    write(place, **{"derived lost": 1, "deriving": 2, "queueing": 40})
-    assert list(session.losses().values()) == [1]
-    place.close()
-    assert session.handover.take_over()
-    assert session.losses() == {
-        "spans of queue, prefill, decode and stalls lost by the OTLP export": 3,
-        "requests that batches served without their time in the queue among the metrics": 40,
-    }
-    instrument.stop()
-
-
-def test_a_session_exports_at_its_end_what_the_agent_has_let_go_of(collector: Collector, agent: socket.socket) -> None:
-    begin(collector)
-    place = taken()
-    serve(2)
-    write(place, seen=0)
-    place.close()
-    instrument.stop()
-    assert Counter(collector.taken) == {"serve": 2}
-
-
-def test_what_a_session_that_has_taken_over_could_not_send_is_told_after_its_end(agent: socket.socket) -> None:
-    with collecting(refuse_with(404)) as server:
-        session = begin(server)
-        place = taken()
-        serve(2)
-        write(place, seen=0, failed=5)
-        place.close()
-        instrument.stop()
-    assert session.losses() == {"spans failed by the OTLP export": 7}
-
-
-def test_a_session_takes_over_at_once_what_the_agent_says_to_be_its_own(
-    collector: Collector, listener: socket.socket
-) -> None:
-    session = begin(collector)  # whose threads begin before it has joined
-    taken().close()
-    joined, _ = listener.accept()
-    with joined:
-        told = [list(packets.receive(joined)[0] or ()) for _ in range(3)]
-        assert told == [["join"], ["records"], ["hears"]]
-        packets.send(joined, {"yours": True})
-        while not session.handover.is_here:
-            time.sleep(0.001)
-        serve(2)
-        found = session.flush(30)
-        assert found is not None
-        assert (found.complete, found.exported) == (True, 2)
-
-
-def test_who_flushes_as_the_session_takes_the_export_over_waits_until_that_is_done(
-    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = begin(collector, rules="requests: auto")
-    exporter = session._exporter
-    assert exporter is not None
-    starts, may_start, start = threading.Event(), threading.Event(), exporter.start
-
-    def start_late() -> None:
-        starts.set()
-        may_start.wait(60)
-        start()
-
-    monkeypatch.setattr(exporter, "start", start_late)
-    serve(3)
-    taking = threading.Thread(target=session.handover.take_over)
-    taking.start()
-    assert starts.wait(60)
-    found: list[Any] = []
-    flushing = threading.Thread(target=lambda: found.append(session.flush(60)))
-    flushing.start()
-    flushing.join(0.1)
-    may_start.set()
-    flushing.join(120)
-    taking.join(120)
-    assert [(one.settled, one.exported) for one in found] == [(True, 3)]
-
-
 def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
     collector: Collector, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,42 +189,6 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
     assert have_begun.wait(60)
     assert session._membership.joins == 1
     assert session._generations.control is None
-
-
-def test_one_who_takes_the_export_and_the_end_of_the_session_do_not_wait_for_each_other(
-    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "LOCK_S", 0.1)
-    session = begin(collector)
-    agent.close()
-    begins, begin_here = threading.Event(), session.handover._begin_here
-    monkeypatch.setattr(session.handover, "_begin_here", lambda: (begins.set(), begin_here()))
-    taker = threading.Thread(target=session.handover.insist, daemon=True)
-
-    def stop() -> None:
-        with session._lock.held():
-            taker.start()
-            assert begins.wait(60)
-            session.stop()
-
-    ending = threading.Thread(target=stop, daemon=True)
-    ending.start()
-    ending.join(120)
-    taker.join(120)
-    assert not ending.is_alive()
-    assert not taker.is_alive()
-
-
-def test_a_window_is_not_sent_where_the_agent_may_send_the_same_spans(
-    collector: Collector, agent: socket.socket
-) -> None:
-    session = begin(collector)
-    place = taken()
-    serve(2)
-    with pytest.raises(ExportError, match="asked to send 2 spans of a window, found that the agent"):
-        session.unsent(session.trace().spans)
-    assert session.losses() == {"spans of windows that the agent of the run may not have kept": 2}
-    place.close()
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["nobody reads it", "the agent reads it"])
@@ -439,41 +250,48 @@ def test_a_session_without_an_agent_waits_for_nobody_to_read_the_one_before(coll
     instrument.stop()
 
 
-def test_a_session_that_exports_says_how_far_it_has_come(agent: socket.socket, collector: Collector) -> None:
-    session = begin(collector)
-    assert session.handover.take_over()
-    for count in (3, 7):
-        serve(count)
-        session.flush(30)
-    with scope("open", kind="request"):
-        with scope("inside"):
-            pass
-        session._pump()
-        found = session.handover.progress()
-    assert sum(found.places.values()) == found.fates["seen"] == 11
-    assert (found.fates["exported"], found.fates["passed"], found.fates["missed"]) == (10, 0, 0)
-    assert found.unsettled == 1  # of the request that is open
-
-
-def test_rows_of_threads_that_nobody_had_read_as_their_rings_went_are_counted_each_time(
+def test_what_no_agent_has_exported_is_counted_in_one_sentence_where_none_can_begin(
     collector: Collector, agent: socket.socket
 ) -> None:
-    session, served = begin(collector), 0
-    for _ in range(2):
-        place = taken()
-        for _ in range(1200):  # more than the rings of ended threads that are kept
-            thread = threading.Thread(target=serve, args=(1,))
-            thread.start()
-            thread.join()
-        served += 1200
-        place.close()
-        assert session.handover.take_over()
+    session = begin(collector)
+    place = taken()
+    serve(7)
+    write(place, seen=2, kept=2, exported=1)
+    agent.accept()[0].close()
+    agent.close()
+    place.close()
+    instrument.stop()
+    assert session.losses() == {handover.ABANDONED: 6}
+    assert not collector.taken
+
+
+def test_a_session_that_finds_no_agent_exports_by_itself(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(run_folder.VARIABLE, str(tmp_path / "nobody.sock"))
+    session = begin(collector)
+    serve(3)
+    with scope("open", kind="request"):
         found = session.flush(30)
-        assert found is not None
-        assert found.settled
-        losses = session.losses()
-        assert 0 < losses.pop("spans overwritten before the export read them") == served - found.exported
-        session.handover.give_back()
-    session.stop()
-    progress = session.handover.progress()
-    assert progress.fates["seen"] + progress.fates["missed"] == served
+        progress = session.handover.progress()
+    assert found is not None
+    assert (found.complete, found.exported) == (True, 3)
+    assert (sum(progress.places.values()), progress.fates["exported"]) == (3, 3)
+    instrument.stop()
+    assert session.losses() == {}
+
+
+def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector, listener: socket.socket) -> None:
+    session = begin(collector)
+    joined, _ = listener.accept()
+    with joined:
+        serve(2)
+        spans = session.trace().spans
+        assert session.unsent(spans) == []
+        while "window" not in (message := packets.receive(joined)[0] or {}):
+            pass
+        assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
+    session._membership.close()
+    with pytest.raises(ExportError, match="asked the agent of the run to send 2 spans of a window"):
+        session.unsent(spans)
+    assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2

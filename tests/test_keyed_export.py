@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from otlp_collectors import Collector, collecting, refuse_with, take
 from test_agent import INSTRUMENT, folder, until
-from test_handover import agent, listener, taken
+from test_handover import agent, listener
 
 import instrument
 from instrument.profile.keys import loads
@@ -311,29 +310,6 @@ ONCE = Counter({
     "serve": 5, "tokenise": 10, "submit": 5, "accept": 5, "step": 8, "tidy": 1,
     "queue": 4, "prefill": 4, "decode": 4,
 })  # fmt: skip
-
-
-def test_the_export_goes_to_an_agent_and_back_and_nothing_is_sent_twice(
-    agent: socket.socket, collector: Collector, shop: Any
-) -> None:
-    session = begin(collector)
-    assert not session.handover.is_here
-    place = taken()
-    place.close()
-    for _ in range(2):
-        assert session.handover.take_over()
-        assert session.handover.is_here
-        shop.serve_all()
-        assert is_flushed(session)
-        session.handover.give_back()
-        place = taken()
-        assert place.read().fates["seen"] % 34 == 0
-        place.close()
-    assert session.handover.take_over()
-    shop.serve_all()
-    instrument.stop()
-    assert names_of(collector) == ONCE + ONCE + ONCE
-    assert session.losses() == {}
 
 
 def test_the_next_session_of_a_process_begins_anew(collector: Collector, shop: Any) -> None:

@@ -177,7 +177,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
     gone = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
-    if unsent := sum(run_folder.unsent(folder).values()):
+    if unsent := run_folder.unsent(folder):
         gone += f"; up to {unsent} spans of others are perhaps not exported"
     return f"its agent and its processes have gone{gone}; the next `instrument run` removes its folder"
 

@@ -1,4 +1,4 @@
-"""The program of an agent's process: `launch` runs this file by itself."""
+"""The program of an agent's process: `instrument.runtime.agent_launch` runs this file by itself."""
 
 import json
 import os
@@ -7,6 +7,13 @@ import sys
 
 def _main() -> None:
     settings = json.loads(sys.argv[1])
+    os.closerange(4, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
+    os.chdir("/")
+    os.umask(0o077)
+    if settings["is_apart"]:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is slow to import
     sys.path += [*settings["path"], os.path.dirname(root)]  # noqa: PTH120 - as above
     from instrument.agent import service

@@ -120,7 +120,8 @@ class ExportLoop:
             self._begin_scrapes(message, *descriptors)
         elif "end" in message:
             self._ends_at = time.monotonic() + float(message["end"])
-        for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("release", self._release)):
+        window = partial(self._send_window, message)
+        for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("window", window)):
             found = self._recordings.get(int(message.get(name, 0)))
             if found is not None:
                 self._attempt(int(message[name]), partial(action, int(message[name]), found))
@@ -220,10 +221,12 @@ class ExportLoop:
         if found.is_over and found.is_settled():
             self._let_go(number)
 
-    def _release(self, number: int, found: Exported) -> None:
-        """Send what has ended, and leave the rest to the process."""
+    def _send_window(self, message: Mapping[str, Any], _: int, found: Exported) -> None:
+        """Send all that was recorded in a time; requests that are open are kept until they end."""
+        spans = found.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
+        found.keep_open(spans)
         self._settle_now()
-        self._let_go(number)
+        found.send(found.unsent(spans))
 
     def _settle_now(self) -> None:
         """Settle what has ended by now, in as many rounds as that takes."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent.child import Child
-from instrument.agent.processes import GOODBYE, Process, Run
+from instrument.agent.processes import Process, Run
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace
-from instrument.runtime import packets, run_folder
+from instrument.runtime import atomic, packets, run_folder
 
 EXPORTER = "instr-exporter"
 """The name of the child."""
@@ -29,10 +29,10 @@ EXPORTER = "instr-exporter"
 class Exports:
     """The recordings that are exported, and the child that does so. `selector` is the agent's own.
 
-    In `folder` it is noted, until that is settled, what of processes that have ended may still be unsent: the agent
-    itself may be killed meanwhile. What one before this one has noted there is among the `fates`.
-    `changed` is called when a recording needs no export any more, `says` is told what is to be said of the export, and
-    `let_go` of each process that wants its recording exported and whose recording is not, any more or at all.
+    A file in `folder` has the number of spans of ended processes that may still be unsent, for the agent itself may be
+    killed meanwhile. The number that one before this one left there is among the `fates`.
+    `changed` is called when a recording needs no export any more, `says` with each line about the export, and
+    `gives_up` with each process that wants its recording exported and whose recording is not, any more or at all.
     """
 
     def __init__(
@@ -41,28 +41,28 @@ class Exports:
         folder: Path,
         changed: Callable[[], object],
         says: Callable[[str], object],
-        let_go: Callable[[Process], object],
+        gives_up: Callable[[Process], object],
     ) -> None:
         self._child = Child(selector, _serve, EXPORTER, self._heard, self._go_on, self._flush_waiting)
         self._changed = changed
-        self._let_go = let_go
+        self._gives_up = gives_up
         self._says = says
         self.is_ending = False
-        """Whether it is to come to its end."""
+        """True where the exporter is to come to its end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._missed: list[tuple[Process, int]] = []
-        self._released: set[int] = set()
         self._to_flush: set[int] = set()
         self._next = 0
         self._folder = folder
-        self._notes: dict[Process, Path] = {}
+        self._unsent: dict[Process, int] = {}
+        """The most spans that each ended process had left to send as it ended."""
         self._listeners: dict[str, socket.socket | None] = {}
         """By address where scrapes are answered; None where that cannot be."""
         self._handed_over: set[str] = set()
         """Addresses of those that the child has."""
         self.fates: Counter[str] = Counter()
         """What has become of the spans of those processes that have ended."""
-        self.fates["perhaps"] = run_folder.take_unsent(folder)
+        self.fates["perhaps"] = run_folder.unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
@@ -114,13 +114,13 @@ class Exports:
             return
         if self.is_ending or not self._is_begun():
             self._count_left(process, process.memory, is_told=False)
-            self._let_go(process)
+            self._gives_up(process)
             return
         try:
             memory = os.dup(process.memory)
         except OSError as problem:
             self.problem = f"the recording of process {process.pid} could not be kept: {problem.strerror}"
-            self._let_go(process)
+            self._gives_up(process)
             return
         self._begin_with(process, memory)
         for one, kept in [found for found in self._missed if _is_alike(found[0], process)]:
@@ -148,20 +148,14 @@ class Exports:
         self._hand_over(self._next)
 
     def note_ended(self, process: Process) -> None:
-        """A process has ended, and its recording stands still.
-
-        One that ended without a word while it exported itself has left what it had not sent, or heard no answer to. The
-        child lets go of the recording first where it has not done so yet.
-        """
-        numbers = self._tell("ended", process)
-        for number in numbers - self._released:
+        """Have the rest of a process's recording sent: it has ended."""
+        for number in self._tell("ended", process):
             self._note(process, self._recordings[number][1])
-        if numbers <= self._released and process.how != GOODBYE:
-            self._add(process)
 
-    def release(self, process: Process) -> None:
-        """Leave the export of what a process records to the process itself."""
-        self._released |= self._tell("release", process)
+    def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
+        """Send all that a process has recorded in a time, also what is not sampled."""
+        for number in self._numbers_of(process):
+            self._child.send({"window": number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
         """Send what a process has recorded now; once, however often that is asked for while the child is busy."""
@@ -249,14 +243,10 @@ class Exports:
         if process is not None:
             fates = message.get("fates") or {}
             self.fates.update(fates)
-            if number not in self._released:
-                self._count_left(process, memory, is_told=bool(fates))
-                self._let_go(process)
-            elif not process.lives and process.how != GOODBYE:
-                self.add(process)  # it was released only after it had been told that this one ended
+            self._count_left(process, memory, is_told=bool(fates))
+            self._gives_up(process)
             os.close(memory)
             self._forget_note(process)
-        self._released.discard(number)
 
     def _count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
         """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
@@ -268,9 +258,6 @@ class Exports:
 
     def _go_on(self) -> None:
         """The child has ended: by a fault, unless it was to."""
-        for number in self._released & set(self._recordings):
-            os.close(self._recordings.pop(number)[1])
-        self._released.clear()
         self._handed_over.clear()
         self._to_flush.clear()
         if not self.is_ending and self._recordings and self._is_begun():
@@ -284,25 +271,26 @@ class Exports:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
             self._count_left(process, memory, is_told=False)
-            self._let_go(process)
+            self._gives_up(process)
             os.close(memory)
             self._forget_note(process)
 
     def _note(self, process: Process, memory: int) -> None:
         """Note how much of what a process has left may still be unsent."""
-        if process in self._notes or not exports_spans(process):
+        if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
-            spans = place.read().unsettled + export_place.unread(place)
-            if spans:
-                note = self._notes[process] = run_folder.note_of_unsent(self._folder, process.pid, spans)
-                note.touch()
+            self._unsent[process] = place.read().unsettled + export_place.unread(place)
+            self._write_unsent()
 
     def _forget_note(self, process: Process) -> None:
-        """What a process has left is sent now, or counted; unless more of it is still to be."""
-        if process in self._notes and not self._numbers_of(process):
-            with suppress(OSError):
-                self._notes.pop(process).unlink()
+        """Note that all of what a process has left is sent now, or counted; unless more of it is still to be."""
+        if not self._numbers_of(process) and self._unsent.pop(process, 0):
+            self._write_unsent()
+
+    def _write_unsent(self) -> None:
+        with suppress(OSError), atomic.replacing(self._folder / run_folder.UNSENT) as file:
+            file.write(b"%d" % (self.fates["perhaps"] + sum(self._unsent.values())))
 
 
 def exports_spans(process: Process) -> bool:

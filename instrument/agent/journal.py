@@ -77,6 +77,19 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
     return found
 
 
+def awaits_others(folder: Path, run: Run) -> bool:
+    """Return True where processes of a run live that an agent before this one knew, and that have not joined yet."""
+    known = {(one.pid, one.started) for one in run.processes}
+    for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
+        with suppress(OSError, TypeError, ValueError, LookupError):
+            facts = json.loads(path.read_bytes())
+            pid, started = int(facts["pid"]), int(facts["started"])
+            is_alive = clock.start_ticks(PROC / str(pid) / "stat") == started
+            if is_alive and (pid, started) not in known and facts.get("run") == run.name:
+                return True
+    return False
+
+
 def noted(folder: Path) -> tuple[int, int, list[str]]:
     """How many processes that record are known by their files: those that live, those that have ended since, and the
     folders in which what these recorded lies in files of its own.

@@ -96,8 +96,10 @@ class Runs:
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self._is_saved)
-        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._leave_export_to)
+        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._refuse_export)
         self._has_told_exports = False
+        self._takes_over = bool(journal.noted(folder)[0])
+        """True where processes live that an agent before this one knew."""
         self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
         self._connections = ConnectionWatch(
             loop.after, self._tell, lambda: (process for run in self for process in run.living())
@@ -230,6 +232,7 @@ class Runs:
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
         process.has_recorded = process.has_recorded or bool(facts.get("calls") or unmet)
         is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
+        is_last = is_last and not (self._takes_over and journal.awaits_others(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
             has_others = run.recorded() not in ([], [process]) or bool(departure.left_before(self._folder, run))
@@ -565,6 +568,8 @@ class Runs:
         self._loop.after(AGAIN_S, self._look_again)
         self._take_over()
         for run in self:
+            for process in run.living():
+                self._export(process)  # which may have failed before
             for process in [one for one in run.living() if one.connection is None]:
                 if process.exit_fd < 0 and process.has_exited() is not False:
                     self._vanished(process)
@@ -592,10 +597,10 @@ class Runs:
             text = f"instrument: the agent could not export what a process records: {self.exports.problem}"
             self.say_everywhere(text)
 
-    def _leave_export_to(self, process: Process) -> None:
-        """Have a process that lives export what it records itself, and at once."""
-        if process.lives and exports_spans(process):
-            self._tell(process, {"yours": True})
+    def _refuse_export(self, process: Process) -> None:
+        """Let a process know that what it records is not exported, so that it waits for nothing at its end."""
+        if exports_spans(process):
+            self._tell(process, {"unexported": True})
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.connection is not None:

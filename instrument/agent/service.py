@@ -56,14 +56,16 @@ class Agent:
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
-        self._has_waited = self._is_over = False
+        self._has_waited = self._is_over = self._is_needed = False
+        self._is_of_run = run is not None
+        self._says = says
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
 
     def serve(self) -> bool:
         """Serve until the run is over, or a signal has come; on the main thread.
 
-        Returns False where another agent has taken this one's place: all that is left then is that one's.
+        Returns False where another agent has taken this one's place, or may do so: all that is left is that one's.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
@@ -73,12 +75,15 @@ class Agent:
                 self._loop.turn()
         finally:
             go_on = [run for run in self._runs if run.living() or self._loop.is_replaced]
+            self._is_needed = bool(go_on)
             self._loop.drop_all()
             self._runs.close(go_on)
             self._loop.close()
             os.close(self._wake)
             os.close(self._waker)
-        return not self._loop.is_replaced
+        if self._loop.is_replaced and self._says is not None:
+            self._says("instrument: another agent has taken the place of this one")
+        return not (self._loop.is_replaced or (self._is_of_run and self._is_needed))
 
     def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
         """Act on a packet. Returns those of its descriptors that are kept."""
@@ -97,8 +102,9 @@ class Agent:
             self._runs.records(process)
         elif process is not None and "requests" in message:
             process.has_requests = True
-        elif process is not None and "exports" in message:
-            self._runs.exports.release(process)
+        elif process is not None and "window" in message:
+            begin_ns, end_ns = map(int, message["window"])
+            self._runs.exports.send_window(process, begin_ns, end_ns)
         elif process is not None and "flush" in message:
             self._runs.exports.flush(process)
         elif process is not None and ("gauges" in message or "readings" in message):
@@ -180,15 +186,12 @@ def serve_on(
 ) -> bool:
     """Be the agent on a socket until there is nothing left to do. `captures` is the folder for those of all runs.
 
-    Returns whether what is left there is its own: not where another agent has taken its place.
+    Returns False where what is left there is another agent's, which has taken its place or may do so.
     """
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    is_ours = Agent(listener, folder, run, captures, _say if says else None).serve()
-    if says and not is_ours:
-        _say("instrument: another agent has taken the place of this one")
-    return is_ours
+    return Agent(listener, folder, run, captures, _say if says else None).serve()
 
 
 def _say(text: str) -> None:

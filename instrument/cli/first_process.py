@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from instrument.agent import launch
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_launch, packets, run_folder
 
 WAIT_S = 5.0
 """Seconds that the agent has for its last output after the service has ended."""
@@ -33,7 +33,7 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
     service = os.fork()
     if service == 0:
         _become(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
-    agent = _started_agent(listener, run, service)
+    agent = agent_launch.spawn(sys.executable, listener, run, service, says=True)
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
     status, agent = _await(service, agent, path, run)
@@ -44,21 +44,10 @@ def serve(listener: socket.socket, run: str, words: Sequence[str], environ: Mapp
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _started_agent(listener: socket.socket, run: str, service: int) -> int:
-    """Fork an agent that listens on `listener`. Returns its pid."""
-    agent = os.fork()
-    if agent == 0:
-        try:
-            launch.become(listener, run, service, keeps_stderr=True)
-        finally:
-            os._exit(1)
-    return agent
-
-
 def _restarted_agent(path: Path, run: str, service: int) -> int:
-    """Fork an agent in place of one that has gone. Returns its pid, 0 where it cannot listen."""
+    """Begin an agent in place of one that has gone. Returns its pid, 0 where it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
-        return _started_agent(listener, run, service)
+        return agent_launch.spawn(sys.executable, listener, run, service, says=True)
     return 0
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from instrument import native
-from instrument.agent import launch
 from instrument.cli import first_process, flush
 from instrument.cli.interpreter import host_of, service_of
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
@@ -27,7 +26,7 @@ from instrument.profile.presets import PRESETS
 from instrument.profile.values import SERVICE
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
-from instrument.runtime import environment, run_folder
+from instrument.runtime import agent_launch, environment, run_folder
 from instrument.sessions import autostart, files
 from instrument.sessions.autostart import waiting
 
@@ -109,7 +108,7 @@ def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | Non
     """Make the socket of the run's agent, and put its path into `environ`. None where there can be none."""
     environ.pop(run_folder.VARIABLE, None)
     try:
-        listener = launch.prepare(run)
+        listener = agent_launch.prepare(run)
     except OSError as error:
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
         return None
@@ -119,7 +118,7 @@ def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | Non
 
 def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
     try:
-        launch.begin(listener, run, os.getpid())
+        agent_launch.begin(listener, run, os.getpid())
     except OSError as error:
         del environ[run_folder.VARIABLE]
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -43,7 +43,7 @@ from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.interruptions import Interruptions
-from instrument.trace.of_memory import origin_of
+from instrument.trace.of_memory import origin_of, saved_of
 from instrument.trace.settling import Settled, Settling
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
@@ -327,6 +327,27 @@ class Exported:
         found = [span for span in spans if not _is_sent(span, rows, sample)]
         rows.leave_out({span.root_id for span in found if span.root_id & REQUEST_BIT})
         return found
+
+    def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
+        """Return the ended spans of a time that the recording still has."""
+        found = saved_of(self._mapped, begin_ns).trace().spans
+        return [span for span in found if span.start_ns < end_ns and not span.clipped]
+
+    def send(self, spans: Sequence[Span]) -> None:
+        """Send spans that were passed before."""
+        reading, trees = self._reading, defaultdict[int, list[Span]](list)
+        if reading is None:
+            return
+        for span in spans:
+            trees[span.root_id].append(span)
+        with self._lock:
+            intervals = sum(len(span.device) for span in spans)
+            reading.base["intervals"] += intervals
+            reading.base["kept"] += len(spans) + intervals
+            self.note_read()
+        for tree in trees.values():
+            self._exporter.offer(tree, reading.source)
+        self.note_settled()
 
     @property
     def fates(self) -> Mapping[str, int]:

@@ -11,7 +11,6 @@ import re
 import socket
 import stat
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ VARIABLE = "INSTRUMENT_AGENT"
 
 SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
-UNSENT_SUFFIX = ".unsent"
+UNSENT = "unsent"
 
 ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
@@ -187,24 +186,11 @@ def unreported(folder: Path) -> list[int]:
     return sorted(pids)
 
 
-def note_of_unsent(folder: Path, pid: int, spans: int) -> Path:
-    """Return the path of an empty file that has the number of spans of an ended process left to send."""
-    return folder / f"{pid}-{time.monotonic_ns()}-{spans}{UNSENT_SUFFIX}"
-
-
-def unsent(folder: Path) -> dict[Path, int]:
-    """Return the numbers of spans that an agent may not have sent, by the notes that it left."""
-    counts = {path: path.stem.rpartition("-")[2] for path in paths_in(folder, f"*{UNSENT_SUFFIX}")}
-    return {path: int(count) for path, count in counts.items() if count.isdecimal()}
-
-
-def take_unsent(folder: Path) -> int:
-    """Return the number of these spans, and remove the notes."""
-    notes = unsent(folder)
-    for note in notes:
-        with suppress(OSError):
-            note.unlink()
-    return sum(notes.values())
+def unsent(folder: Path) -> int:
+    """Return the number of spans of ended processes that the agent may not have sent, by its note."""
+    with suppress(OSError, ValueError):
+        return int((folder / UNSENT).read_text())
+    return 0
 
 
 @contextmanager

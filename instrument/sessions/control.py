@@ -251,7 +251,7 @@ class ControlServer:
             self._agent_fd = -1
         if self._agent_fd < 0 and (now >= self._agent_at or membership.joins != self._joins):
             self._agent_at = now + AGENT_S
-            is_joined = membership.is_joined or not membership.join()
+            is_joined = membership.is_joined or not membership.join(begins=True)
             self._joins = membership.joins
             if is_joined:
                 self._agent_fd = membership.fileno()

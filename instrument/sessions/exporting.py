@@ -21,9 +21,9 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.lazy import LazyModule
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
-from instrument.sessions.deadline import Deadline
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import FORK_WAIT_S, Generations
+from instrument.sessions.handover import ABANDONED
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership
 from instrument.sessions.own_export import OwnExport
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from instrument.otlp import exposition, interval_join
 else:
     otlp, interval_join = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.interval_join")
-
-HAND_BACK_NS = 10**9
-"""The longest that the session still sends what it has read for, as an agent takes over."""
 
 FLUSH_S = 0.01
 """How often it is looked whether the agent has sent everything."""
@@ -73,8 +70,8 @@ class Exporting(Recorded):
     # ---------------------------------------------------------------- who exports
 
     def _choose_who_exports(self) -> None:
-        """Leave the export to the agent, where there is one."""
-        if self._membership.path and self.profile.agent != "off":
+        """Leave the export to the agent, where there is one or can be: for good, whatever becomes of that one."""
+        if self.profile.agent != "off" and self._membership.has_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
             run = files.run_shared() or ("" if self.handover.has_agent else files.run_told())
@@ -90,25 +87,8 @@ class Exporting(Recorded):
     def _has_agent(self) -> bool:
         return bool(self._membership.path) and self.profile.agent != "off" and RECORDER.memory_fd >= 0
 
-    def _begin_here(self) -> None:
-        self._prepare_own()
-        is_wanted = self._exporter is not None and not self._stopped and self._threads.have_begun
-        if self._exporter is not None and is_wanted:
-            self._exporter.start()  # before it is this one's to send: who flushes from then on waits for that
-        with self._lock.held():
-            self.handover.is_here = True
-            if self._own is not None:
-                self._read_own(self._own.look)  # so that it knows all that begins from now on
-        if is_wanted:
-            self._threads.start()
-
-    def _prepare_own(self) -> None:
-        """Import what is needed to read the recording."""
-        if self._own is not None:
-            self._while_no_fork_comes(self._own.prepare)
-
     def _while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
-        """Import something, so that no child is left with half of it, if that can be had."""
+        """Do something of which a child would be left with half, such as an import, if that can be had."""
         lock = self._generations.lock
         held = lock.acquire(timeout=FORK_WAIT_S)
         try:
@@ -116,16 +96,6 @@ class Exporting(Recorded):
         finally:
             if held:
                 lock.release()
-
-    def _end_here(self) -> None:
-        own, exporter = self._own, self._exporter
-        if own is None or exporter is None:
-            return
-        with self._lock.held():
-            self._read_own(partial(own.look, at_once=True, meters=True))
-            self.handover.is_here = False
-        exporter.stop(HAND_BACK_NS)
-        own.release()
 
     @property
     def _reading(self) -> OwnExport | None:
@@ -148,13 +118,12 @@ class Exporting(Recorded):
             return True
 
     def look_after_export(self, *, is_joined: bool) -> None:
-        """Export here, or have the agent do so, as things stand: called now and then."""
+        """Let the agent know what it needs to export what is recorded here: called now and then."""
         self._tell_resource()
         if self._is_metered_elsewhere:
             self._tell_books()
         joined = self._membership.joins if is_joined else 0
-        self.handover.look(joined)
-        self._gauge_watch.look(joined)
+        self._gauge_watch.look()
         self.tell_verdicts()
         if joined != self._requests_told and joined and self.selection.has_requests():
             self._requests_told = joined
@@ -162,8 +131,8 @@ class Exporting(Recorded):
 
     def _hear_agent(self, message: Mapping[str, Any]) -> None:
         """Go by what the agent says of what it does in place of this process."""
-        if "yours" in message:  # it exports no more what is recorded here
-            self.handover.take_over()
+        if "unexported" in message:
+            self.handover.is_refused = True
         if "gauges" in message:
             self._gauge_watch.hear(message["gauges"])
         if isinstance(ports := message.get("connections"), list):
@@ -186,15 +155,19 @@ class Exporting(Recorded):
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Those spans of a window that the session neither has sent nor will send: the caller does.
 
-        A request that has not ended is kept, for nobody else could tell what becomes of it. Raises `ExportError` where
-        the agent does not let go of the export: what that one keeps, nobody knows here.
+        A request that has not ended is kept, for nobody else knows its fate. Where the agent exports, it sends them.
+        Raises `ExportError` where it does not hear.
         """
-        self._membership.tell({"exports": True})
-        if not self.handover.insist():
+        if not spans:
+            return []
+        if not self.handover.is_here:
+            begin_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+            if self._membership.tell({"window": [begin_ns, end_ns]}):
+                return []
             self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
             raise ExportError(
-                f"asked to send {len(spans)} spans of a window, found that the agent of the run still exports what "
-                "this process records; those that the profile's `capture` keeps are sent by it"
+                f"asked the agent of the run to send {len(spans)} spans of a window, found that it does not hear; "
+                "those that the profile's `capture` keeps are sent by the next one"
             )
         with self._lock.held():
             own = self._reading
@@ -208,17 +181,12 @@ class Exporting(Recorded):
         with self._lock.held():
             self.account.lose(what, count)
 
-    def _export_at_end(self, deadline: Deadline) -> None:
-        """Export here where the agent has gone, or has let go of the recording: it ends before this process."""
-        if self.handover.is_here or not self.handover.has_agent:
+    def _find_agent_at_end(self) -> None:
+        """Begin another agent where that of the run has gone, or count what none has exported."""
+        if self.handover.is_here or self._membership.is_agent_there() or not self._membership.join(begins=True):
             return
-        is_left = self.handover.is_left()
-        while message := self._membership.heard():
-            is_left = is_left or "yours" in message
-        if message is None:  # it has gone, and perhaps there is another one
-            is_left = bool(self._membership.join())
-        if is_left:
-            self.handover.take_over_at_end(deadline)
+        if count := self._flush_by_agent(0.0)[1]:
+            self.handover.left = {ABANDONED: count}
 
     # ---------------------------------------------------------------- while it runs
 
@@ -315,10 +283,7 @@ class Exporting(Recorded):
         if (own := self._reading) is not None and self.handover.is_here:
             self._flush_here(own, end)
         elif not self.handover.is_here:
-            found, _ = self._flush_by_agent(end)
-            if found.settled or not self.handover.is_here:
-                return found
-            return self.flush(max(end - time.monotonic(), 0.0))  # it has come here meanwhile
+            return self._flush_by_agent(end)[0]
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
     def _flush_here(self, own: OwnExport, end: float) -> None:
@@ -334,7 +299,7 @@ class Exporting(Recorded):
                 time.sleep(FLUSH_S)
 
     def _flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all that has finished, and wait until it is settled, the session exports or time is up.
+        """Have the agent send all that has finished, and wait until it is settled or time is up.
 
         Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
 
@@ -345,9 +310,11 @@ class Exporting(Recorded):
         if self._timing is not None:  # the agent waits for device times, too
             self._timing.await_settled(asked_ns, min(end, time.monotonic() + interval_join.SETTLE_NS / 1e9))
         self._tell_books(at_once=True)
-        self._membership.tell({"flush": True})
-        seen, seen_at = -1, 0.0
+        seen, seen_at, joins = -1, 0.0, -1
         while True:
+            if joins != self._membership.joins:  # another agent may have come meanwhile
+                joins = self._membership.joins
+                self._membership.tell({"flush": True})
             progress = self.handover.progress()
             fates = progress.fates
             sent = {fate: fates[fate] for fate in export_place.SENT}
@@ -357,15 +324,15 @@ class Exporting(Recorded):
             seen_at = now if is_awaited else seen_at
             is_read = seen >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
-            is_over = now >= end or self.handover.is_here
-            if settled or is_over or (seen < recorded and now - seen_at > patience_s):
+            if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
                 return found, max(recorded - seen, 0) + pending
             time.sleep(FLUSH_S)
 
     def _is_agent_starting(self) -> bool:
         """Return True where an agent is there that does not export yet what this process records."""
-        return not self.handover.is_taken() and self._membership.is_agent_there()
+        is_taken, is_there = self.handover.is_taken(), self._membership.is_agent_there()
+        return is_there and not (is_taken or self.handover.is_refused)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
         """Return True where the agent has sent, or given up, what was counted and read by a time."""

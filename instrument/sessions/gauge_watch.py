@@ -1,9 +1,8 @@
-"""Who reads the gauges of this process: the agent of its run from outside, or a thread of its own.
+"""The reader of a process's gauges: the agent of its run from outside, or a thread of its own.
 
-A process of a run leaves that to the agent, and has no thread for it then. What it alone can tell, of the allocator of
-torch, it reads on the thread for control and tells the agent. Without an agent, where that cannot read this process
-from where it is, and where it has gone, the process does so itself; where another agent comes that one goes on. A claim
-to the recording, which is a lock, says who does, so there is one at a time.
+A process of a run leaves that to the agent, and has no thread for it then. It reads the allocator of torch, which only
+it can, on the thread for control, and sends the agent the readings. A process without an agent reads all by itself, and
+one whose agent cannot read it from where it is. A lock on the recording keeps it to one reader.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 from instrument.device.gauges import RARELY_NS, Gauges
@@ -19,15 +18,8 @@ from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recording.gauge_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.unpatched import sleep
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
-
-ALONE_S = 3.0
-"""How long nobody must have read them before the process does so itself, where there is an agent."""
-
-LET_GO_S, LOOK_S = 0.1, 0.005
-"""How long what has read them for an agent that is gone has to let go of that, and how often it is looked."""
 
 LAST_READING_S = 0.5
 """The longest that the end waits for the agent's last reading."""
@@ -52,8 +44,6 @@ class GaugeWatch:
 
     def _reset(self) -> None:
         self._has_begun = self._has_stopped = False
-        self._joined = self._refused = 0
-        self._since = 0.0
         self._told: Mapping[str, Any] | None = None
         self._torch_ns = 0
 
@@ -74,25 +64,21 @@ class GaugeWatch:
     # ---------------------------------------------------------------- who reads
 
     def begin(self) -> None:
-        """Have them read: by the agent, where this process has joined one."""
-        self._has_begun, self._since = True, time.monotonic()
-        self._joined = self._membership.joins
-        if not (self._membership.is_joined and self._memory() >= 0):
+        """Have them read: by the agent, where this process has one."""
+        self._has_begun = True
+        if not (self._membership.has_agent() and self._memory() >= 0):
             self._read_here()
 
-    def _read_here(self, wait_s: float = 0.0) -> None:
-        """Read them on a thread of this process, unless somebody else still does after such a time."""
+    def _read_here(self) -> None:
+        """Read them on a thread of this process, unless another process does."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
         if self._membership.path and self._memory() >= 0:
             with suppress(OSError):
                 self._claim = GaugePlace(self._memory())
-                end = time.monotonic() + wait_s
-                while not self._claim.take():
-                    if time.monotonic() >= end:
-                        self._close_claim()
-                        return
-                    sleep(LOOK_S)
+                if not self._claim.take():
+                    self._close_claim()
+                    return
         self._gauges.begin()
 
     def _close_claim(self) -> None:
@@ -100,44 +86,22 @@ class GaugeWatch:
         if claim is not None:
             claim.close()
 
-    def _is_taken(self) -> bool:
-        """Whether another process reads them."""
-        try:
-            with closing(GaugePlace(self._memory())) as place:
-                return place.is_taken()
-        except OSError:
-            return False
-
-    def look(self, joined: int) -> None:
-        """Do what there is to do now and then. `joined` is the number of the connection to an agent, 0 for none."""
+    def look(self) -> None:
+        """Send the agent what it cannot read. Called now and then."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or self._memory() < 0:
             return
-        if self._gauges.is_reading:
-            if joined not in (0, self._joined):
-                self._gauges.stop()
-                self._close_claim()
-                self._joined, self._since = joined, time.monotonic()
-            return
-        self._joined = joined or self._joined
-        if not joined:
-            self._read_here(LET_GO_S)
-        elif self._is_taken():
-            self._since = time.monotonic()
+        if not self._gauges.is_reading and self._membership.is_joined:
             self._tell_changes()
             self._tell_torch()
-        elif self._refused == self._joined or time.monotonic() - self._since > ALONE_S:
-            self._read_here()
 
     def hear(self, told: Any) -> None:
         """Go by what the agent says: which GPUs it reads and what it cannot, or that it does not read them here."""
         if not isinstance(told, dict):
             return
         if "yours" in told:
-            self._refused = self._membership.joins
             why = f"device: a thread of this process reads the gauges, not the agent: {told['yours']!s}"
             self._gauges.note_outside((), [why])
             if self._has_begun:
-                self._joined = self._refused
                 self._read_here()
         elif "gpus" in told:
             gpus = [Gpu(int(one["device"]), str(one["model"]), str(one["uuid"])) for one in told["gpus"]]
@@ -170,15 +134,14 @@ class GaugeWatch:
     def stop(self, deadline: Deadline) -> None:
         """Have a last reading made, and none after that."""
         self._has_stopped = True
+        is_own = self._gauges.is_reading
         self._gauges.stop(deadline.left_s())
-        is_own = self._claim is not None
         self._close_claim()
         if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
             return
-        if self._is_taken() or time.monotonic() - self._since < ALONE_S:  # it may be about to
-            FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
-            if self._membership.tell({"gauges": None}):
-                self._await_last(deadline.left_s(LAST_READING_S))
+        FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
+        if self._membership.tell({"gauges": None}):
+            self._await_last(deadline.left_s(LAST_READING_S))
 
     def _await_last(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s

@@ -1,9 +1,8 @@
-"""The handover: who exports what this process records, the agent of its run or the session itself.
+"""How far the agent of a run has exported what this process records, and what has become of it.
 
-A process that has joined an agent leaves it to that one: it reads the recording, and the session has neither a reader
-nor an export thread. Without an agent, and where it has gone for good, the session reads its own recording, by the same
-classes. Where an agent comes again it goes on where the session stops. A lock on the recording says who does, so there
-is one at a time, and what is written in it how far that one has come.
+A process that has an agent leaves the export to it: the agent reads the recording, and the session has neither a reader
+nor an export thread. Where an agent is killed the next one goes on, by what is written in the recording. Only a session
+that never had an agent exports by itself.
 """
 
 from __future__ import annotations
@@ -17,93 +16,49 @@ from typing import TYPE_CHECKING
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterState, read_meter
-from instrument.runtime.unpatched import RLock
-from instrument.sessions.deadline import Deadline
 from instrument.sessions.own_export import OwnExport
 
 if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp.metrics import Metrics
 
-ALONE_S, NEGLECTED_S = 2.0, 15.0
-"""Seconds without anybody who exports what this process records after which it does so itself: where there is no agent,
-and where there is one. Meanwhile spans wait in the recording."""
-
-LOCK_S = 1.0
-"""The longest that who is to export a recording waits for the one before to let go of it."""
-
 LAST_READ_S = 5.0
 """The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
+UNDELIVERED = "spans on their way by the agent of the run, which tells of those that it loses"
+ABANDONED = "spans that no agent has exported: that of the run has gone, and no other one could begin"
 
 LOOK_S = 0.005
 
 
 class Handover:
-    """Decides who exports: the session (`is_here`), or the agent.
+    """Knows who exports: the session (`is_here`), or the agent, and how far that one has come.
 
     `memory` returns the descriptor of the recording, -1 for none. `own` reads the recording in this process.
-    `begin_here()` and `end_here()` start and stop that, and set `is_here`.
     """
 
-    def __init__(
-        self,
-        exporter: otlp.Exporter | None,
-        memory: Callable[[], int],
-        own: OwnExport | None,
-        begin_here: Callable[[], object],
-        end_here: Callable[[], object],
-    ) -> None:
+    def __init__(self, exporter: otlp.Exporter | None, memory: Callable[[], int], own: OwnExport | None) -> None:
         self._exporter = exporter
         self._memory = memory
         self._own = own
-        self._begin_here = begin_here
-        self._end_here = end_here
-        self._reset()
+        self.after_fork_in_child()
 
-    def _reset(self) -> None:
-        self._lock = RLock()
+    def after_fork_in_child(self) -> None:
+        """Begin anew: the recording is another one, and nobody has looked at it."""
         self.is_here = True
         """True where this process exports."""
         self.has_agent = False
         """True where the process is one of a run, whose agent exports what it can read."""
-        self.undelivered = 0
-        """Spans that were still on their way as the session ended."""
-        self._insists = self._is_ending = False
-        self._joined = 0
-        self._since = 0.0
-
-    def after_fork_in_child(self) -> None:
-        """Begin anew: the recording is another one, and nobody has looked at it."""
-        self._reset()
+        self.is_refused = False
+        """True where the agent has said that it cannot export what this process records."""
+        self.left: dict[str, int] = {}
+        """Spans that were not delivered as the session ended, by the reason."""
 
     def leave_to_agent(self) -> None:
         """The session begins in a process that has an agent."""
         if self._exporter is not None and self._memory() >= 0:
             self.is_here, self.has_agent = False, True
-            self._since = time.monotonic()
-
-    def look(self, joined: int) -> None:
-        """Take over where nobody exports for long; give back where there is another agent. For one thread, now and
-        then. `joined` is the number of the connection to an agent, 0 for none.
-        """
-        if not self.has_agent:
-            return
-        if self.is_here:
-            if joined not in (0, self._joined) and not self._insists:
-                self.give_back()
-            return
-        self._joined = joined  # of an agent that did not export nothing more is expected
-        if self.is_taken():
-            self._since = time.monotonic()
-        elif self._insists or time.monotonic() - self._since > (NEGLECTED_S if joined else ALONE_S):
-            self.take_over()
-
-    def insist(self) -> bool:
-        """Export here from now on, whoever may do so; the agent has been told. Returns True where that is so."""
-        self._insists = True
-        return self.take_over()
 
     def _opened(self) -> ExportPlace:
         memory = self._memory()
@@ -155,60 +110,6 @@ class Handover:
         except OSError:
             return Progress()
 
-    def take_over(self) -> bool:
-        """Export from where whoever did so before has come to. Returns True where the session exports now."""
-        with self._lock:
-            if self._is_ending:
-                return self.is_here
-            return self._take_over(Deadline(LOCK_S))
-
-    def end(self, deadline: Deadline) -> None:
-        """The session is about to end: nobody but `take_over_at_end` changes anything from now on.
-
-        Not for one who holds the session's lock, for which others may be waiting here; such a one is not held up long.
-        """
-        self._is_ending = True
-        if self._lock.acquire(timeout=deadline.left_s(2 * LOCK_S)):
-            self._lock.release()
-
-    def take_over_at_end(self, deadline: Deadline) -> None:
-        """Export what nobody exports, after `end`."""
-        if self._lock.acquire(timeout=deadline.left_s(LOCK_S)):
-            try:
-                self._take_over(deadline)
-            finally:
-                self._lock.release()
-
-    def is_left(self) -> bool:
-        """Return True where somebody has exported what is recorded, and nobody does so now."""
-        try:
-            with closing(self._opened()) as place:
-                return _of_session(place).generation > 0 and not place.is_taken()
-        except OSError:
-            return False
-
-    def _take_over(self, deadline: Deadline) -> bool:
-        if self.is_here:
-            return True
-        try:
-            with closing(self._opened()) as place:
-                deadline = Deadline(deadline.left_s(LOCK_S))
-                while not place.take():
-                    if not deadline.left_s():
-                        return False
-                    time.sleep(LOOK_S)
-        except OSError:
-            return False  # nobody can read it
-        self._begin_here()
-        return True
-
-    def give_back(self) -> None:
-        """Have the agent export from here on."""
-        with self._lock:
-            if self.is_here and not self._is_ending:
-                self._end_here()
-                self._since = time.monotonic()
-
     def metered(self) -> MeterState | None:
         """What was counted and told of metrics where another process does so, by the native ids of threads."""
         try:
@@ -236,10 +137,7 @@ class Handover:
             fates = {} if self._own is None else self._own.fates
         else:
             fates = self.progress().fates if self.has_agent else {}
-        found = dict(export_place.told(fates))
-        if self.undelivered:
-            found["spans on their way by the agent of the run, which tells of those that it loses"] = self.undelivered
-        return found
+        return {**export_place.told(fates), **self.left}
 
 
 def _metered_of_session(place: ExportPlace) -> MeterState | None:

@@ -22,7 +22,7 @@ from typing import Any
 from instrument import clock
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
@@ -32,8 +32,8 @@ from instrument.sessions.saving import Saving, templates
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
 
-ALIVE_S = 0.5
-"""How long the agent has to say that it has heard a goodbye."""
+ALIVE_S, BEGIN_S = 0.5, 2.5
+"""Seconds that an agent has to answer a goodbye: one that runs, and one that this process has begun just then."""
 
 SCRAPE_S = 2.0
 """The longest that a scrape of the run waits for the agent, and again for its exporter, which may have to begin."""
@@ -49,12 +49,20 @@ NOBODY = "nobody listens there"
 class Membership:
     """What this process is to the agent that `INSTRUMENT_AGENT` names; nothing where the variable is not set.
 
-    `facts` are told when it joins, and `memory` is the descriptor of its recording, -1 for none. Methods raise nothing.
+    `facts` are reported when it joins, and `memory` is the descriptor of its recording, -1 for none. `while_no_fork`
+    calls a function where no fork can come in. Methods raise nothing.
     """
 
-    def __init__(self, facts: Callable[[], Mapping[str, Any]], memory: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        facts: Callable[[], Mapping[str, Any]],
+        memory: Callable[[], int],
+        while_no_fork: Callable[[Callable[[], object]], object],
+    ) -> None:
         self._facts = facts
         self._memory = memory
+        self._while_no_fork = while_no_fork
+        self._has_begun_agent = False
         self._fd = -1
         self._identity = (0, 0)
         self._memory_identity: tuple[int, int] | None = None
@@ -63,12 +71,21 @@ class Membership:
         """How often it has tried to join: by another connection each time."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
-    def join(self) -> str:
-        """Tell the agent of this process. Returns why that cannot be, "" where it is done or there is no agent."""
+    def join(self, *, begins: bool = False) -> str:
+        """Report this process to the agent. Returns a reason against it, "" where it is done or there is no agent.
+
+        Where it `begins`, a new agent takes the place of one that has gone, which takes some 20 ms.
+        """
         self.close()
         if not self.path:
             return ""
         problem = self._joined()
+        if problem and begins and self.can_begin_agent() and not run_folder.is_heard(Path(self.path)):
+            begun: list[bool] = []
+            self._while_no_fork(lambda: begun.append(agent_launch.replace_gone(Path(self.path))))
+            if any(begun):
+                self._has_begun_agent = True
+                problem = self._joined()
         self.joins += 1  # when it is done: the thread for control goes on from there
         return problem
 
@@ -109,8 +126,16 @@ class Membership:
         }
 
     def is_heard(self) -> bool:
-        """Whether an agent listens, which this process need not have joined."""
+        """Return True where an agent listens, which this process need not have joined."""
         return bool(self.path) and run_folder.is_heard(Path(self.path))
+
+    def has_agent(self) -> bool:
+        """Return True where there is an agent, or one that has gone and is to come again."""
+        return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
+
+    def can_begin_agent(self) -> bool:
+        """Return True where processes of the run may begin an agent in place of one that has gone."""
+        return bool(self.path) and agent_launch.can_replace(Path(self.path))
 
     @property
     def is_joined(self) -> bool:
@@ -205,13 +230,13 @@ class Membership:
             return {}
         goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
         # Where its agent has gone, or the service has closed the connection, another one may have taken over.
-        if not self.tell(goodbye) and (self.join() or not self.tell(goodbye)):
+        if not self.tell(goodbye) and (self.join(begins=True) or not self.tell(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            unsent = run_folder.take_unsent(folder)
+            unsent = run_folder.unsent(folder)
             return {"unheard": True, "untold": run_folder.unreported(folder), "unsent": unsent}
-        answer = {} if save is None else self._answer(ALIVE_S)
+        answer = {} if save is None else self._answer(max(ALIVE_S, BEGIN_S) if self._has_begun_agent else ALIVE_S)
         if answer is None:
             answer = {"unheard": True}
         try:
@@ -252,6 +277,7 @@ class Membership:
         self._memory_identity = None
         self._put_aside.clear()
         self.joins = 0
+        self._has_begun_agent = False
         self.close()
 
     def _connection(self) -> _socket.socket | None:

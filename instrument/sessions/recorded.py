@@ -107,9 +107,7 @@ class Recorded:
             self._own = OwnExport(self._exporter)
         self._scrape: OwnExport | None = None
         """The reader of the recording for scrapes alone, where nothing else in this run reads it."""
-        self.handover = Handover(
-            self._exporter, lambda: RECORDER.memory_fd, self._own, self._begin_here, self._end_here
-        )
+        self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._own)
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
         self._windows = WindowReader(RECORDER, self.selection, self.origin)
@@ -145,12 +143,6 @@ class Recorded:
     def _has_agent(self) -> bool:
         """Return True where an agent reads what is recorded here, if a reader asks for it."""
         return False
-
-    def _begin_here(self) -> None:
-        """Export by the recording from now on."""
-
-    def _end_here(self) -> None:
-        """Export no more."""
 
     def _note_sent(self, source: Source) -> None:
         """Note what has been sent of a source. By the thread that sends."""

@@ -37,7 +37,7 @@ from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.generation import Generations, Reload
-from instrument.sessions.handover import UNREAD
+from instrument.sessions.handover import UNDELIVERED, UNREAD
 from instrument.sessions.lock import SessionLock
 from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.saving import Saving
@@ -116,7 +116,7 @@ class Session(Exporting):
             is_of_run=self._is_of_run,
             has_threads=lambda: self._threads.have_begun,
         )
-        self._membership = Membership(self._facts_told.at_join, lambda: RECORDER.memory_fd)
+        self._membership = Membership(self._facts_told.at_join, lambda: RECORDER.memory_fd, self._while_no_fork_comes)
         self._gauge_watch = GaugeWatch(
             self._gauges, self._membership, lambda: RECORDER.memory_fd, lambda: RECORDER.tell(self._facts())
         )
@@ -205,8 +205,7 @@ class Session(Exporting):
         self._generations.listen_to_agent()
         if self._threads.have_begun:  # before it had joined, or as it did
             self._tell_that_it_records()
-        if problem:
-            self.handover.take_over()
+        if problem and not self._membership.can_begin_agent():
             self.account.complain(f"{problem}; what this process records goes with it", log=False)
 
     def _publish_context(self) -> None:
@@ -320,7 +319,6 @@ class Session(Exporting):
         FAULTS.attempt("last look at connections", self.selection.look_for_connections)
         while message := self._membership.heard():  # since there is no thread for it, or never was
             FAULTS.attempt("words of the agent", partial(self._hear_agent, message))
-        self.handover.end(before_sending)
         with self._lock.held():
             if self._stopped:
                 return
@@ -329,7 +327,7 @@ class Session(Exporting):
             FAULTS.attempt("resource of the service", self._tell_resource)
             if self._is_metered_elsewhere:
                 FAULTS.attempt("books of the metrics", partial(self._tell_books, at_once=True))
-            FAULTS.attempt("export in place of the agent", partial(self._export_at_end, before_sending))
+            FAULTS.attempt("another agent", self._find_agent_at_end)
             FAULTS.attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self._tell_others)
@@ -395,7 +393,9 @@ class Session(Exporting):
                 self._read_own(partial(own.end, read_by))
             elif not self.handover.is_here and (self._is_first() or self.profile.export.summary is not None):
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
-                _, self.handover.undelivered = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)
+                if not self.handover.left:
+                    count = self._flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
+                    self.handover.left = {UNDELIVERED: count} if count else {}
             self._wait_for_collector(self._exporter, deadline)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
@@ -448,7 +448,7 @@ class Session(Exporting):
         lost = dict(self.handover.losses())
         if self._exporter is not None and self.handover.is_here:
             lost |= {reason: count for reason, count in self.losses().items() if "OTLP export" in reason}
-        is_for_agent = self.handover.has_agent and not self.handover.undelivered and target_of(2).startswith("/")
+        is_for_agent = self.handover.has_agent and not self.handover.left and target_of(2).startswith("/")
         if lost and not is_for_agent:
             losses = ", ".join(f"{count} {reason}" for reason, count in lost.items())
             logger.warning("not all that this process recorded had reached the collector at its end: %s", losses)

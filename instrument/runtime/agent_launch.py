@@ -1,0 +1,131 @@
+"""How the agent of a run begins: apart from the service, without anything of the service's in its hands.
+
+It is no child of the service, which may wait for all of its own. It has a session and a process group of its own, so
+that no signal of a terminal or of a group meets it, and it keeps none of the service's descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import posix
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import IO
+
+from instrument.runtime import run_folder
+from instrument.runtime.unpatched import sleep
+
+ENTRY = Path(__file__).parents[1] / "agent" / "entry.py"
+
+INTERPRETER, BEGINNINGS = "python", "agents"
+"""The names in a run's folder of a link to the interpreter of its agents, and of the times at which they began."""
+
+AGENTS, AGENTS_S = 10, 600.0
+"""The most agents of a run that begin in a time, in seconds, each in place of one that has gone."""
+
+LOCK_S, LOCK_TRIES = 0.01, 50
+"""Seconds between two tries to be the one process that begins an agent, and the most tries."""
+
+
+def prepare(run: str) -> socket.socket:
+    """Make the folder of a run and listen in it: processes may join from now on. Raises `OSError`."""
+    run_folder.remove_abandoned()
+    folder = run_folder.make(run)
+    try:
+        (folder / INTERPRETER).symlink_to(sys.executable)
+        return run_folder.listen(folder / run_folder.SOCKET)
+    except BaseException:
+        run_folder.remove(folder)
+        raise
+
+
+def begin(listener: socket.socket, run: str, first: int) -> None:
+    """Begin the agent of a run whose first process is `first`; returns when it is on its way. Raises `OSError`.
+
+    Only for a process with one thread: it forks.
+    """
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:  # from here on, nothing of the caller's may run
+        os.setsid()
+        spawn(sys.executable, listener, run, first)
+    finally:
+        os._exit(1)
+
+
+def can_replace(path: Path) -> bool:
+    """Return True where processes of the run may begin an agent at a path, once the one there has gone.
+
+    An agent by hand is its owner's to begin, and the first process of a container begins its own.
+    """
+    folder = path.parent
+    is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and run_folder.first_process(folder.name) > 1
+    return is_of_run and (folder / INTERPRETER).is_symlink()
+
+
+def replace_gone(path: Path) -> bool:
+    """Begin an agent in place of one that has gone, unless another process does. Returns True where one listens.
+
+    It takes some 20 ms of a thread. The process forks neither now nor with any hook; a fork meanwhile would leave the
+    socket to a child.
+    """
+    folder = path.parent
+    with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
+        if not _has_locked(beginnings):
+            return False
+        if run_folder.is_heard(path):
+            return True
+        beginnings.seek(0)
+        times = [float(line) for line in beginnings]
+        if len(times) >= AGENTS and time.monotonic() - times[-AGENTS] < AGENTS_S:
+            return False
+        beginnings.write(f"{time.monotonic()}\n")
+        interpreter = str((folder / INTERPRETER).readlink())
+        with closing(run_folder.listen(path)) as listener:
+            first = run_folder.first_process(folder.name)
+            child = spawn(interpreter, listener, folder.name, first, is_apart=True)
+            with suppress(ChildProcessError):  # the service has reaped it
+                return posix.waitpid(child, 0)[1] == 0
+            return True
+    return False
+
+
+def _has_locked(file: IO[str]) -> bool:
+    """Lock a file for this process, which children of a fork do not inherit. Returns False where that takes long."""
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        sleep(LOCK_S)
+    return False
+
+
+def spawn(
+    interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
+) -> int:
+    """Begin an agent on a socket as a child, or `is_apart` by one that ends at once. Returns the pid of the child.
+
+    No hook of a fork is run. Raises `OSError`.
+    """
+    settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
+    words = [interpreter, "-I", "-S", str(ENTRY), json.dumps(settings)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}
+    listening = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 4)  # no number that is replaced below
+    try:
+        actions: Sequence[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+            *((os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in ((0, 1) if says else (0, 1, 2))),
+            (os.POSIX_SPAWN_DUP2, listening, 3),
+        ]
+        ends = (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+        return posix.posix_spawn(interpreter, words, environ, file_actions=actions, setsigmask=(), setsigdef=ends)
+    finally:
+        os.close(listening)
