@@ -328,14 +328,14 @@ LINES_AND_FILES = {
     "device": (3_705, 13),
     "instrumentors": (11_299, 48),
     "native": (9_742, 28),
-    "otlp": (5_237, 21),
-    "profile": (2_547, 8),
+    "otlp": (5_251, 21),
+    "profile": (2_548, 8),
     "proposal": (1_420, 5),
     "recorder": (2_622, 9),
-    "recording": (4_108, 24),
+    "recording": (4_110, 24),
     "report": (12_314, 47),
-    "runtime": (2_414, 19),
-    "sessions": (7_149, 33),
+    "runtime": (2_503, 19),
+    "sessions": (7_162, 33),
     "trace": (8_765, 40),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
@@ -365,7 +365,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 478, 775
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 478, 774
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

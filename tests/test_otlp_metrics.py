@@ -22,12 +22,13 @@ from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
 from instrument.otlp.metrics import MEASURES, Metrics
 from instrument.otlp.senders import metrics_url
-from instrument.otlp.snapshots import PREFERENCE, Snapshots
+from instrument.otlp.snapshots import Snapshots
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.distributions import COUNTER, Metric, Snapshot
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
+from instrument.runtime.environment import TEMPORALITY
 from instrument.runtime.faults import FAULTS
 
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
@@ -182,7 +183,7 @@ def test_what_sums_of_gauges_count_from_stays_when_the_wall_clock_is_set(moved_n
 def test_what_totals_count_from_stays_when_the_wall_clock_is_set(
     monkeypatch: pytest.MonkeyPatch, preference: str, moved_ns: int
 ) -> None:
-    monkeypatch.setenv(PREFERENCE, preference)
+    monkeypatch.setenv(TEMPORALITY, preference)
     snapshots, found = Snapshots(), []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
         counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
+import dataclasses
+import inspect
 import json
 import os
 import signal
@@ -10,7 +13,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +25,7 @@ from instrument.instrumentors.selection import FAMILIES, awaited, packages_of
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.recorder import scopes
+from instrument.runtime import cheap_start
 from instrument.sessions import autostart
 from instrument.sessions.autostart import waiting
 
@@ -112,6 +118,9 @@ def test_a_later_process_takes_the_profile_and_the_costs_of_probes_from_the_firs
         ["shop", "False", "True"], ["mall", "True", "True"], ["shop", "False", "True"], ["shop", "True", "True"],
     ]  # fmt: skip
     assert told[0][3] == told[2][3] == told[3][3] != told[1][3]
+    code = "import sys, instrument; instrument.session(); print('yaml' in sys.modules)"
+    done = run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])", "--preset", "serving")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_a_profile_with_a_secret_is_not_handed_down_by_a_file(tmp_path: Path) -> None:
@@ -131,6 +140,47 @@ def test_a_profile_with_a_secret_is_not_handed_down_by_a_file(tmp_path: Path) ->
             assert shared_profile.read(tmp_path / "handed", "one.yaml") == (profile if is_written else None)
         (tmp_path / "handed").unlink(missing_ok=True)
     assert shared_profile.read(tmp_path / "handed", "one.yaml") is shared_profile.read(None, "one.yaml") is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"frozen": True}, {"slots": True}, {"frozen": True, "slots": True}, {"eq": False}]
+)
+def test_a_small_dataclass_is_as_one_of_the_standard_library(options: dict[str, bool]) -> None:
+    def made(decorate: Any) -> Any:
+        class Fact:
+            name: str
+            parts: list[int] = field(default_factory=list, compare=False)
+            size: int = 3
+            secret: str = field(default="x", repr=False)
+
+            def __post_init__(self) -> None:
+                object.__setattr__(self, "size", self.size + 1)
+
+        Fact.__qualname__ = "Fact"
+        return decorate(**options)(Fact)
+
+    told = []
+    for decorate in (cheap_start.dataclass, dataclasses.dataclass):
+        kind = made(decorate)
+        one = kind("a", size=1)
+        same, other = kind("a", [1], 1), dataclasses.replace(one, name="b")
+        facts = [
+            repr(one),
+            one == same,
+            one == other,
+            one == 1,
+            dataclasses.asdict(other),
+            inspect.signature(kind).parameters.keys(),
+        ]
+        facts.append(hash(one) == hash(same) if kind.__hash__ else None)
+        facts.append(copy.copy(one).parts == copy.deepcopy(one).parts == [])
+        for attempt in (lambda one=one: setattr(one, "name", "c"), lambda one=one: delattr(one, "size"), kind):
+            try:
+                facts.append(attempt())
+            except (dataclasses.FrozenInstanceError, TypeError) as error:
+                facts.append((type(error), str(error).rpartition(".")[2]))
+        told.append(facts)
+    assert told[0] == told[1]
 
 
 def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:

@@ -52,17 +52,17 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if native.WHY_MISSING:
         print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
-    consulted = shared_profile.Consulted()
-    profile = None if OFF or not host else load(path, environ=consulted)
-    if profile is not None:
-        _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
-    command = host_of("run", host)
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     environ.pop(SERVICE, None)
-    if "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+    if host and "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         environ[SERVICE] = service_of(host)
+    consulted = shared_profile.Consulted(environ)
+    profile = None if OFF or not host else load(path, environ=consulted)
+    if profile is not None:
+        _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
+    command = host_of("run", host)
     environ[files.RUN_VARIABLE] = name = _new_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]

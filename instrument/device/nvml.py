@@ -14,10 +14,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
-from dataclasses import dataclass, field
 from typing import Any
 
 from instrument.recording.spans import Gpu
+from instrument.runtime.cheap_start import dataclass, field
 
 LIBRARY = "libnvidia-ml.so.1"
 

@@ -21,7 +21,6 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from re import Pattern, escape
 from re import compile as compile_pattern
@@ -41,6 +40,7 @@ from instrument import native
 from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.instrumentors.references import Kept
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]

@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from instrument.profile.model import Profile
 from instrument.recording import board
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import dataclass, field, replace
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 """The variable by which `instrument check` asks the processes of a command to report to it."""

@@ -5,15 +5,19 @@ requests that wait and the counts, `exporter` the thread. Of the service's own O
 SDK's `Resource` (`resource`), so that both are of the same service; it is imported on the export thread only.
 """
 
-from instrument.otlp.exporter import Delivery, Exporter
-from instrument.otlp.metrics import DELAY_NS as METRICS_EVERY_NS
-from instrument.otlp.packing import Body, Ids, pack_resource
-from instrument.otlp.resource import given_attributes, provider_attributes, resource_attributes
-from instrument.otlp.senders import modules_of, require_grpc
-from instrument.otlp.tracer import current_parent
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from instrument.otlp.exporter import Delivery, Exporter
+    from instrument.otlp.packing import Body, Ids, pack_resource
+    from instrument.otlp.resource import given_attributes, provider_attributes, resource_attributes
+    from instrument.otlp.senders import modules_of, require_grpc
+    from instrument.otlp.tracer import current_parent
 
 __all__ = [
-    "METRICS_EVERY_NS",
     "Body",
     "Delivery",
     "Exporter",
@@ -26,3 +30,20 @@ __all__ = [
     "require_grpc",
     "resource_attributes",
 ]
+
+_NAMES_OF = {
+    "exporter": "Delivery Exporter",
+    "packing": "Body Ids pack_resource",
+    "resource": "given_attributes provider_attributes resource_attributes",
+    "senders": "modules_of require_grpc",
+    "tracer": "current_parent",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name as it is first asked for: a process whose agent exports needs few."""
+    module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    return found

@@ -12,12 +12,12 @@ import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from instrument.profile.document import without_secrets
+from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import connect
 

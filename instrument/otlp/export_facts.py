@@ -7,12 +7,12 @@ run's socket. Who reads it checks it, and takes what is not sound as not said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from instrument.otlp.packing import Ids, plain
 from instrument.profile.model import Capture, Otlp
+from instrument.runtime.cheap_start import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from instrument.otlp.points import Point, Series
 from instrument.otlp.senders import Response
-from instrument.otlp.snapshots import PREFERENCE, Piece, Snapshots
+from instrument.otlp.snapshots import Piece, Snapshots
 from instrument.recording.distributions import Snapshot
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
+from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.environment import METRICS_EXPORTER
 from instrument.runtime.unpatched import Lock
 
 QUEUE_SAMPLES = 65_536
@@ -32,13 +33,6 @@ may bring that down to."""
 
 PATIENCE_NS = 2 * 10**9
 """The longest that spans wait because metrics do not get through."""
-
-EXPORTER = "OTEL_METRICS_EXPORTER"
-
-
-def asked_of_metrics() -> dict[str, str]:
-    """The variables of this process that say how its metrics are to be told."""
-    return {name: os.environ[name] for name in (PREFERENCE, EXPORTER) if name in os.environ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +99,8 @@ class Metrics:
         self.off = (
             "" if endpoint else "the endpoint for spans does not end in /v1/traces, so that of metrics is unknown"
         )
-        if environ.get(EXPORTER, "").strip() == "none":
-            self.off = f"{EXPORTER} is none"
+        if environ.get(METRICS_EXPORTER, "").strip() == "none":
+            self.off = f"{METRICS_EXPORTER} is none"
         self._told = False
         self.snapshots = Snapshots(environ)
         self.after_fork_in_child()

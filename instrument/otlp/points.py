@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from instrument.otlp.packing import pack_attributes, pack_field, pack_text, varint
 from instrument.recording.distributions import Distribution, Exemplar
 from instrument.recording.histogram import bucket_middle
+from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160

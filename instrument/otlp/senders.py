@@ -11,7 +11,6 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +19,7 @@ from instrument.otlp import packing
 from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive, proxy_for
 from instrument.otlp.points import Series, pack_metric
 from instrument.profile.document import without_secrets
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.compression import compressor
 
 if TYPE_CHECKING:

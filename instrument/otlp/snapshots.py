@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from instrument.otlp.points import Exponential, Point, Series, exponential
@@ -27,8 +26,8 @@ from instrument.recording.distributions import (
     told_labels,
 )
 from instrument.recording.spans import Origin
-
-PREFERENCE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.environment import TEMPORALITY
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
 """The kinds of which a collector gets what has come since the last delivery, by what is preferred. As OpenTelemetry's
@@ -51,9 +50,9 @@ class Snapshots:
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        asked = environ.get(PREFERENCE, "").strip().lower() or "cumulative"
+        asked = environ.get(TEMPORALITY, "").strip().lower() or "cumulative"
         self._deltas = DELTAS.get(asked, ())
-        self.problem = "" if asked in DELTAS else f"{PREFERENCE}: found {asked!r}; allowed: {', '.join(DELTAS)}"
+        self.problem = "" if asked in DELTAS else f"{TEMPORALITY}: found {asked!r}; allowed: {', '.join(DELTAS)}"
         self.forget()
 
     def forget(self) -> None:

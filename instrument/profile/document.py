@@ -15,11 +15,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instrument.errors import ProfileError
+from instrument.runtime.cheap_start import dataclass, field, replace
 
 if TYPE_CHECKING:
     import yaml

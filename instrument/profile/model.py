@@ -7,9 +7,10 @@ file, and refuses bad values; one made in code is not checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
+
+from instrument.runtime.cheap_start import dataclass, field, fields, is_dataclass
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """The kinds of spans."""

@@ -6,6 +6,7 @@ It is valid in a process with the same values of the variables that it used, whi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -28,10 +29,10 @@ _ITERATED = "OTEL_"
 
 
 class Consulted(Mapping[str, str]):
-    """An environment that notes the variables that are read."""
+    """The environment of the processes to come, which notes the variables that are read."""
 
-    def __init__(self) -> None:
-        self._environ = settings()
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = settings(environ)
         self.names: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
@@ -52,7 +53,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
         return
     with suppress(OSError, ValueError), atomic.replacing(path) as file:
         names = sorted(consulted.names)
-        facts = names, _values(names), _state_of(profile.source), _plain(profile)
+        facts = names, _values(names, consulted), _state_of(profile.source), _plain(profile)
         file.write(json.dumps(facts).encode())
 
 
@@ -62,7 +63,7 @@ def read(path: Path | None, source: str) -> Profile | None:
         return None
     try:
         names, values, state, plain = json.loads(path.read_bytes())
-        if values != _values(names) or state != [*_state_of(source)]:
+        if values != _values(names, settings()) or state != [*_state_of(source)]:
             return None
         made: Profile = _made(plain)
     except (OSError, ValueError, TypeError, LookupError):
@@ -70,8 +71,7 @@ def read(path: Path | None, source: str) -> Profile | None:
     return replace(made, source=source)
 
 
-def _values(names: Any) -> dict[str, str | None]:
-    environ = settings()
+def _values(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
     return {name: environ.get(name) for name in {*names, *(known for known in environ if known.startswith(_ITERATED))}}
 
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 
 from instrument.recorder.recorder import STEP, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import dataclass
 
 STEP_NS = 10**9
 """The interval between two comparisons of the probes' cost with the budget."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from itertools import islice
 from operator import attrgetter, le
 from struct import Struct, error
 from typing import overload
+
+from instrument.runtime.cheap_start import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ A duration is told as a distribution: exact count and sum, and the tally's bucke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from instrument.recording.histogram import LAST_BUCKET, bucket, bucket_start
+from instrument.runtime.cheap_start import dataclass, field, replace
 
 Value = str | int | bool
 Labels = tuple[tuple[str, Value], ...]

@@ -11,10 +11,10 @@ import struct
 import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import EXPORT, Claim
+from instrument.runtime.cheap_start import dataclass, field
 
 FATES = (
     "seen", "intervals", "missed", "untimed",

@@ -12,11 +12,11 @@ import struct
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.export_place import ExportPlace
+from instrument.runtime.cheap_start import dataclass
 
 LARGEST_BYTES = 16 << 20
 """No state is longer before it is compressed."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from instrument.runtime.cheap_start import dataclass
 
 
 @dataclass(frozen=True, slots=True)

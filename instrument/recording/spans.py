@@ -10,12 +10,12 @@ Of many spans there are columns, see `instrument.trace.columns`. As many allocat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
 from sys import intern
 from typing import Any, ClassVar, NamedTuple
 
 from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import LinkedRequest, RemoteParent
+from instrument.runtime.cheap_start import Field, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]

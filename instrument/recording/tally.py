@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.recording.histogram import merge, percentiles, unpacked
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import dataclass, field
 
 Key = TypeVar("Key", bound=Hashable)
 

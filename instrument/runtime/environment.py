@@ -11,6 +11,8 @@ INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
 """The variable by which `instrument init` asks the processes of a command for a report."""
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
+TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 
 def given() -> dict[str, str]:
@@ -24,11 +26,16 @@ def given() -> dict[str, str]:
     }
 
 
-def settings() -> Mapping[str, str]:
-    """Return the present environment, for settings, without the protocol that OpenTelemetry's distribution adds.
+def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """Return the environment, for settings, without the protocol that OpenTelemetry's distribution adds.
 
     The distribution makes gRPC the protocol of its own exporters, where the user has named none.
     """
-    if "opentelemetry.distro" not in sys.modules or PROTOCOL not in os.environ or PROTOCOL in given():
-        return os.environ
-    return {name: value for name, value in os.environ.items() if name != PROTOCOL}
+    if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in given():
+        return environ
+    return {name: value for name, value in environ.items() if name != PROTOCOL}
+
+
+def asked_of_metrics() -> dict[str, str]:
+    """Return the variables of this process that shape its metrics."""
+    return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}

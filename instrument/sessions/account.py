@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from instrument.device.gauges import Gauges
@@ -19,8 +18,8 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
 from instrument.recording.spans import Cost, OwnNotes, Site, never_called
+from instrument.runtime.cheap_start import LazyModule, dataclass, field
 from instrument.runtime.faults import FAULTS, logger
-from instrument.runtime.lazy import LazyModule
 from instrument.sessions.handover import Handover
 from instrument.sessions.window_reader import WindowReader
 

@@ -19,10 +19,10 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Socket

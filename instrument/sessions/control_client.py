@@ -12,10 +12,10 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.unpatched import Socket, poll
 
 ANSWER_S = 0.2

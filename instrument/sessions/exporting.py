@@ -17,8 +17,8 @@ from instrument.profile.model import Otlp, Profile
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
 from instrument.recording.spans import Span
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.lazy import LazyModule
 from instrument.runtime.unpatched import TIMEOUT_MAX
 from instrument.sessions import files
 from instrument.sessions.gauge_watch import GaugeWatch

@@ -12,7 +12,6 @@ import select
 import sys
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +21,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
 

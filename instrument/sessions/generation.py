@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
+from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files

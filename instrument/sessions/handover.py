@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterState, read_meter
+from instrument.runtime import environment
 from instrument.sessions.own_export import OwnExport
 
 if TYPE_CHECKING:
@@ -123,9 +124,7 @@ class Handover:
         exporter = self._exporter
         if exporter is None:
             return None
-        from instrument.otlp.metrics import asked_of_metrics
-
-        found, state = exporter.new_metrics(asked_of_metrics()), self.metered()
+        found, state = exporter.new_metrics(environment.asked_of_metrics()), self.metered()
         if state is not None:
             with suppress(*DAMAGED):
                 found.go_on(state.told)

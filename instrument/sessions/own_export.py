@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError
 from instrument.recording.claim import FIRST_FD
 from instrument.recording.spans import Span
-from instrument.runtime.lazy import LazyModule
+from instrument.runtime.cheap_start import LazyModule
 
 if TYPE_CHECKING:
     from instrument import otlp

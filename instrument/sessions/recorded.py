@@ -44,8 +44,9 @@ from instrument.recording.spans import (
     Trace,
 )
 from instrument.recording.tally import Tally
+from instrument.runtime import environment
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.lazy import LazyModule
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.first_request import taken_for_first
@@ -57,7 +58,7 @@ from instrument.sessions.window_reader import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import export_facts, metrics
+    from instrument.otlp import export_facts
     from instrument.otlp.export_facts import MeteredFacts
     from instrument.otlp.span_queue import Source
     from instrument.report import section, view
@@ -65,9 +66,12 @@ if TYPE_CHECKING:
     from instrument.report.section import View
 else:
     otlp = LazyModule("instrument.otlp")
-    export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
+    export_facts = LazyModule("instrument.otlp.export_facts")
     section, view = LazyModule("instrument.report.section"), LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
+
+BOOKS_NS = 10 * 10**9
+"""Nanoseconds after which the recording gets the facts on metrics that the session alone knows."""
 
 MARKS_SHARE = 20
 """What takes a time to be told as modules are imported is not told again within so many times as long."""
@@ -272,7 +276,7 @@ class Recorded:
             by=self._requests_by[0],
             at_most=self._requests_by[1],
             watches=any(rule.gen_ai or rule.batch for rule in self.profile.functions),
-            environ=metrics.asked_of_metrics(),
+            environ=environment.asked_of_metrics(),
         )
 
     @property
@@ -297,7 +301,7 @@ class Recorded:
     def _tell_books(self, *, at_once: bool = False) -> None:
         """Where the metrics are told by the recording, tell there now and then what only the session knows of them."""
         now_ns = time.monotonic_ns()
-        if not (at_once or now_ns - self._books_ns >= otlp.METRICS_EVERY_NS):
+        if not (at_once or now_ns - self._books_ns >= BOOKS_NS):
             self._tell_marks()
             return
         self._books_ns = now_ns

@@ -28,8 +28,8 @@ from instrument.recording import board
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import COLLECTION
 from instrument.runtime import environment, process_context
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS, logger
-from instrument.runtime.lazy import LazyModule
 from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread
 from instrument.sessions import files

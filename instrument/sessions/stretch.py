@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instrument.device.timing import Timing
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import Held, Taken
 from instrument.recording.spans import Origin
+from instrument.runtime.cheap_start import dataclass
 
 if TYPE_CHECKING:
     from instrument.trace import columns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from instrument.profile.presets import ENGINES
+from instrument.runtime.cheap_start import dataclass
 
 
 @dataclass(frozen=True, slots=True)

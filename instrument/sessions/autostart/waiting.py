@@ -107,7 +107,14 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing."""
+    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing.
+
+    The garbage collector rests meanwhile: what is imported stays, and looking through it takes as long again.
+    """
+    import gc
+
+    is_collecting = gc.isenabled()
+    gc.disable()
     try:
         from instrument.runtime import shadowing
 
@@ -120,6 +127,9 @@ def _start() -> None:
     except Exception as error:
         why = str(error) or type(error).__name__
         sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 class Wait:
@@ -146,6 +156,7 @@ class Wait:
             if spec is not None:
                 if loaded is not None:
                     spec.loader = _Loaded(loaded)
+                    loaded.__spec__ = spec  # the import system goes by that of a module that is there by now
                 return spec  # type: ignore[no-any-return]
         return None
 
