@@ -32,7 +32,7 @@ _PASSED_OVER = re.compile(
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
-_SERVERS = {package.name.partition(".")[0] for package in PACKAGES}
+_SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,6 @@ from instrument.recorder.recorder import RECORDER, Recorder
 Room = Entries | jax.Jitted | keras.KerasLayers | sklearn.Estimators
 
 
-def _none() -> None:
-    return None
-
-
 ONNXRUNTIME = "onnxruntime.capi.onnxruntime_inference_collection"
 ONNXRUNTIME_METHODS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector", "run_async")
 _ENCODERS = (
@@ -88,7 +84,10 @@ class Frameworks:
     """The framework rules of one session at work. `layers` gives the profile's layer rules, which Keras serves too."""
 
     def __init__(
-        self, rules: Sequence[FrameworkRule], recorder: Recorder = RECORDER, layers: Callable[[], Layers | None] = _none
+        self,
+        rules: Sequence[FrameworkRule],
+        recorder: Recorder = RECORDER,
+        layers: Callable[[], Layers | None] = lambda: None,
     ) -> None:
         self._recorder = recorder
         self._layers = layers

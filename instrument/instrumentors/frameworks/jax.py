@@ -72,8 +72,9 @@ class Jitted:
         self._attach("jit", self._wrap_jit)
         for name in FUNCTIONS:
             self._attach(name, functools.partial(self._wrap_call, name=f"jax.{name}"))
-        array: Any = namespace(module).get("Array")
-        concrete = next((cls for cls in _concrete(array) if "block_until_ready" in vars(cls)), None)
+        array = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # the arrays that have values
+        bases = array.__mro__ if isinstance(array, type) else ()
+        concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
         if concrete is None:
             self._verdicts.append(missing(self.rule, "Array.block_until_ready"))
         else:
@@ -124,7 +125,8 @@ class Jitted:
             if not self._at_work:
                 return made
             if not args and "fun" not in kwargs:  # options alone: what came back will make the function
-                return functools.wraps(made)(lambda fun: self._jitted(made(fun))) if _is_function(made) else made
+                is_function = callable(made) and not isinstance(made, type)
+                return functools.wraps(made)(lambda fun: self._jitted(made(fun))) if is_function else made
             return self._jitted(made)
 
         return wrapper
@@ -150,10 +152,7 @@ class Jitted:
         key = (
             getattr(inner, "__code__", None) or f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
         )
-        site = self._sites.get(key)
-        if site is None:
-            site = self._sites.setdefault(key, site_of(made))
-        return site
+        return self._sites.get(key) or self._sites.setdefault(key, site_of(made))
 
     def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
@@ -229,15 +228,3 @@ class _JittedFunction(StandIn):
 
 def _is_own(made: Any) -> bool:
     return str(getattr(made, "__module__", "")).partition(".")[0] in OWN
-
-
-def _is_function(thing: Any) -> bool:
-    return callable(thing) and not isinstance(thing, type)
-
-
-def _concrete(array: Any) -> Iterator[type[Any]]:
-    """The classes of arrays that hold values. `jax.Array` stands for them all."""
-    module = sys.modules.get("jax._src.array")
-    concrete = namespace(module).get("ArrayImpl") if module is not None else None
-    if isinstance(concrete, type):
-        yield from concrete.__mro__

@@ -27,7 +27,7 @@ from instrument.recording.spans import Site
 METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 BASE = ("sklearn.base", "BaseEstimator")
-WRAPPING = ("sklearn.utils._set_output", "_SetOutputMixin")
+WRAPPING = "_SetOutputMixin"
 """The class that replaces `transform` in each class below it, after its `__init_subclass__` has called the others."""
 
 
@@ -57,7 +57,8 @@ class Estimators:
             self._verdict = missing(self.rule, ".".join(BASE))
             return False
         self._base = base
-        self._wrapping = next((cls for cls in _bases_of_transformers(module) if cls.__name__ == WRAPPING[1]), None)
+        bases = getattr(namespace(module).get("TransformerMixin"), "__mro__", ())
+        self._wrapping = next((cls for cls in bases if cls.__name__ == WRAPPING), None)
         for watched in filter(None, (base, self._wrapping)):
             defined = functools.partial(self._defined_below, watched)
             self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
@@ -143,8 +144,3 @@ class Estimators:
             self.hits += 1
             weakref.finalize(cls, recordings.pop, id(cls), None)
         return recorded_once(self._recorder, method, site, recordings, id(cls))
-
-
-def _bases_of_transformers(module: ModuleType) -> tuple[type[Any], ...]:
-    mixin: Any = namespace(module).get("TransformerMixin")
-    return mixin.__mro__ if isinstance(mixin, type) else ()

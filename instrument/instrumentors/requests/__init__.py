@@ -60,7 +60,7 @@ class Requests:
         self._undos: list[Undo] = []
         self._met: dict[str, str] = {}
         self.ports: frozenset[int] = frozenset()
-        """Ports of this process that connections came to, as far as anybody has looked."""
+        """The ports of this process to which connections came, where the agent or the session has looked."""
         self._begin(rules)
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
@@ -75,7 +75,7 @@ class Requests:
         }
 
     def wants(self, module_name: str) -> bool:
-        """Whether that module has a seam."""
+        """Return True where the module has a seam."""
         is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
         if module_name in STALLS:
             is_known = self._blocked_ns is not None

@@ -72,9 +72,9 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
 
 
 class Talk:
-    """What goes by between the server and the app for one exchange.
+    """The messages between the server and the app for one exchange.
 
-    That does not hold it, for contexts may hold exchanges for long. With an `__init__` it would take 0.05 us more.
+    An exchange has no reference to it, since contexts keep exchanges for long. An `__init__` would take 0.05 us.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -84,11 +84,11 @@ class Talk:
     server_send: Send
 
     def receive(self) -> Awaitable[Message]:
-        """What the server's own `receive` gives."""
+        """Return the result of the server's own `receive`."""
         return self.server_receive()
 
     def send(self, message: Message) -> Awaitable[None]:
-        """What the server's own `send` gives."""
+        """Return the result of the server's own `send`."""
         return self.server_send(message)
 
     def end(self) -> None:
@@ -97,14 +97,14 @@ class Talk:
 
 
 class Http(Talk):
-    """The same for one HTTP request, of which the server's part goes to the app without us."""
+    """The messages of one HTTP request. The app calls the server's own `receive`."""
 
     __slots__ = ("_headers", "_is_events", "is_complete")
 
     is_complete: bool
 
     def send(self, message: Message) -> Awaitable[None]:
-        """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
+        """Return the awaitable of the server's own `send`; for the last part one that ends the span after it."""
         exchange, is_last = self.exchange, False
         try:
             kind = message["type"]
@@ -125,7 +125,7 @@ class Http(Talk):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _items_in(self, body: bytes) -> int:
-        """How many items a part of the answer is: as many as there are server-sent events, each with an empty line."""
+        """Count the items of a part: each server-sent event ends with an empty line; any other part is one item."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
@@ -146,7 +146,7 @@ class Http(Talk):
         return value
 
     def _length_of(self, message: Message) -> int:
-        """The bytes of a file that the server sends: those of its header, or of the whole file; 0 where unknown."""
+        """Return the bytes of a file that the server sends: by the header, else the whole file."""
         length = self._header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
@@ -168,7 +168,7 @@ class Http(Talk):
 
 
 class Websocket(Talk):
-    """The same for one websocket: its items are the messages that the app sends."""
+    """The messages of one websocket. Its items are those that the app sends."""
 
     __slots__ = ()
 
@@ -200,7 +200,7 @@ class Websocket(Talk):
 
 
 def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    """What begins the exchanges of each type of scope that is a request."""
+    """Return the arrivals of each type of scope that is a request."""
     return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
 
 
@@ -221,12 +221,12 @@ def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
 
 def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
     headers = dict(_kept(scope["headers"], scope))
-    named = {name: told for name in names if (told := _told(scope, headers, name)) is not None}
+    named = {name: value for name in names if (value := _value(scope, headers, name)) is not None}
     return _plain(scope)[0], headers, named
 
 
 def _kept(headers: Any, scope: Message) -> Any:
-    """The headers of a request. Such as can be read but once are there again for the app."""
+    """Return the headers of a request. The app can read an iterator of them again."""
     if iter(headers) is not headers:
         return headers
     kept = tuple(headers)
@@ -234,8 +234,8 @@ def _kept(headers: Any, scope: Message) -> Any:
     return kept
 
 
-def _told(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
-    """What the caller's request says of an attribute, None where it says nothing."""
+def _value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
+    """Return the value that a request has for an attribute, None without one."""
     if name == "url.path":
         return str(scope["path"])
     if name == "url.query":

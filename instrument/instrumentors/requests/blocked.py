@@ -35,19 +35,19 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import get_ident, sleep
 
 MODULE = "asyncio.events"
-"""Where the handles of asyncio's loops are."""
+"""The module of the handles of asyncio's loops."""
 
 UVLOOP = "uvloop"
-"""Where uvloop's loops are."""
+"""The module of uvloop's loops."""
 
 NEWEST = 256
-"""So many of a thread's newest rows are looked at for who it was: what covers most of a stretch ends near its end."""
+"""The newest rows of a thread among which a blocker is sought, since it ends near the end of its stretch."""
 
 OPEN_LIMIT = 1_000
-"""With more open requests than these it costs too much to look through all that is open."""
+"""The most open requests with which all open rows are read."""
 
 BLOCKERS_KNOWN = 100
-"""Sites that are counted which have blocked a loop, at most."""
+"""The most sites of blockers that are counted."""
 
 NEVER_NS = 1 << 62
 
@@ -77,7 +77,7 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
 
     def undo() -> None:
         nonlocal limit_ns
-        limit_ns = NEVER_NS  # whoever has taken it for their own calls it on
+        limit_ns = NEVER_NS  # other code may keep a reference and call it
         places.stop()
         restore()
 
@@ -133,7 +133,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
 
 
 class _Named(functools.partial[None]):
-    """A callback of a loop, with what times it, under its own name where the loop tells of it."""
+    """A timed callback of a loop, which logs of the loop name as the callback itself."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args[1], name)
@@ -143,11 +143,11 @@ class _Named(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""Callbacks that may fail, of which a loop tells by name then. Steps of tasks are none, and cost less."""
+"""The kinds of callback that a loop names in its log where they fail. Steps of tasks are none, and cost less."""
 
 
 def _run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Run it in this context, which is that of the callback."""
+    """Run a function in this context, which is that of the callback."""
     return function(*args)
 
 
@@ -158,7 +158,7 @@ BLOCKERS: dict[Site, tuple[int, int]] = {}
 def _note(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
-    """A callback has been slow: record it, if it kept a request from going on."""
+    """Record a slow callback, if a request was open on its loop."""
     ended_ns = recorder.now_ns()
     try:
         if not recorder.on:
@@ -191,10 +191,7 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _span_over(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """The site of the innermost span that was there for most of the time; None without one.
-
-    What has ended within it was inside of what is open in its context still.
-    """
+    """Return the site of the innermost span that was open for most of the time, ended ones first; None without one."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -219,7 +216,7 @@ def _span_over(
 
 
 def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
-    """What to call a callback's function or a task's coroutine, and where that is defined, as attributes."""
+    """Return the name of a callback's function or a task's coroutine, and the place of its code as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     tasks = sys.modules.get("asyncio.tasks")
@@ -239,7 +236,7 @@ def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
 
 
 COLLECTOR = "gc"
-"""Where the interpreter says whom it tells."""
+"""The module of the callbacks that the interpreter runs around a collection."""
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
@@ -248,15 +245,15 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
     now = recorder.now_ns
     begun_ns = 0
 
-    def note(phase: str, told: dict[str, int]) -> None:
+    def note(phase: str, counts: dict[str, int]) -> None:
         nonlocal begun_ns
         if phase == "start":
             begun_ns = now()
         elif begun_ns and now() - begun_ns > limit_ns and recorder.on:
             try:
                 facts: dict[Any, Any] = {
-                    "cpython.gc.generation": told["generation"],
-                    "instrument.gc.collected": told["collected"],
+                    "cpython.gc.generation": counts["generation"],
+                    "instrument.gc.collected": counts["collected"],
                 }
                 # Below no span: it takes no time from what it interrupts, a part of which it is.
                 Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
@@ -312,10 +309,7 @@ class LoopPlaces:
         self._begun[get_ident()] = 0
 
     def met(self, begun_ns: int) -> tuple[str, ...]:
-        """Return where the slow callback that began then mostly was, the innermost place first; nothing if unseen.
-
-        From now on somebody looks.
-        """
+        """Return the places of the slow callback that began then, the innermost first. Begins to look for others."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()
@@ -354,37 +348,27 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """The places of a stack from the innermost frame of the service's own code outwards; of all where none is its own.
+    """Return the places of a stack from the innermost frame of the service's own code outwards, else all.
 
-    A frame of ours ends it, which runs the callback.
+    A frame of ours, which runs the callback, is the last one.
     """
     found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < FRAMES and not _is_ours(frame):
+    while frame is not None and len(found) < FRAMES:
+        if str(frame.f_globals.get("__name__", "")).startswith("instrument."):
+            break
         found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     own = next((number for number, (code, _) in enumerate(found) if _is_own(code)), 0)
-    return tuple(_place(code, line) for code, line in found[own:])
+    return tuple(
+        f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
+        for code, line in found[own:]
+    )
 
 
-def _place(code: CodeType, line: int) -> str:
-    return f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("instrument.")
-
-
-_own: dict[CodeType, bool] = {}
-"""The code objects that were met, and whether they are of the service's own code."""
-
-
+@functools.lru_cache(maxsize=10_000)
 def _is_own(code: CodeType) -> bool:
-    found = _own.get(code)
-    if found is None:
-        found = not code.co_filename.startswith(("<", *_INSTALLED))
-        if len(_own) < 10_000:
-            _own[code] = found
-    return found
+    """Return True for code of the service's own."""
+    return not code.co_filename.startswith(("<", *_INSTALLED))
 
 
 _INSTALLED: tuple[str, ...] = tuple(

@@ -42,7 +42,7 @@ from instrument.recording.spans import (
 from instrument.runtime.faults import FAULTS
 
 HEADER = "http.request.header."
-"""How attributes begin that hold a header of a request."""
+"""The prefix of attributes for headers of a request."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
@@ -53,11 +53,11 @@ OUTCOMES: Mapping[str, str] = {
     "ClientDisconnected": CLIENT_GONE,
     "WebSocketDisconnect": CLIENT_GONE,
 }
-"""How a request ended that was not answered in full, by what broke it off. What else there is says the recorder."""
+"""The outcomes of requests without a whole answer, by exceptions that the recorder does not know."""
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """The outcome that an exception means here; a group of exceptions has one where all of its members agree."""
+    """Return the outcome that an exception means. A group has that of all of its members."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -66,13 +66,13 @@ def outcome_by(error: BaseException | str | None) -> str | None:
 
 
 BEGIN = "begin of a request"
-"""Where faults of ours are counted that come then."""
+"""The name under which faults of ours at that point are counted."""
 
 GAPS_KEPT = 10_000
-"""Items of one answer whose distances the median is of: the first so many."""
+"""The first items of one answer, between which the median gap is taken."""
 
 ADDRESSES_KNOWN = 8
-"""Addresses of a server whose endpoints are told apart. A server may take its address from what its callers send."""
+"""The most addresses of a server with endpoints of their own, since some servers take theirs from a caller's header."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange that this context works for."""
@@ -82,17 +82,16 @@ Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 """The method of a request, and the scheme, address and port where it has arrived. A call by name has no scheme."""
 
 UNREAD = "messages of apps that could not be read"
-"""Of those the server says what is wrong with them."""
 
 
 class Exchanges:
-    """What the exchanges of one rule have in common. `is_on` is false once the rule is gone."""
+    """The settings and endpoints of one rule. `is_on` is false once the rule is gone."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self._rule = rule
         self.recorder = recorder
         self.endpoints = Endpoints(rule, recorder)
-        """Those of requests whose address is not told, or not told apart."""
+        """The endpoints of requests without an address, or with one beyond `ADDRESSES_KNOWN`."""
         self.is_on = True
         self.ignores = bool(rule.ignore)
         self._exact = frozenset(path for path in rule.ignore if not path.endswith("*"))
@@ -101,40 +100,39 @@ class Exchanges:
             name.removeprefix(HEADER).encode(): name for name in rule.attributes if name.startswith(HEADER)
         }
         self.named = tuple(name for name in rule.attributes if not name.startswith(HEADER))
-        """What else of the caller's request is to be recorded, by OpenTelemetry's names."""
+        """The other attributes of requests to record, by OpenTelemetry's names."""
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
         self.is_plain = not rule.attributes and self._follows and self._extract is w3c
-        """Whether nothing of requests is asked for but where they have arrived, and who has called."""
+        """True where a request is asked for its address and its caller alone."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
         self.next: Exchanges | None = None
-        """The exchanges of the rule that has followed, which apps given to a server once for all go over to."""
+        """The exchanges of the next rule, to which apps go over that a server got only once."""
 
     def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the arrivals of a protocol: one for all apps, by the functions that `Arrivals` takes."""
+        """Return the arrivals of a protocol, one for all apps. `reads` are the functions of `Arrivals`."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def sites(self) -> list[Site]:
-        """The sites that the requests so far are recorded as; of requests that are open, too."""
+        """Return the sites of all requests so far, open ones included."""
         return [site for endpoints in (self.endpoints, *list(self._at.values())) for site in endpoints.sites()]
 
     def wanted(self, path: str) -> bool:
-        """Whether a request to a path is to be recorded now."""
+        """Return True where a request to a path is to be recorded now."""
         current = CURRENT.get()
         if not self.is_on or not self.recorder.on or (current is not None and current.frame is not None):
             return False  # an app within an app: its request is one already
         return not self.ignored(path)
 
     def ignored(self, path: str) -> bool:
-        """Whether requests to a path are never recorded."""
+        """Return True where requests to a path are never recorded."""
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def caller_in(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """The caller that headers, by names in small letters, tell of, if it is to be followed; to the attributes what
-        else the rule asks of them."""
+        """Return the caller in headers, by names in small letters, if the rule follows it. Adds what the rule names."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -145,14 +143,14 @@ class Exchanges:
         return None
 
     def _link(self, caller: Caller, facts: dict[Any, Any]) -> None:
-        """Link to the caller's span at most, where it is not to be followed."""
+        """Link to the caller's span, where the rule says so."""
         if self._links and (span := remote_of(caller)) is not None:
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
 
     def at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """The endpoints at an address, as attributes tell it; None where no more addresses are told apart."""
+        """Return the endpoints at an address; None beyond `ADDRESSES_KNOWN`."""
         endpoints = self._at.get(address)
         if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
             endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
@@ -170,7 +168,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def item(self, count: int) -> None:
-        """So many have been handed to the server at once."""
+        """Note items that were handed to the server at once."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -180,7 +178,7 @@ class Stream:
         self.items += count
 
     def facts(self, begun_ns: int) -> dict[str, Any]:
-        """What is known of them, as attributes."""
+        """Return the attributes of the stream."""
         found = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
             found[LONGEST_GAP] = max(self.gaps)
@@ -189,7 +187,7 @@ class Stream:
 
 
 class _Handed:
-    """An item on its way from who makes it to who steps him."""
+    """An item on its way from a generator to `SteppedItems`."""
 
     __slots__ = ("item",)
 
@@ -206,10 +204,7 @@ async def _hand_over(items: AsyncIterator[Any]) -> None:
 
 
 class SteppedItems:
-    """The items of an asynchronous generator that does the work of an exchange.
-
-    The span learns how long the generator was suspended: by what it awaits, and by whoever takes the items.
-    """
+    """The items of an asynchronous generator for an exchange, whose span waits while that one is suspended."""
 
     __slots__ = ("_exchange", "_items", "_steps")
 
@@ -225,19 +220,19 @@ class SteppedItems:
     def __anext__(self) -> Generator[Any, Any, Any]:
         step, value = self._steps.send, None
         try:
-            while type(told := step(value)) is not _Handed:
+            while type(handed := step(value)) is not _Handed:
                 try:
-                    step, value = self._steps.send, (yield told)
+                    step, value = self._steps.send, (yield handed)
                 except BaseException as error:
                     step, value = self._steps.throw, error
         except StopIteration:
             raise StopAsyncIteration from None
         finally:
             value = None  # what was thrown would hold itself, by its traceback
-        return told.item
+        return handed.item
 
     async def aclose(self) -> None:
-        """Close the generator, as it is to be where no more of its items are taken."""
+        """Close the generator."""
         self._steps.close()
         await self._exchange.stepped(self._items.aclose())
 
@@ -262,22 +257,22 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last byte is still to come."""
+        """True until the last byte has gone."""
         return self.frame is not None
 
     def enter(self, prefix: str) -> None:
-        """An app that is mounted below a prefix has been found; the route lies within it."""
+        """Note the prefix of a mounted app, which the route continues."""
         self.prefix += prefix.rstrip("/")
 
     def found(self, route: str) -> None:
-        """The route has been found: from here on the span is one of its endpoint."""
+        """Rename the span by its route."""
         route = self.prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
             self.method.recorder.rename(self.frame, self.method.routed(route))
 
     def stepped(self, awaitable: Any) -> Any:
-        """What awaits a part of the service's work; of that the span learns how long it was suspended."""
+        """Return an awaitable of the service's work, while whose suspension the span waits."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def answer(self, status: Any) -> None:
@@ -287,25 +282,25 @@ class Exchange:
             self.facts[STATUS] = self.status
 
     def item(self, count: int = 1) -> None:
-        """Items of an answer that comes in parts have been handed to the server."""
+        """Note items of an answer in parts that were handed to the server."""
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.item(count)
 
     def end_of_parts(self) -> None:
-        """The answer is complete. One that came in a single part was no stream, however it was handed on."""
+        """End with the last part. An answer in a single part is no stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """The app has ended with an exception: without an answer yet the server will say so, where anybody hears it."""
+        """End with an exception of the app, which the server answers with 500 where the app has not answered."""
         if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
             self.answer(self.status or 500)
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """The last byte has gone to the server, or nothing more will come: with an exception, or an error's name."""
+        """End the span, with an exception or the name of an error. A second end with an exception is a late failure."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
@@ -316,11 +311,11 @@ class Exchange:
                 error = self._tell_rest(frame, error)
             self.method.close_request(frame, self.facts, self.status, self.answer_bytes, error)
         except Exception as fault:
-            self.method.recorder.close(frame, error, True)  # without what cannot be told
+            self.method.recorder.close(frame, error, True)  # without its attributes
             FAULTS.note("end of a request", fault)
 
     def _tell_rest(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
-        """Tell what most requests have nothing of. Returns the error, of which a client that has gone is none."""
+        """Add what few requests have. Returns the error, None where the client has gone."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
@@ -342,22 +337,21 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def broken_off(self, outcome: str = CLIENT_GONE) -> None:
-        """Nobody takes the rest of the answer, or nobody gives it."""
+        """End without the rest of the answer."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
             self.end()
 
     def unread(self) -> None:
-        """The app has handed something on that cannot be read; the server says what is wrong with it."""
+        """Count a message of the app that cannot be read, about which the server complains."""
         self.method.recorder.count(UNREAD)
 
 
 class Arrivals:
-    """What begins the exchanges of one protocol, by functions that read what a server tells of a request.
+    """The begin of exchanges of one protocol, by functions that read a server's request.
 
-    `read_path` reads its path. `read_plain` reads where it has arrived, and from its headers who has called and the
-    length of its body; where that is None, or not enough for the rule, `read_all` reads where it has arrived, all
-    headers, by their names in small letters, and the attributes that the rule names.
+    `read_path` reads its path, `read_plain` its arrival, caller and length. Where that is None, or the rule wants more,
+    `read_all` reads its arrival, all headers by names in small letters, and the attributes that the rule names.
     """
 
     __slots__ = ("_is_plain", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -431,7 +425,7 @@ class Arrivals:
 
 
 class ServedApp:
-    """An application whose requests record; it stands in for the app in all else."""
+    """An application whose requests record, and a proxy of it in all else."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         self.app = app
@@ -441,14 +435,14 @@ class ServedApp:
         return getattr(self.app, name)
 
     def serves(self, exchanges: Exchanges) -> bool:
-        """Whether it records for these."""
+        """Return True where it records for these exchanges."""
         return self._exchanges is exchanges
 
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""Endpoints that are told apart; requests to further ones are counted under their method."""
+"""The most endpoints with sites of their own. Requests to others are counted by their method."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
@@ -478,7 +472,7 @@ class Endpoints:
         self._sites: dict[Key, Site] = {}
 
     def site(self, protocol: str, method: str, route: str = "") -> Site:
-        """What requests to an endpoint are recorded as."""
+        """Return the site of requests to an endpoint."""
         key = (protocol, method, route)
         return self._sites.get(key) or self._made(key)
 
@@ -510,8 +504,8 @@ class Endpoints:
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
         facts.update(self._address)
-        told = "HTTP" if method == "_OTHER" else method
-        name = self._format.replace("{method}", told).replace("{route}", route).strip() or told
+        verb = "HTTP" if method == "_OTHER" else method
+        name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
         # An app of WSGI has its thread for itself; one of ASGI waits between its steps.
         return Site(name, "request", attributes=tuple(facts.items()), suspends=protocol != "wsgi")
 

@@ -41,13 +41,13 @@ NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""What the interceptors of all servers record into: the last."""
+"""The arrivals of each rule; interceptors of all servers record by the last."""
 
 _interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
 
 
 class _Told(NamedTuple):
-    """What a server tells of a call. `name` stands for its method where that is none of the server's."""
+    """A call by its server. `name` replaces a method that the server does not have."""
 
     details: Any
     service: _Service
@@ -56,7 +56,7 @@ class _Told(NamedTuple):
 
 
 class _Service:
-    """What all calls of one server have in common: where it listens, and what records them."""
+    """The addresses of one server, and the recording of its calls."""
 
     def __init__(self, grpc: Any) -> None:
         self.grpc = grpc
@@ -71,16 +71,16 @@ class _Service:
             self._addresses.append({SERVER: address.rpartition(":")[0].strip("[]"), PORT: port})
 
     def facts(self) -> dict[Any, Any]:
-        """What the spans of its calls say of it: its address, where it has one."""
+        """Return the attributes of its address, if it has one alone."""
         return dict(self._addresses[0]) if len(self._addresses) == 1 else {}
 
     def wanted(self, details: Any) -> Arrivals | None:
-        """What is to record a call, if anything is."""
+        """Return the arrivals that are to record a call."""
         arrivals = _attached[-1] if _attached else None
         return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
     def recorded(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
-        """The handler that has been found for a call, with one around it that records. Never raises."""
+        """Return a handler that records around the one of a call. Never raises."""
         try:
             if handler is None:
                 self.refused(details, arrivals, "UNIMPLEMENTED")
@@ -99,7 +99,7 @@ class _Service:
 
     def status_of(self, context: Any) -> str:
         """The status that the service has given a call, OK where it has given none."""
-        code = getattr(context, "code", _no_code)()
+        code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
     def _around(self, handler: Any, details: Any, arrivals: Arrivals, is_async: bool) -> Any:
@@ -139,7 +139,7 @@ class _Call:
         return self._around_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """What reads a request, and tells when it cannot: then the behaviour is never called."""
+        """Return a deserializer that records a request which it cannot read, since no behaviour is called then."""
         if deserialize is None:
             return None
 
@@ -156,7 +156,7 @@ class _Call:
         return deserialized
 
     def serializer(self, handler: Any) -> Callable[[Any], Any]:
-        """What writes answers, and sees each of them go: the last of a unary call ends it."""
+        """Return a serializer that notes each answer. The answer of a unary call ends it."""
         serialize = handler.response_serializer
 
         def serialized(message: Any) -> Any:
@@ -195,7 +195,7 @@ class _Call:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:
-        """The call is over, with an exception of its handler or without: its status is what the caller gets."""
+        """End the call, perhaps with an exception of its handler, with the status that the caller gets."""
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
@@ -282,7 +282,7 @@ class _Call:
         return served
 
     def __del__(self) -> None:
-        """Tell of a call that never began, such as one beyond the server's limit of concurrent ones."""
+        """Count a call that never began, such as one beyond the server's limit of concurrent ones."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
@@ -321,7 +321,7 @@ class _Answers:
 
 
 class _Noted:
-    """The context that a server on asyncio gives to a handler that is no coroutine: it does not tell the status."""
+    """The context of a handler on asyncio that is no coroutine, with its status, which that context does not return."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -342,18 +342,14 @@ class _Noted:
         return self._status
 
 
-def _no_code() -> None:
-    return None
-
-
 def _is_gone(context: Any) -> bool:
-    """Whether nobody waits for the answer any more; asyncio's contexts cancel the handler instead of saying so."""
+    """Return True where the caller has gone. asyncio's contexts cancel the handler instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()
 
 
 def _is_abort(error: BaseException) -> bool:
-    """Whether an exception is what `context.abort` raises, to leave the handler."""
+    """Return True for the exception that `context.abort` raises."""
     return type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
 
 
@@ -380,7 +376,7 @@ def _read(told: _Told, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, byt
 
 
 def _headers(metadata: Any) -> dict[bytes, bytes]:
-    """What the caller has sent beside the request, by names in small letters, as gRPC has them."""
+    """Return the caller's metadata by names in small letters, as gRPC has them."""
     found = {}
     for name, value in metadata or ():
         found[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
@@ -456,12 +452,7 @@ def _attach(
     return [forget, restore, listening("add_insecure_port"), listening("add_secure_port")]
 
 
-def _sync(module: Any, exchanges: Exchanges) -> list[Undo]:
-    return _attach(module, exchanges, "_Server", _sync_interceptor)
-
-
-def _aio(module: Any, exchanges: Exchanges) -> list[Undo]:
-    return _attach(module, exchanges, "Server", _async_interceptor)
-
-
-GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"grpc._server": _sync, "grpc.aio._server": _aio}
+GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "grpc._server": lambda module, exchanges: _attach(module, exchanges, "_Server", _sync_interceptor),
+    "grpc.aio._server": lambda module, exchanges: _attach(module, exchanges, "Server", _async_interceptor),
+}

@@ -29,7 +29,7 @@ class _Taken(threading.local):
 
 
 def _server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Where a request is handed to the workers: its span is told its id."""
+    """Add the id under which a request is handed to the workers to its span."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -47,7 +47,7 @@ def _server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _worker(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Where a worker takes requests, calls the service for them, and answers."""
+    """Record the calls of the service by a worker, with the requests that it has taken."""
     recorder, taken = exchanges.recorder, _Taken()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context

@@ -27,7 +27,7 @@ STATUSES: Mapping[str, int] = {
     "INTERNAL_ERROR": 500,
     "TIMEOUT_ERROR": 408,
 }
-"""What the front answers, by what a worker tells it."""
+"""The status of the front's answer, by the flag of a worker."""
 
 
 class _Batches:
@@ -41,18 +41,18 @@ class _Batches:
         self._events = 0
 
     def begin(self, ids: Sequence[bytes]) -> None:
-        """A batch has come, of requests that the front has numbered; one that was never answered ends here."""
+        """Begin a batch of requests that the front has numbered. Ends one that was never answered."""
         self.end(None)
         self._events = 0
         keys = tuple(str(int.from_bytes(one, "big")) for one in ids[:BATCH_LIMIT])
         self._frame = self._recorder.open(self._site, {REQUESTS: len(ids), BATCH_KEYS: keys})
 
     def event(self, count: int) -> None:
-        """Parts of streamed answers have gone, from a thread of their own."""
+        """Count parts of streamed answers, which another thread sends."""
         self._events += count
 
     def end(self, flag: Any) -> None:
-        """The answers have gone to the front, with a flag that tells their status."""
+        """End the batch, whose answers have gone to the front with a flag."""
         frame, self._frame = self._frame, None
         if frame is None:
             return

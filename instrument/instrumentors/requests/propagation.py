@@ -18,7 +18,7 @@ from instrument.instrumentors.requests.exchange import CURRENT
 from instrument.recorder.recorder import RECORDER, Recorder
 
 MODULE = "opentelemetry.trace"
-"""Where OpenTelemetry's propagators and tracers take `get_current_span` from."""
+"""The module from which OpenTelemetry's propagators and tracers take `get_current_span`."""
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:

@@ -119,7 +119,7 @@ def _batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
-    """Where a process makes one of a class, its servers record nothing."""
+    """Switch off the servers of a process that makes an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)

@@ -56,7 +56,7 @@ def _starlette(module: Any) -> list[Undo]:
 
 
 def _fastapi(module: Any) -> list[Undo]:
-    """FastAPI tells the path of a route below the prefixes of the routers that include it in the scope."""
+    """FastAPI has the path of a route with the prefixes of its routers in the scope."""
 
     def found(exchange: Exchange, route: Any, scope: Any, *_: Any) -> None:
         included = scope.get("fastapi", {}).get("effective_route_context")

@@ -32,7 +32,7 @@ def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
 
 
 def _told(class_name: str, method: str, kind: Any) -> Attach:
-    """A server that tells this method the app with each request: to make another each time would take 0.5 us."""
+    """A server that passes the app to a method with each request. One kept stand-in spares 0.5 us a request."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)

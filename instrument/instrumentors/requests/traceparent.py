@@ -11,17 +11,14 @@ from instrument.runtime.faults import FAULTS
 
 Header = bytes | str
 Caller = RemoteParent | Header | tuple[Header, Header]
-"""What `spans.remote_of` reads: a span, a `traceparent`, or that and a `tracestate`."""
+"""A caller as `remote_of` reads it: a span, a `traceparent`, or that and a `tracestate`."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
-"""Tells the caller from headers by their names in small letters."""
+"""A function that reads the caller from headers by their names in small letters."""
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """A `traceparent`, if there is one, with a `tracestate`, to be read by whoever reads the span.
-
-    That takes some microseconds, which the service need not wait for.
-    """
+    """Join a `traceparent`, if there is one, and a `tracestate`, which the reader of the span parses."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 

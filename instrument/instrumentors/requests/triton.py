@@ -25,7 +25,7 @@ from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
-"""What the backend imports a model as: its version and its file, such as `1.model`."""
+"""The name as which the backend imports a model, its version and file, such as `1.model`."""
 
 FINAL = 1
 """The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
@@ -47,7 +47,7 @@ class _Answer:
         self.exchange = exchange
         self.context = context
         self.is_left = False
-        """Whether the model has returned and left the rest to the sender."""
+        """True once the model has returned and left the rest to the sender."""
 
     def __del__(self) -> None:
         """End what nobody can answer any more."""
@@ -135,11 +135,11 @@ class _Requests:
             return None
 
     def step(self, name: str) -> Site:
-        """What is done for several requests to a model is recorded as."""
+        """Return the site of the work for several requests to a model."""
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
     def leave(self, exchange: Exchange) -> bool:
-        """Leave a request to its sender, where it has one. Whether it has."""
+        """Leave a request to its sender. Returns False where it has none."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
             answer.is_left = True
@@ -217,7 +217,7 @@ def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, 
 
 
 def _headers(request: Any) -> dict[bytes, bytes]:
-    """The caller's trace, which the server tells where it traces for OpenTelemetry."""
+    """Return the caller's trace, which the server has where it traces for OpenTelemetry."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:

@@ -24,7 +24,7 @@ STATUSES = {str(status): status for status in range(100, 1000)}
 LINES_KNOWN = 100
 
 _lines: dict[Any, int] = {}
-"""Statuses by whole status lines, of which a service has a few; so many are known."""
+"""Statuses by whole status lines, up to `LINES_KNOWN`."""
 
 
 class WsgiApp(ServedApp):
@@ -69,7 +69,7 @@ class WsgiApp(ServedApp):
 
 
 def _status_of(told: Sequence[Any]) -> int:
-    """The status that a status line tells, the first of what an app has told; 0 where there is none."""
+    """Return the status in a status line, the first argument of an app; 0 without one."""
     line = told[0] if told else None
     if not isinstance(line, str):
         return 0
@@ -101,7 +101,7 @@ NAMED = {
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
 }
-"""What a request's environment calls what attributes hold."""
+"""The variables of a request's environment, by attributes."""
 
 
 VARIABLES = {
@@ -109,7 +109,7 @@ VARIABLES = {
     b"tracestate": "HTTP_TRACESTATE",
     b"content-length": "CONTENT_LENGTH",
 }
-"""What a request's environment calls the headers that are asked for each time."""
+"""The variables of the headers that are read each time."""
 
 
 class _Headers(Mapping[bytes, bytes]):
@@ -182,7 +182,7 @@ class _Body:
         self._exchange.broken_off()
 
     def close(self) -> None:
-        """The server is done with it, perhaps before its end."""
+        """Close the body, perhaps before its end."""
         exchange = self._exchange
         token = CURRENT.set(exchange)
         try:
