@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from instrument.device import nvml
@@ -285,7 +285,6 @@ THREAD_NAME = "instrument-nvml"
 
 _running: Gauges | None = None
 _forking = local()
-_hooked = False
 
 
 class Gauges:
@@ -434,11 +433,9 @@ class Gauges:
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
 
+@cache
 def _hook_forks() -> None:
-    global _hooked
-    if not _hooked:
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
-        _hooked = True
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 def _before_fork() -> None:

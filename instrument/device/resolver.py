@@ -388,7 +388,9 @@ class Resolver:
                 asked_ns = self._now()
                 events = [(pair.begin, pair.end_event) for pair in waiting]
                 answers: list[Answer] = [*self._driver.measure(context.anchors.newest_event, events)]
-                if answers and (stream == watched or self._lacks_anchor(context)):
+                newest_ns = context.anchors.newest_ns
+                lacks_anchor = newest_ns is None or self._now() - newest_ns > FARTHEST_NS
+                if answers and (stream == watched or lacks_anchor):
                     answers = self._anchor_by_end(context, stream, waiting, answers)
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
@@ -407,10 +409,6 @@ class Resolver:
             if not context.alive:
                 break
         return moved
-
-    def _lacks_anchor(self, context: Context) -> bool:
-        newest_ns = context.anchors.newest_ns
-        return newest_ns is None or self._now() - newest_ns > FARTHEST_NS
 
     def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
         """Take the last end that was just seen as an anchor, on a device that is too busy to be read.

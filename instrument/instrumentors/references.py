@@ -10,9 +10,10 @@ import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from linecache import getlines
 from pathlib import Path
+from traceback import walk_stack
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -199,14 +200,7 @@ def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
 
 def _running_codes() -> set[Any]:
     """Return the code of all calls under way, each of which refers to its own function."""
-    return {frame.f_code for top in sys._current_frames().values() for frame in _stack(top)}
-
-
-def _stack(top: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = top
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 
 
 def _is_frame_of_ours(holder: Any) -> bool:

@@ -327,9 +327,5 @@ class Regions:
             return "" if hasattr(own, "_torchdynamo_orig_callable") else _OWN_FORWARD
         forward = getattr(kind, "forward", None)
         if forward is torch.nn.Module.forward:
-            return _EXPORTED if kind is torch.nn.Module and self._holds_weights(module) else ""
+            return _EXPORTED if kind is torch.nn.Module and vars(module).get("_parameters") else ""
         return "" if hasattr(forward, "__instrument_layers__") else _UNREGISTERED
-
-    @staticmethod
-    def _holds_weights(module: Any) -> bool:
-        return bool(vars(module).get("_parameters"))

@@ -34,18 +34,16 @@ if TYPE_CHECKING:
     from instrument.instrumentors.argument_watch import ArgumentWatch
 
 
-def _argument_watch(wants: Callable[[str], bool]) -> ArgumentWatch:
-    from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
-
-    return ArgumentWatch(wants)
-
-
 class Functions:
     """The function rules of one session at work."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
-        self.watch = _argument_watch(self.is_named) if watches else None
+        self.watch: ArgumentWatch | None = None
+        if watches:
+            from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
+
+            self.watch = ArgumentWatch(self.is_named)
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
         self._seams: list[functions.Undo] = []

@@ -218,10 +218,6 @@ class Selection:
             if package in packages or (key == "requests" and is_of_requests)
         ]
 
-    def _wake_all(self) -> None:
-        for key in list(self._asleep):
-            self.wake(key)
-
     def attach(self, *, main: bool = True) -> Undo:
         """Attach to what is imported, watch for the rest; returns the way back.
 
@@ -347,8 +343,8 @@ class Selection:
 
         Without `of_all`, return only those of families that are awake.
         """
-        if of_all:
-            self._wake_all()
+        for key in list(self._asleep) if of_all else ():
+            self.wake(key)
         with self._lock:
             self.settle()
             if (requests := self._families.get("requests")) is not None:

@@ -279,11 +279,6 @@ def _walk(
                 yield thing
 
 
-def _records(function: Any) -> bool:
-    """Return True where a function carries a probe already."""
-    return site_on(function) is not None
-
-
 def site_on(function: Any) -> Site | None:
     """Return the site of the probe that a function carries."""
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
@@ -305,7 +300,7 @@ def _is_function(thing: Any) -> bool:
     """Return True where calls of an object can be recorded by one in its place."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
-    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
+    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
@@ -362,9 +357,9 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
     """Yield the functions in an object that a decorator has made, or the function itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]]
-    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and not _records(raw):
+    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
         cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
-        parts = [("", cell.cell_contents, partial(_set, raw, cell, "cell_contents"))]
+        parts = [("", cell.cell_contents, partial(_with, raw, setattr, cell, "cell_contents"))]
     elif _is_function(raw):
         parts = [("", raw, lambda new: new)]
     elif issubclass(kind, (staticmethod, classmethod)):
@@ -377,43 +372,29 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
         parts = [("", state[0], partial(_set_partial, raw))]
     elif issubclass(kind, (functools.cached_property, functools.partialmethod)):
         names = own_names(raw) or {}
-        parts = [("", names.get("func"), partial(_set_item, raw, names, "func"))]
+        parts = [("", names.get("func"), partial(_with, raw, dict.__setitem__, names, "func"))]
     elif issubclass(kind, functools.singledispatchmethod):
         dispatcher = (own_names(raw) or {})["dispatcher"]
         parts = [
-            ("" if of is object else f"[{of.__name__}]", part, partial(_register, raw, dispatcher, of))
+            ("" if of is object else f"[{of.__name__}]", part, partial(_with, raw, dispatcher.register, of))
             for of, part in dict(dispatcher.registry).items()
         ]
     else:
         proxied = _wrapped_slot(kind)
-        parts = [] if proxied is None else [("", proxied.__get__(raw), partial(_set_slot, raw, proxied))]
+        put = partial(_with, raw, type(proxied).__set__, proxied, raw) if proxied is not None else None
+        parts = [("", proxied.__get__(raw), put)] if put is not None else []
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
 
 
-def _set(raw: Any, owner: Any, attribute: str, new: Any) -> Any:
-    setattr(owner, attribute, new)
-    return raw
-
-
-def _set_item(raw: Any, names: dict[str, Any], name: str, new: Any) -> Any:
-    names[name] = new
-    return raw
-
-
-def _set_slot(raw: Any, slot: Any, new: Any) -> Any:
-    slot.__set__(raw, new)
-    return raw
-
-
-def _register(raw: Any, dispatcher: Any, of: type, new: Any) -> Any:
-    dispatcher.register(of, new)
+def _with(raw: Any, put: Callable[..., object], *given: Any) -> Any:
+    """Return an object after `put` has put a function into it, the last of its arguments."""
+    put(*given)
     return raw
 
 
 def _set_partial(raw: Any, new: Any) -> Any:
     state: Any = partial.__reduce__(raw)[2]
-    _, arguments, words, names = state
-    partial.__setstate__(raw, (new, arguments, words, names))  # type: ignore[attr-defined]
+    partial.__setstate__(raw, (new, *state[1:]))  # type: ignore[attr-defined]
     return raw
 
 
@@ -458,7 +439,9 @@ def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
                 if kind is type and type.__dict__["__qualname__"].__get__(part) == qualname:
                     return part, lambda new: new
                 near.append(part)  # a class that was made for the function
-            elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
+            elif not (
+                isinstance_of(part, (ModuleType, CodeType, str)) or (type(part) is dict and "__builtins__" in part)
+            ):
                 near.append(part)
     return found, partial(_put_in, near, Kept([found]))
 
@@ -478,10 +461,6 @@ def _put_in(near: Kept, now: Kept, new: Any) -> None:
             else:
                 names[name] = made  # type: ignore[index]
     now[0] = new
-
-
-def _is_globals(thing: Any) -> bool:
-    return type(thing) is dict and "__builtins__" in thing
 
 
 def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:

@@ -194,10 +194,7 @@ class CallWork:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
             self._kept[id(thing)] = found
-        return found.devices(self._models_of, thing)
-
-    def _models_of(self, thing: Any) -> Sequence[Any]:
-        return models_in([thing], self._torch.nn.Module)
+        return found.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
 
     def _models_named(self, _: None) -> Sequence[Any]:
         """Return the models that the function's code names: in its closure, and globals of its module."""

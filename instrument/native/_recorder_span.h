@@ -422,7 +422,7 @@ answer_of(Core *core, PyTypeObject *type)
 }
 
 /* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
- * set. Twin of `status_of` in outcomes.py. */
+ * set. */
 static long
 status_of(Core *core, PyObject *error)
 {

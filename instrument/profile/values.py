@@ -99,15 +99,11 @@ def expression(node: YamlNode) -> str:
 @shaped(syntax_shape(PERCENTS))
 def percent(node: YamlNode) -> float:
     # At most 18 digits a side, as for other quantities: more mean a mistake.
-    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
+    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")(node)
     share = float(text[:-1]) / 100
     if not 0 < share <= 1:
         node.refuse("a percentage above 0%, up to 100%, such as 1%")
     return share
-
-
-def _with_percent(text: str) -> str:
-    return text + "%"
 
 
 def duration(example: str, least: str = "") -> Read:

@@ -215,7 +215,8 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
         f"instrument check {file} -- {command}",
         f"instrument run --profile {file} -- {command}",
     ]
-    if not count and _trains(observation):
+    trains = any(node.called.kind == "phase" and node.called.name == "backward" for node in observation.nodes())
+    if not count and trains:
         first.preset = "training"
     else:
         _describe_requests(first, observation, choice)
@@ -300,11 +301,6 @@ def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]
             f"Not observed: {count} process{'es' * (count != 1)} that ended without a goodbye (SIGKILL, os._exit) or "
             "had not ended yet."
         )
-
-
-def _trains(observation: Observation) -> bool:
-    """Return True where a backward pass ran, as in a training loop."""
-    return any(node.called.kind == "phase" and node.called.name == "backward" for node in observation.nodes())
 
 
 @dataclass(slots=True)

@@ -280,9 +280,6 @@ class Readback(SiteCore):
             tree.facts()
             self._shapes_by_node()
 
-    def _paths_with(self, row: Row) -> CallTree:
-        return self._paths if row[NODE] < len(self._paths) else self.paths()
-
     def asks_for_device_time(self) -> bool:
         """Return True where any called site asks for device time."""
         return any(self.paths().by_site(_asks_for_device_time))
@@ -334,7 +331,8 @@ class Readback(SiteCore):
 
     def site_of(self, row: Row) -> Site:
         """Return the site of a row."""
-        return self._paths_with(row).site(row[NODE])
+        paths = self._paths if row[NODE] < len(self._paths) else self.paths()
+        return paths.site(row[NODE])
 
     def spans(self) -> list[Span]:
         """Return the spans in the rings, and the open ones as far as they have come. Unordered.

@@ -193,11 +193,12 @@ class Governor:
         whole_ns = sum(cost_ns.values())
         calls = max(sum(use.calls for use in used.values()), 1)
         steps = sum(use.steps for use in used.values())
+        passed_ns = self._passed_ns.get(self._recorder.shapes.get(site, ""), 0.0)
         return _Muted(
             since_ns=now_ns,
             wait_ns=_next_wait_ns(self._returned.pop(site, None), STEP_NS, now_ns),
             recorded_ns=whole_ns / calls,
-            counted_ns=self._passed_of(site) + steps / calls * self._passed_ns.get(STEP, 0.0),
+            counted_ns=passed_ns + steps / calls * self._passed_ns.get(STEP, 0.0),
             shares={thread: ns / whole_ns if whole_ns else 1.0 for thread, ns in cost_ns.items()},
         )
 
@@ -327,9 +328,6 @@ class Governor:
         own_ns = use.calls * self._costs_ns[self._recorder.shapes.get(site, "scope")]
         # The cost of a generator includes one step.
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
-
-    def _passed_of(self, site: Site) -> float:
-        return self._passed_ns.get(self._recorder.shapes.get(site, ""), 0.0)
 
     def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
         """Sort sites, the heaviest first: by their cost, weighted with its share in what they timed."""

@@ -40,26 +40,6 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
 The attributes are plain ones, so that reading them runs no code of the service.
 """
 
-_NAMES = ("__mro__", "__module__", "__qualname__", "__name__")
-_classes, _module, _qualname, _name = (vars(type)[name].__get__ for name in _NAMES)
-
-
-def status_of(error: BaseException) -> int | None:
-    """Return the status by which an exception answers a request, None without one. Never raises.
-
-    Its twin is `status_of` in `_recorder_span.h`.
-    """
-    for kind in _classes(type(error)):
-        answer = ANSWERS.get(_module(kind), {}).get(_qualname(kind))
-        if answer is not None:
-            try:
-                value = getattr(error, answer) if isinstance(answer, str) else answer
-                status = int(value[:3]) if isinstance(value, str) else value
-                return int(status) if isinstance(status, int) and 100 <= status < 1000 else None
-            except Exception:  # of a class of the service's own
-                return None
-    return None
-
 
 CANCELLED, CLOSED_EARLY, STOPPED = "cancelled", "closed early", "stopped"
 
@@ -73,6 +53,7 @@ BROKEN_OFF: Mapping[str, str] = {
 }
 """The outcomes of spans by the names of the exceptions' classes, of asyncio, trio, gevent and Python."""
 
+_classes, _name = (vars(type)[name].__get__ for name in ("__mro__", "__name__"))
 _code = vars(SystemExit)["code"].__get__
 
 

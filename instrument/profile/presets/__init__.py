@@ -54,11 +54,7 @@ def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
         return profile, {}
     preset = Document(text_of(named.text), name=path_of(named.text), environ=profile.document.environ)
     given: dict[str, str] = {}
-    return _merged(profile, _placed(preset.read(_itself), key), given), given
-
-
-def _itself(node: YamlNode) -> YamlNode:
-    return node
+    return _merged(profile, _placed(preset.read(lambda node: node), key), given), given
 
 
 def _placed(node: YamlNode, at: YamlNode) -> YamlNode:
