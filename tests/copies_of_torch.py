@@ -23,10 +23,11 @@ from instrument.instrumentors.copies import torch_copies as room  # noqa: E402
 from instrument.instrumentors.copies.transfers import Transfers  # noqa: E402
 from instrument.profile.model import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder.recorder import Recorder  # noqa: E402
-from instrument.recording.spans import Origin, Trace  # noqa: E402
+from instrument.recording.spans import Origin  # noqa: E402
 from instrument.report.events_view import events  # noqa: E402
 from instrument.report.view import Options, Recording  # noqa: E402
 from instrument.runtime.faults import FAULTS  # noqa: E402
+from instrument.trace.trace import Trace  # noqa: E402
 
 SECOND = f"{NAME}:1"
 

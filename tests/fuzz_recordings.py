@@ -28,9 +28,8 @@ from typing import Any
 from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory_layout
-from instrument.recording.gauge_ring import Readings
-from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.mapped import Mapped
+from instrument.recording.slot_ring import IntervalRing, Readings
 from instrument.recording.spans import Sample, Site
 from instrument.trace.of_memory import saved_of
 

@@ -41,12 +41,12 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
-    Trace,
 )
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.sessions.window import Windows
+from instrument.trace.trace import Trace
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from instrument.recording.spans import Origin, Trace
+from instrument.recording.spans import Origin
 from instrument.recording.tally import Tally
 from instrument.report.section import View
 from instrument.report.table import LINE, columns
 from instrument.report.view import Recording
+from instrument.trace.trace import Trace
 
 FOLDER = Path(__file__).parent / "golden" / "views"
 

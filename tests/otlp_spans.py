@@ -12,12 +12,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from instrument.recording.remote_parents import link_of
 from instrument.recording.spans import Origin, Site, Span
-from instrument.recording.spans import Trace as Facts
 from instrument.trace.by_process import linked_requests, rows_by_process, where_began
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
-from instrument.trace.of_spans import spans_of, with_spans
+from instrument.trace.trace import Trace, spans_of, with_spans
 
 SECOND = 10**9
 ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
@@ -94,8 +93,8 @@ def requests_in(lines: list[str]) -> list[Any]:
 
 
 def spans_by_process(
-    merged: Merged, trace: Trace, joined: Joined, below: Mapping[int, Sequence[Span]] | None = None
-) -> Iterator[tuple[Facts, list[Span]]]:
+    merged: Merged, trace: Columns, joined: Joined, below: Mapping[int, Sequence[Span]] | None = None
+) -> Iterator[tuple[Trace, list[Span]]]:
     """The spans of each process of merged files, with what hangs below rows."""
     more = [span for its in (below or {}).values() for span in its]
     linked, began = linked_requests(trace, joined), where_began(trace, joined)

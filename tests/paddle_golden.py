@@ -13,7 +13,8 @@ from typing import Any
 
 from interval_lists import assign_self_times
 
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
+from instrument.trace.trace import Trace
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from interval_lists import assign_self_times
 
-from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Origin, Site, Span
 from instrument.report.page.html_page import html_page, page_document
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 US, MS = 1_000, 1_000_000
 

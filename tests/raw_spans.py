@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.trace.counting import tally_of
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace, columns_of_spans
 
 WINDOW = (20, 120)
 
@@ -80,7 +81,7 @@ def above(span: Span, by_id: dict[int, Span]) -> list[Span]:
 
 def counted(spans: Iterable[Span], threads: Mapping[int, str] | None = None) -> Tally:
     """The tally of spans."""
-    return tally_of(trace_of(list(spans)), threads)
+    return tally_of(columns_of_spans(list(spans)), threads)
 
 
 def counted_paths(spans: Iterable[Span]) -> tuple[dict[int, CallPath], set[int]]:
@@ -129,3 +130,8 @@ def lies_in(one: Span | DeviceInterval, window: tuple[int, int]) -> bool:
     first, last = window
     inside = first <= one.start_ns and one.end_ns <= last
     return inside or (one.end_ns > first and one.start_ns < last)
+
+
+def changed(trace: Trace) -> Trace:
+    """The trace with columns of its spans as a test has changed them."""
+    return replace(trace, spans=[*trace.spans])

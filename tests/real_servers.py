@@ -31,7 +31,7 @@ from server_programs import answers
 
 from instrument.runtime import run_folder
 from instrument.trace import file
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import timeline
 
@@ -77,12 +77,12 @@ class Served:
     output: str
 
     @cached_property
-    def trace(self) -> Trace:
+    def trace(self) -> Columns:
         """The recordings of all processes, as `instrument merge` puts them together."""
         merged = self.folder / "merged.npz"
         command = [sys.executable, "-m", "instrument", "merge", str(self.folder / "traces"), "-o", str(merged)]
         subprocess.run(command, capture_output=True, timeout=120, check=True)
-        return file.load(merged).columns
+        return file.load(merged).trace.columns
 
     @cached_property
     def joined(self) -> Joined:

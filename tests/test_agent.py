@@ -469,7 +469,7 @@ os.wait()
     (agent,) = agents()
     Path("go").touch()
     (capture,) = until(lambda: [*Path("traces").glob("*-died.npz")])
-    assert [span.site.name for span in file.load(capture).trace().spans] == ["step"]
+    assert [span.site.name for span in file.load(capture).trace.spans] == ["step"]
     until(lambda: not Path(f"/proc/{agent}").exists())
 
 
@@ -504,9 +504,9 @@ sys.stdin.readline()
     gone = int(line.split()[2])
     path = line.rpartition("; saved as ")[2].strip()
     saved = file.load(path)
-    assert [span.site.name for span in saved.trace().spans] == ["step"]
+    assert [span.site.name for span in saved.trace.spans] == ["step"]
     assert saved.counted().calls == 1
-    assert saved.facts.died.replace(f" ({how})", "") == f"Process {gone} ended without a goodbye; no span was open."
+    assert saved.trace.died.replace(f" ({how})", "") == f"Process {gone} ended without a goodbye; no span was open."
     assert oct(Path(path).stat().st_mode & 0o777) == "0o600"
     assert gone != service.pid
     _, errors = service.communicate("\n", timeout=240)
@@ -600,7 +600,7 @@ def test_what_a_killed_agent_was_about_to_save_of_a_process_is_awaited_and_told_
         assert line.startswith(f"instrument: process {service.pid} of shop ended without a goodbye")
         assert ": it died in request `POST /generate`, " in line
         saved = line.rpartition("; saved as ")[2].strip()
-        assert {span.site.name for span in file.load(saved).trace().spans} == {"step", "POST /generate"}
+        assert {span.site.name for span in file.load(saved).trace.spans} == {"step", "POST /generate"}
         until(lambda: saved in other.stderr.readline())  # in the report of the run
         other.terminate()
     first.communicate()
@@ -721,7 +721,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     )
     failed = "`prefill` in it had failed with `MemoryError`"
     assert re.search(rf"{died}{age}; {failed}; 1 more was open: `hang` \([\d.]+ (s|ms|us)\)\.", words)
-    spans = file.load(path).trace().spans
+    spans = file.load(path).trace.spans
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
     if not Path("/dev/log").exists():  # nobody has the pipe any more that its errors went to
         line = until(lambda: [*Path("traces").glob("*-died.txt")])[0].read_text()
@@ -1068,7 +1068,7 @@ def test_each_look_tells_of_what_came_since_the_one_before(service: subprocess.P
 def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subprocess.Popen[str]) -> None:
     assert "dump.npz: " in command("dump", "--output", "dump.npz")
     saved = file.load("dump.npz")
-    names = Counter(span.site.name for span in saved.trace().spans)
+    names = Counter(span.site.name for span in saved.trace.spans)
     assert names == {"GET /fast": 100, "step": 100, "GET /slow": 1, "hang": 1}
     serve_one(service)
     for last, ended in (("1ns", 0), ("1000s", 101)):
@@ -1313,7 +1313,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
     assert died == {"ended without a goodbye (exit code 3); no span was open"}
     assert re.search(r"\bstep .* 12 ", done.stderr), done.stderr
     for pattern, load in (
-        ("*.npz", lambda path: file.load(path).columns),
+        ("*.npz", lambda path: file.load(path).trace.columns),
         ("*.json", lambda path: chrome.read(path)[0].spans),
     ):
         paths = [path for path in Path("traces").glob(pattern) if not path.name.endswith("-died.npz")]

@@ -56,7 +56,7 @@ def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("instrument: ")]
     assert "ended without a goodbye (SIGKILL): it died in request `POST /generate`, " in line
     saved = file.load(line.rpartition("; saved as ")[2])
-    assert {span.site.name for span in saved.trace().spans} == {"step", "POST /generate"}
+    assert {span.site.name for span in saved.trace.spans} == {"step", "POST /generate"}
     assert "(without a goodbye (SIGKILL))" in done.stderr  # in the report of the run
 
 

@@ -166,7 +166,7 @@ def test_the_last_gauges_of_a_process_that_is_killed_are_in_what_it_leaves() -> 
     service.kill()
     service.communicate(timeout=120)
     (path,) = until(lambda: list(Path().rglob("*-died.npz")))
-    trace = until(lambda: file.load(path).trace())
+    trace = until(lambda: file.load(path).trace)
     assert "Its last gauges, " in trace.died
     newest = {sample.name: sample.value for sample in trace.samples}
     assert newest["process_memory"] > 1e6

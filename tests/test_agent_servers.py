@@ -70,7 +70,7 @@ def test_an_engine_that_its_server_stops_by_sigkill_is_part_of_the_report_and_ha
     assert done.stderr.count(f"instrument: process {pid} of shop ended without a goodbye") == 1
     assert f"{pid} (without a goodbye" in done.stderr
     (path,) = Path("traces").glob("*-died.npz")
-    names = Counter(span.site.name for span in file.load(path).trace().spans)
+    names = Counter(span.site.name for span in file.load(path).trace.spans)
     assert names == {"step": 200}
     until(lambda: not of_this_run())
 

@@ -39,9 +39,9 @@ from instrument.recording.spans import (
     VALUE_LIMIT,
     Site,
     Span,
-    Trace,
 )
 from instrument.runtime.faults import FAULTS
+from instrument.trace.trace import Trace
 
 
 def attributes(recorder: Any) -> dict[str, dict[str, object]]:

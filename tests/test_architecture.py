@@ -122,10 +122,6 @@ def test_no_two_modules_have_one_name() -> None:
     assert twice == {}
 
 
-TWO_FORMS = {"Trace": {"recording.spans", "trace.columns"}}
-"""A trace in two forms: as objects and as columns."""
-
-
 def test_no_two_public_classes_have_one_name() -> None:
     """But for the older profilers, whose names those of `compat` are."""
     named: dict[str, set[str]] = defaultdict(set)
@@ -134,7 +130,7 @@ def test_no_two_public_classes_have_one_name() -> None:
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 named[node.name].add(name)
-    assert {one: modules for one, modules in named.items() if len(modules) > 1} == TWO_FORMS
+    assert {one: modules for one, modules in named.items() if len(modules) > 1} == {}
 
 
 def test_no_room_or_module_of_the_root_bears_a_public_name() -> None:
@@ -322,21 +318,21 @@ SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_720, 27),
-    "chrome": (3_108, 11),
+    "chrome": (3_082, 9),
     "cli": (2_405, 20),
     "compat": (1_367, 6),
-    "device": (3_700, 13),
+    "device": (3_699, 13),
     "instrumentors": (11_192, 48),
     "native": (9_742, 28),
-    "otlp": (5_251, 21),
+    "otlp": (5_247, 21),
     "profile": (2_540, 8),
     "proposal": (1_416, 5),
-    "recorder": (2_599, 9),
-    "recording": (4_110, 24),
-    "report": (12_314, 47),
+    "recorder": (2_598, 9),
+    "recording": (4_015, 20),
+    "report": (12_296, 46),
     "runtime": (2_503, 19),
-    "sessions": (7_162, 33),
-    "trace": (8_765, 40),
+    "sessions": (7_151, 33),
+    "trace": (8_760, 34),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -365,7 +361,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 427, 731
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 425, 731
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

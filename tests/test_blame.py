@@ -12,7 +12,7 @@ from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, COLLECTION, Sit
 from instrument.trace.blame import blame, typical_times
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
 EMBED = Site("POST /embed", "request")
@@ -67,7 +67,7 @@ class Service:
         self.at = at + 5
 
     def blamed(self, key: str) -> tuple[str, str, str]:
-        trace = trace_of(self.spans)
+        trace = columns_of_spans(self.spans)
         joined = join(trace)
         found = ledger(trace, joined)
         place = next(place for place, keys in joined.keys.items() if keys == (key,))

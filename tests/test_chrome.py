@@ -37,11 +37,10 @@ from instrument.recording.spans import (
     Sample,
     Site,
     Span,
-    Trace,
 )
 from instrument.recording.tally import Tally
 from instrument.trace import file
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace
 
 BASE_NS = 123_456_789_012_345
 ORIGIN = Origin(4711, "chat-7b", BASE_NS - 5, 1_763_683_200_000_000_001, "native", "profile.yaml", "node-3")
@@ -362,7 +361,7 @@ def test_what_recurs_is_read_however_often_and_deep_it_does(tmp_path: Path, monk
         path = chrome.dump(tmp_path / "trace.json", original, known)
         saved = chrome.load_columns(path)
         assert rows_of(saved.counted()) == rows_of(counted(original.spans))
-        again = file.load(file.write(tmp_path / "trace.npz", saved.columns, saved.facts, known))
+        again = file.load(file.dump(tmp_path / "trace.npz", saved.trace, known))
         assert rows_of(again.counted()) == rows_of(saved.counted())
 
 
@@ -785,14 +784,8 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path: Path) ->
 
 def test_the_text_of_a_long_trace_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     long = trace(*(span(i, 10 * i, 10 * i + 9, site=LONG_NAMED) for i in range(1, 60_001)))
-    columns, path = trace_of(long.spans), tmp_path / "trace.json"
-    assert peak_bytes(lambda: chrome.write(path, columns, long)) < path.stat().st_size
-
-
-def test_spans_that_are_no_sound_trace_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"cannot write the trace .*trace.json: two spans in it have one id"):
-        chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 9), span(1, 10, 19)))
-    assert names_in(tmp_path) == []
+    path = tmp_path / "trace.json"
+    assert peak_bytes(lambda: chrome.dump(path, long)) < path.stat().st_size
 
 
 def slice_text(**changes: Any) -> str:

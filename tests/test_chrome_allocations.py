@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocation, Allocations
-from instrument.recording.spans import HOST, Origin, Site, Span, Trace
+from instrument.recording.spans import HOST, Origin, Site, Span
 from instrument.trace import metadata
+from instrument.trace.trace import Trace
 
 INT64 = 1 << 63
 BASE_NS = 1000

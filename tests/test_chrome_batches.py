@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from test_ledger import ENGINE, STEP, engine, made, schedule
 
 from instrument import chrome
-from instrument.recording.spans import Origin, Span, Trace
+from instrument.recording.spans import Origin, Span
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import join
-from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
+from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 
 def written(folder: Path, spans: list[Span]) -> dict[str, Any]:
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     one_tree = spans_of(grafted(trace, join(trace)))
     path = chrome.dump(folder / "t.json", Trace(Origin(1, "shop", 0, 10**18), 0, 1000, one_tree))
     document: dict[str, Any] = json.loads(path.read_text())
@@ -51,7 +51,7 @@ def test_a_file_with_many_marks_is_read_back(tmp_path: Path) -> None:
     spans += [made(2000 + at, STEP, at, at + 1, thread=ENGINE, batch=keys) for at in range(20)]
     assert sum(event["ph"] == "n" for event in written(tmp_path, spans)["traceEvents"]) == 807
     back, _ = chrome.load(tmp_path / "t.json")
-    assert isinstance(back.spans, LaterSpans)
+    assert isinstance(back.spans, SpanViews)
     assert len(back.spans) == len(spans)
     served = join(back.spans.columns).served
     assert len(served.batch) == 808
@@ -62,10 +62,10 @@ def test_every_arrow_of_a_random_engine_is_drawn_or_counted(tmp_path_factory: An
     spans = schedule(seed)
     document = written(tmp_path_factory.mktemp("random"), spans)
     assert chrome_rules.problems(document) == []
-    joined = join(trace_of(spans))
+    joined = join(columns_of_spans(spans))
     pairs = {(batch, place) for batch, place in zip(joined.served.batch.tolist(), joined.served.request.tolist(),
         strict=True) if place != -1}  # fmt: skip
-    trace = grafted(trace_of(spans), joined)
+    trace = grafted(columns_of_spans(spans), joined)
     away = (trace.parent != -1) & (trace.thread_id != trace.thread_id[trace.parent])
     wanted = len(pairs) + int(away.sum())
     assert chrome_rules.arrows(document) + document["instrument"]["arrows_left_out"] == wanted

@@ -20,7 +20,8 @@ from otlp_receiver import receiver
 import instrument
 from instrument import chrome
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
+from instrument.trace.trace import Trace
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
 OURS = ("INSTRUMENT_PROFILE", "INSTRUMENT", "INSTRUMENT_RUN_PID", "OTEL_EXPORTER_OTLP_ENDPOINT")

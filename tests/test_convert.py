@@ -27,9 +27,9 @@ from instrument.otlp.json_lines import JSON, json_lines
 from instrument.otlp.packed_spans import SpanPacker
 from instrument.otlp.packing import Ids
 from instrument.otlp.span_ids import SpanIds
-from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span
 from instrument.trace import file, tables
-from instrument.trace.of_spans import columns_of_spans
+from instrument.trace.trace import Trace
 
 SERVICE = """
 import os
@@ -90,7 +90,7 @@ def test_several_recordings_become_one(
     assert outcome(capsys, *words[:-1], target, traces) == f"{target}\n"
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     saved = file.load(target)
-    assert names_in(saved.trace().spans) == EXPECTED
+    assert names_in(saved.trace.spans) == EXPECTED
     assert saved.counted().calls == 21
 
 
@@ -106,9 +106,9 @@ def test_there_and_back_says_the_same(
     outcome(capsys, "convert", there, "--to", form, "-o", back)
     if form == "chrome":
         assert chrome_rules.problems(json.loads(back.read_text())) == []
-    spans = file.load(back).trace().spans if form == "recording" else chrome.load(back)[0].spans
+    spans = file.load(back).trace.spans if form == "recording" else chrome.load(back)[0].spans
     assert [(s.span_id, s.parent_id, s.start_ns, s.self_ns, dict(s.attributes)) for s in spans] == [
-        (s.span_id, s.parent_id, s.start_ns, s.self_ns, dict(s.attributes)) for s in file.load(one).trace().spans
+        (s.span_id, s.parent_id, s.start_ns, s.self_ns, dict(s.attributes)) for s in file.load(one).trace.spans
     ]
 
 
@@ -206,10 +206,10 @@ def test_tables_have_the_same_types_whatever_a_trace_has(tmp_path: Path) -> None
     schemas = []
     for number, spans in enumerate(([], [plain], [failed], whole.spans)):
         trace = replace(whole, spans=spans)
-        path = tables.write_parquet(tmp_path / f"{number}.parquet", columns_of_spans(spans), trace)
+        path = tables.write_parquet(tmp_path / f"{number}.parquet", trace)
         described = "select column_name, column_type from (describe select * from read_parquet($1))"
         schemas.append(duckdb.execute(described, [str(path)]).fetchall())
-        frame = tables.frame(columns_of_spans(spans), trace)
+        frame = tables.frame(trace)
         assert list(zip(frame.columns, map(str, frame.types), strict=True)) == schemas[-1]
     assert schemas == [schemas[-1]] * 4
     types = dict(schemas[-1])
@@ -262,7 +262,7 @@ def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> 
 
 
 def lines_of(trace: Trace) -> list[bytes]:
-    columns = columns_of_spans(trace.spans)
+    columns = trace.columns
     packer = SpanPacker(JSON, columns, SpanIds(columns, Ids()), trace.origin, trace.threads)
     return list(json_lines(packer, {"service.name": "shop"}, np.arange(len(columns)), columns.root_id))
 
@@ -287,8 +287,10 @@ def test_a_line_has_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_is_not_finite_stays_one(tmp_path: Path) -> None:
     trace = hostile()
     found = {"loss": float("nan"), "best": float("-inf"), "losses": (0.5, float("inf"))}
-    trace.spans[0].attributes = found
-    again = file.load(file.dump(tmp_path / "a.npz", trace)).trace()
+    spans = [*trace.spans]
+    spans[0].attributes = found
+    trace = replace(trace, spans=[*trace.spans])
+    again = file.load(file.dump(tmp_path / "a.npz", trace)).trace
     assert repr(again.spans[0].attributes) == repr(found)
     (line,) = lines_of(again)
     (span, *_) = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]

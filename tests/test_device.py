@@ -22,8 +22,8 @@ from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
-from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
+from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Site, Span, Work, covered_ns
 
 cuda = pytest.importorskip("cuda.bindings.driver")

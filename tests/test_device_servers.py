@@ -18,8 +18,8 @@ from real_servers import PRESETS, Answer, Served, ask, environment_of, with_repo
 from server_programs import answers as answers_at
 from server_programs import serving
 
-from instrument.trace.columns import Trace
-from instrument.trace.device_ledger import device_ledger
+from instrument.trace.columns import Columns
+from instrument.trace.ledger import device_ledger
 
 MS = 10**6
 ITEMS = 40
@@ -117,7 +117,7 @@ def served_by(
     return found[0], found[1], Served(folder, with_report(folder / "log"))
 
 
-def assert_compute_is_timed(served: Served) -> Trace:
+def assert_compute_is_timed(served: Served) -> Columns:
     """Each call of the model has its time on the device but the very first: before it nothing of CUDA was begun in the
     worker's process.
     """

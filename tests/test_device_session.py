@@ -28,8 +28,8 @@ from instrument.cli import main
 from instrument.device import resolver
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.interval_ring import NOTHING_TO_COME
 from instrument.recording.mapped import Mapped
+from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Site
 from instrument.sessions.session import Session
 from instrument.trace import file
@@ -588,7 +588,7 @@ def test_device_times_and_gauges_of_a_process_outlive_it(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert main(["recover", "rings"]) == 0
     (path,) = Path("rings").glob("*.npz")
-    trace = file.load(path).trace()
+    trace = file.load(path).trace
     lengths = [round((part.end_ns - part.start_ns) / MS) for span in trace.spans for part in span.device]
     assert lengths == [20, 20, 20]
     assert {span.site.name for span in trace.spans if span.device} == {"decode"}

@@ -25,7 +25,7 @@ from instrument.profile.keys import loads
 from instrument.recording.spans import Site
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import columns_of_spans
 
 QUEUE = contexts.QUEUE.name
 NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER", default=0)
@@ -182,7 +182,7 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
                 done.result()
             free.result()
         spans = session.trace().spans
-        trace = trace_of(spans)
+        trace = columns_of_spans(spans)
         own = ledger(trace, join(trace))
     finally:
         instrument.stop()

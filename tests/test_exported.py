@@ -21,8 +21,8 @@ from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recording.export_place import SENT, Progress
-from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.meter_place import MeterPlace
+from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")

@@ -11,9 +11,9 @@ from raw_spans import counted
 
 from instrument.agent import run_report
 from instrument.agent.run_report import ReportedProcess
-from instrument.recording.spans import Cost, Origin, Sample, Site, Span, Trace
+from instrument.recording.spans import Cost, Origin, Sample, Site, Span
 from instrument.trace import file, merge
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 
@@ -41,7 +41,7 @@ def worker(pid: int, requests: int = 4, *, at_ms: int = 0, name: str = "GET /x",
 
 def saved(trace: Trace, path: Path) -> str:
     """The trace as the file that a process leaves for the report of its run."""
-    file.write(path, trace_of(trace.spans), replace(trace, spans=[]), counted(trace.spans, trace.threads))
+    file.dump(path, trace, counted(trace.spans, trace.threads))
     return str(path)
 
 
@@ -106,13 +106,13 @@ def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch
         workers = [worker(pid, at_ms=100 * pid, name=f"GET /{pid}", died=f"Process {pid} ended.") for pid in pids]
         before = fold([replace(one, notes=[f"rule {one.origin.pid} matched nothing"]) for one in workers], before)
         found = file.load(before)
-        assert (len(found.columns), len(found.facts.samples), found.facts.died) == (8, 10, "")
-        assert set(found.facts.threads.values()) <= {f"shop {pid} MainThread" for pid in pids}
+        assert (len(found.trace.columns), len(found.trace.samples), found.trace.died) == (8, 10, "")
+        assert set(found.trace.threads.values()) <= {f"shop {pid} MainThread" for pid in pids}
         assert found.counted().threads == {0: "(ended threads)"}
         assert found.counted().calls == 64 * (turn + 1)
-        assert len(found.facts.notes) == 4
-        assert found.facts.notes[-1] == merge.MORE_NOTES
-        sizes.append((len(found.counted()), len(found.columns.sites)))
+        assert len(found.trace.notes) == 4
+        assert found.trace.notes[-1] == merge.MORE_NOTES
+        sizes.append((len(found.counted()), len(found.trace.columns.sites)))
     assert sizes[1:] == sizes[1:2] * 5
 
 

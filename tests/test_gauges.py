@@ -33,8 +33,8 @@ from instrument.device.nvml import NvmlDevice, visible_devices
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.gauge_ring import GaugePlace, Readings
 from instrument.recording.mapped import Mapped
+from instrument.recording.slot_ring import GaugePlace, Readings
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
@@ -318,7 +318,7 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
     done = run(
         FULL,
         """
-        from instrument.recording import gauge_ring as room
+        from instrument.recording import slot_ring as room
         room.SAMPLES = 40
         gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=None))
         gauges.start()

@@ -19,7 +19,7 @@ from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally, Totals
 from instrument.report.call_rows import CallTimes
 from instrument.report.copies_view import copies
@@ -34,6 +34,7 @@ from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.step_counts import Benchmark
 from instrument.report.utilisation import utilisation
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 DOCUMENTS = Path(__file__).parent / "golden" / "documents"
 MS = 1_000_000

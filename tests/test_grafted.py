@@ -36,22 +36,21 @@ from instrument.cli import main
 from instrument.otlp.packing import Ids, links_of, pack
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
-from instrument.recording.spans import Trace as Facts
 from instrument.trace import file
 from instrument.trace.by_process import linked_requests
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.grafted import graft, grafted, trace_id_of
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.merge import merge
-from instrument.trace.of_spans import spans_of, trace_of
 from instrument.trace.stages import stage_spans
+from instrument.trace.trace import Trace, columns_of_spans, spans_of
 
 
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
     """By the id of each span its parent and its root, once requests are one tree each."""
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     found = grafted(trace, join(trace), run)
     return dict(
         zip(
@@ -83,7 +82,7 @@ def test_a_batch_that_a_loop_runs_in_the_tree_of_a_request_that_it_does_not_serv
     assert [found[number] for number in (3, 7)] == [(1, 1), (1, 1)]
     assert [found[number] for number in (4, 5)] == [(0, 4), (4, 4)]
     assert found[6][1] == 1
-    joined = join(trace_of(spans))
+    joined = join(columns_of_spans(spans))
     assert {number: int(place) for number, place in enumerate(joined.of[2:], 3)} == {3: 0, 4: -1, 5: -1, 6: 0, 7: 0}
 
 
@@ -125,7 +124,7 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_goes_to_its_own(e
 def test_a_request_within_one_of_its_key_becomes_a_part_of_its_tree_without_a_trace_of_its_own() -> None:
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, WORKER, 20, 80, thread=ENGINE, key="a")]
     spans[0].remote, spans[1].remote = RemoteParent(7, 8), RemoteParent(9, 10)
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     found = grafted(trace, join(trace), "run")
     assert (found.parent_id.tolist(), found.root_id.tolist()) == ([0, 1], [1, 1])
     assert found.remote == {0: RemoteParent(7, 8)}
@@ -146,7 +145,7 @@ def test_keys_that_come_again_two_requests_at_once_and_spans_without_one() -> No
 
 def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> None:
     api, core = engine()[:6], engine()[6:]
-    whole, half = (grafted(trace_of(its), join(trace_of(its)), "run 1") for its in (api, core))
+    whole, half = (grafted(columns_of_spans(its), join(columns_of_spans(its)), "run 1") for its in (api, core))
     by_id = {int(whole.span_id[row]): one.trace_id for row, one in whole.remote.items()}
     assert by_id == {1: trace_id_of("run 1", "a"), 5: trace_id_of("run 1", "b")}
     assert {int(half.span_id[row]): one for row, one in half.remote.items()} == {
@@ -154,7 +153,7 @@ def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> Non
     }
     assert trace_id_of("run 1", "a") != trace_id_of("run 2", "a")
     again = [made(1, CHAT, 0, 10, key="a"), made(2, CHAT, 20, 30, key="a")]
-    assert len(grafted(trace_of(again), join(trace_of(again)), "run 1").remote) == 1
+    assert len(grafted(columns_of_spans(again), join(columns_of_spans(again)), "run 1").remote) == 1
 
 
 def test_parents_never_run_in_a_circle() -> None:
@@ -165,17 +164,17 @@ def test_parents_never_run_in_a_circle() -> None:
         made(3, ACCEPT, 5, 6, thread=4, key="a"),
     ]
     spans[1].root_id = 2
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     found = grafted(trace, join(trace, apart_ns=50))
     assert found.parent_id.tolist() == [0, 1, 2]
 
 
 def test_a_span_that_began_before_its_request_by_as_much_as_clocks_are_apart_is_of_it() -> None:
     spans = [made(1, CHAT, 100, 900, key="a"), made(2, ACCEPT, 60, 70, thread=ENGINE, key="a")]
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     assert join(trace, 39).of.tolist() == [0, -1]
     assert join(trace, 40).of.tolist() == [0, 0]
-    earlier = trace_of([*spans, made(3, CHAT, 0, 65, key="a")])
+    earlier = columns_of_spans([*spans, made(3, CHAT, 0, 65, key="a")])
     assert join(earlier, 40).of.tolist() == [1, 0, 0], "one that goes on comes before one that is about to begin"
 
 
@@ -185,7 +184,7 @@ def saved(spans: list[Span], pid: int, boot: str, ahead_ns: int = 0) -> Saved:
     moved = [replace(span, start_ns=span.start_ns + ahead_ns, end_ns=span.end_ns + ahead_ns) for span in spans]
     for span, one in zip(moved, spans, strict=True):
         span.attributes = one.attributes
-    return Saved(trace_of(moved), Facts(origin, ahead_ns, ahead_ns + 2000, []), None)
+    return Saved(Trace(origin, ahead_ns, ahead_ns + 2000, moved), None)
 
 
 def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say() -> None:
@@ -193,16 +192,16 @@ def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say(
     late = [replace(span, start_ns=span.start_ns - 700, end_ns=span.end_ns - 700) for span in spans[6:7]]
     late[0].attributes = spans[6].attributes
     merged = merge([saved(spans[:6], 1, "one"), saved(late, 2, "other", 10**9)])
-    assert merged.saved.facts.apart_ns >= 1000
-    found = graft(merged.saved).columns
+    assert merged.saved.trace.apart_ns >= 1000
+    found = graft(merged.saved).trace.columns
     accept = int(np.flatnonzero([found.sites[site].name == "accept" for site in found.site])[0])
     chat = int(found.span_id[join(found).rows[0]])
     assert (int(found.parent_id[accept]), int(found.root_id[accept])) == (chat, chat)
 
 
-def grafted_twice(spans: list[Span]) -> tuple[Trace, Trace]:
+def grafted_twice(spans: list[Span]) -> tuple[Columns, Columns]:
     """The trace of requests that are one tree each, and what becomes of it once they are made so again."""
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     once = grafted(trace, join(trace), "run")
     return once, grafted(once, join(once), "run")
 
@@ -256,7 +255,7 @@ def busier(seed: int) -> list[Span]:
     return spans
 
 
-def sums(trace: Trace) -> tuple[list[dict[str, int]], list[int]]:
+def sums(trace: Columns) -> tuple[list[dict[str, int]], list[int]]:
     joined = join(trace)
     told = ledger(trace, joined)
     return [told.parts_of(place) for place in range(len(joined.rows))], told.given_ns.tolist()
@@ -270,7 +269,7 @@ def test_each_request_of_a_random_engine_is_one_tree_and_its_ledger_the_same(see
 
 
 def see_trees_of(spans: list[Span]) -> None:
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found = grafted(trace, joined, "run")
     assert found.span_id.tolist() == trace.span_id.tolist()
@@ -325,7 +324,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_merge_and_convert_write_one_tree_for_each_request(run: Path, tmp_path: Path) -> None:
     assert main(["merge", str(run), "-o", str(tmp_path / "run.npz")]) == 0
-    found = file.load(tmp_path / "run.npz").columns
+    found = file.load(tmp_path / "run.npz").trace.columns
     names = [found.sites[site].name for site in found.site.tolist()]
     trees_of = {
         tuple(sorted(np.array(names)[found.root_id == root].tolist())) for root in set(found.root_id.tolist())
@@ -366,14 +365,14 @@ def test_otlp_has_one_trace_for_each_request_over_all_processes_with_links_from_
         assert len({pid for pid, _ in its}) == 2
     linked = [link for root in roots if root["name"] == "step" for link in root["links"]]
     assert {link["traceId"]: link["spanId"] for link in linked} == requests
-    origin = file.load(next(run.iterdir())).facts.origin
+    origin = file.load(next(run.iterdir())).trace.origin
     assert {int(trace_id, 16) for trace_id in requests} == {
         trace_id_of(origin.run, key) for key in ("r1", "r2", "r3")
     }  # fmt: skip
 
 
 def test_links_of_a_batch_are_what_a_collector_reads() -> None:
-    trace = trace_of(engine())
+    trace = columns_of_spans(engine())
     joined = join(trace)
     spans, ids = spans_of(grafted(trace, joined)), Ids()
     for row, its in linked_requests(trace, joined).items():
@@ -397,7 +396,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
             top = by_id[top.parent_id]
         parts[ENGINE if top.thread_id in (ENGINE, 4) else API].append(span)
     merged = merge([saved(its, pid, "one") for pid, its in parts.items() if its])
-    columns = merged.saved.columns
+    columns = merged.saved.trace.columns
     joined = join(columns)
     below = stage_spans(columns, joined)
     found = [
@@ -424,8 +423,8 @@ def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     spans = [made(1, CHAT, 0, 100), made(2, TOKENISE, 10, 90, 1), made(3, WORKER, 20, 60, 2, key="b")]
     spans[2].root_id = 3
     merged = merge([saved(spans, 1, "one")])
-    joined = join(merged.saved.columns)
-    columns = grafted(merged.saved.columns, joined, "run")
+    joined = join(merged.saved.trace.columns)
+    columns = grafted(merged.saved.trace.columns, joined, "run")
     [(_, its)] = spans_by_process(merged, columns, joined)
     found = {span.site.name: span for span in its}
     ids = Ids()

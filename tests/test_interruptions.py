@@ -22,7 +22,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.by_process import interruptions_of
 from instrument.trace.interruptions import Interruptions
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import columns_of_spans
 
 PROGRAM = """
 import asyncio, gc, time, instrument, uvicorn
@@ -101,7 +101,7 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
         thread = chance.randrange(2)
         span = Span(site, number, 0, root, thread, 0, start_ns, start_ns + chance.randrange(20), 0, 0)
         spans.append(span)
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
     found = interruptions_of(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
     live = Interruptions()

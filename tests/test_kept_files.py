@@ -54,7 +54,7 @@ def kept() -> Counter[str]:
     """The requests that files have by now, each with its part."""
     found: Counter[str] = Counter()
     for path in Path("captures").glob("shop-*-kept.npz"):
-        spans = file.load(path).trace().spans
+        spans = file.load(path).trace.spans
         ids = {span.span_id for span in spans}
         assert all(span.parent_id in ids for span in spans if span.site.name == "part")
         found.update(span.site.name for span in spans if span.site.kind == "request")
@@ -109,10 +109,10 @@ def test_files_keep_within_the_limit_and_the_newest_one_tells_how_many_went(
     left = sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert sum(path.stat().st_size for path in left) <= 25_000
     traces = [file.load(path) for path in left]
-    told = sum(found.facts.losses.get(REMOVED, 0) for found in traces)
+    told = sum(found.trace.losses.get(REMOVED, 0) for found in traces)
     assert 0 < len(left) < 10
     assert told + len(left) == 10
-    assert traces[-1].trace().spans[0].start_ns == 10_000
+    assert traces[-1].trace.spans[0].start_ns == 10_000
 
 
 def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,4 +133,4 @@ def test_much_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if files.is_due:
             files.write()
     (path,) = (tmp_path / "captures").iterdir()
-    assert len(file.load(path).trace().spans) == 2
+    assert len(file.load(path).trace.spans) == 2

@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
-from instrument.trace.columns import Trace
-from instrument.trace.device_ledger import device_ledger
+from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import ledger, timeline
-from instrument.trace.of_spans import trace_of
+from instrument.trace.ledger import device_ledger, ledger, timeline
 from instrument.trace.stages import queue_times, stages
+from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
 WORKER = Site("worker.handle", "request")
@@ -76,7 +75,7 @@ def engine() -> list[Span]:
 
 def times_of(spans: list[Span]) -> dict[int, dict[str, int]]:
     """By the id of each request its ledger."""
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found, ids = ledger(trace, joined), trace.span_id[joined.rows].tolist()
     return {span_id: found.parts_of(place) for place, span_id in enumerate(ids)}
@@ -117,7 +116,7 @@ def test_the_queue_runs_from_where_the_request_was_handed_over_whatever_else_goe
     ]
     its = {"unknown": 10 + 50, "compute": 160, "accept": 10, "queue": 150, "share of batches": 20}
     assert times_of(spans)[1] == its
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     assert queue_times(trace, join(trace)) == {0: 300}
 
 
@@ -136,7 +135,7 @@ def test_a_request_that_is_given_up_in_the_queue_was_in_the_queue_until_then(is_
     queue_ns = 250 if is_open else 249
     assert times_of(spans)[2] == {"queue": queue_ns, "unknown": 260 - queue_ns}
     assert times_of(spans)[4] == {"unknown": 260}
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     assert queue_times(trace, joined) == {0: 20, 1: queue_ns}
     assert [list(one.told()) for one in stages(trace, joined) if one.place == 1] == [[("queue", 260 - queue_ns, 260)]]
@@ -235,7 +234,7 @@ def test_what_bears_the_key_of_one_request_in_the_tree_of_another_is_of_the_firs
 
 
 def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
-    trace = trace_of(engine())
+    trace = columns_of_spans(engine())
     joined = join(trace)
     given_out = Counter[int]()
     for row, time_ns in zip(joined.served.batch.tolist(), ledger(trace, joined).given_ns.tolist(), strict=True):
@@ -258,7 +257,7 @@ def test_a_batch_within_another_one_gives_out_its_time_and_the_outer_one_the_res
     times = times_of(spans)
     assert times[1] == times[2] == served
     assert times[3] == {"queue": 10, "waiting in batches": 104, "unknown": 16}
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     assert [(one.row, one.end_ns - one.start_ns) for one in timeline(trace, joined, 0) if one.row != -1] == [
         (3, 25),
@@ -292,7 +291,7 @@ def test_a_request_that_is_in_a_batch_several_times_has_the_weight_of_all() -> N
         made(4, STEP, 10, 20, thread=ENGINE, batch=["a", "b", "a", "nobody", "a2", "nobody"]),
         made(5, STEP, 30, 40, thread=ENGINE, batch=["b", "a2", "b"], weights=[2, 1, 3]),
     ]
-    served = join(trace_of(spans)).served
+    served = join(columns_of_spans(spans)).served
     found = list(zip(served.batch.tolist(), served.request.tolist(), served.weight.tolist(), served.key, strict=True))
     assert found == [
         (3, 0, 3000, "a"),
@@ -316,7 +315,7 @@ def test_who_comes_again_under_its_key_is_another_request() -> None:
         made(8, STEP, 206, 207, 7, thread=ENGINE),
         made(9, ACCEPT, 10, 11, thread=ENGINE, key="nobody"),
     ]
-    joined = join(trace_of(spans))
+    joined = join(columns_of_spans(spans))
     assert joined.served.request.tolist() == [0, 0, 1]  # the second step came when the first request had gone
     assert joined.of.tolist() == [0, 1, -1, -1, -1, 0, 1, 1, -1]
     assert (joined.keys, joined.unbound) == ({0: ("a",), 1: ("a",)}, 1)
@@ -329,7 +328,7 @@ def test_a_request_of_another_process_within_that_of_its_key_is_a_part_of_it() -
         made(3, TOKENISE, 30, 40, 2, thread=ENGINE),
         made(4, WORKER, 90, 120, thread=ENGINE, key="a"),
     ]
-    joined = join(trace_of(spans))
+    joined = join(columns_of_spans(spans))
     assert joined.rows.tolist() == [0, 3]
     assert joined.of.tolist() == [0, 0, 0, 1]
 
@@ -350,7 +349,7 @@ def test_a_request_of_another_process_within_that_of_its_key_is_a_part_of_it() -
 def test_what_is_no_key_and_no_batch_harms_nothing(attributes: dict[str, object]) -> None:
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, STEP, 10, 50)]
     spans[1].attributes = attributes  # type: ignore[assignment]
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found = ledger(trace, joined)
     assert sum(found.parts_of(0).values()) == 100
@@ -422,7 +421,7 @@ def schedule(seed: int) -> list[Span]:
     return spans
 
 
-def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
+def reference(trace: Columns, joined: Joined, place: int) -> Counter[str]:
     """What the request was spent on, by looking at each ns of it."""
     row = int(joined.rows[place])
     begin, end = int(trace.start_ns[row]), int(trace.end_ns[row])
@@ -514,17 +513,17 @@ def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
     return +times
 
 
-def key_of(trace: Trace, row: int) -> object:
+def key_of(trace: Columns, row: int) -> object:
     """The key that a span bears."""
     return trace.attributes[row].get(KEY)
 
 
-def going_on(trace: Trace, row: int) -> set[int]:
+def going_on(trace: Columns, row: int) -> set[int]:
     """All instants of a span."""
     return set(range(int(trace.start_ns[row]), int(trace.end_ns[row])))
 
 
-def left_to(trace: Trace, joined: Joined, row: int, instants: Callable[[int], set[Instant]]) -> set[Instant]:
+def left_to(trace: Columns, joined: Joined, row: int, instants: Callable[[int], set[Instant]]) -> set[Instant]:
     """The instants of a batch in which no batch goes on that began later and is below it or has a request of it."""
     served = joined.served
 
@@ -543,7 +542,7 @@ def left_to(trace: Trace, joined: Joined, row: int, instants: Callable[[int], se
     return left
 
 
-def shares(trace: Trace, joined: Joined) -> list[int]:
+def shares(trace: Columns, joined: Joined) -> list[int]:
     """Of each pair of a batch and a request what is given to that, by fractions."""
     served = joined.served
     found: list[int] = []
@@ -557,7 +556,7 @@ def shares(trace: Trace, joined: Joined) -> list[int]:
 
 @given(st.integers(0, 2**32))
 def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed: int) -> None:
-    trace = trace_of(schedule(seed))
+    trace = columns_of_spans(schedule(seed))
     joined = join(trace)
     found = ledger(trace, joined)
     assert found.given_ns.tolist() == shares(trace, joined)
@@ -596,7 +595,7 @@ def test_device_time_is_given_out_exactly_once(seed: int) -> None:
     batches = [span for span in spans if span.site in (STEP, COMPUTE)]
     for at, span in enumerate(batches):  # a layer below each batch has device time, too
         spans += with_devices([made(1000 + at, TOKENISE, span.start_ns, span.end_ns, span.span_id, ENGINE)], at)
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found = device_ledger(trace, joined)
     batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site in (STEP, COMPUTE)}
@@ -634,7 +633,7 @@ def test_a_hundred_thousand_batches_are_given_out_exactly_once() -> None:
         weights = rng.integers(0, 10**6, size).tolist() if number % 2 else None
         spans.append(made(10_000 + number, STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights))
         at += length
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found = ledger(trace, joined)
     sums = np.bincount(joined.served.batch, found.given_ns.astype(np.float64), len(trace)).astype(np.int64)

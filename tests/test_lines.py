@@ -22,13 +22,14 @@ from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.lines import CALLS, FIRST, WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
-from instrument.recording.spans import Cost, Origin, Site, Trace
+from instrument.recording.spans import Cost, Origin, Site
 from instrument.recording.tally import Tally, Totals
 from instrument.report.cost_view import cost
 from instrument.report.events_view import events
 from instrument.report.line_sums import LineSums
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 SITES = [
     Site("POST /chat", "request"), Site("a", "request"), Site("a", "op", "m", "A.f"), Site("a", "op", "m", "A.f"),

@@ -26,9 +26,10 @@ from otlp_receiver import Received, receiver
 
 from instrument import chrome
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Span, Trace, covered_ns, is_interruption
+from instrument.recording.spans import Span, covered_ns, is_interruption
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 if not all(map(find_spec, ("torch", "starlette", "uvicorn", "httpx"))):
     pytest.skip("needs torch, starlette, uvicorn and httpx", allow_module_level=True)

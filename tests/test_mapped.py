@@ -38,14 +38,13 @@ from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_place import Progress
-from instrument.recording.gauge_ring import Readings
-from instrument.recording.interval_ring import INTERVAL_BYTES, LABELS, IntervalRing
 from instrument.recording.lines import WIDTH
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.remote_parents import REMOTE
+from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
-from instrument.trace.file import load, write
+from instrument.trace.file import dump, load
 from instrument.trace.of_memory import OPEN, saved_of
 
 C_NAMES = {
@@ -342,9 +341,9 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
                 pass
         mapped = read(recorder)
         assert {span.site.name: dict(span.attributes) for span in mapped.open_spans()} == after
-        lost = saved_of(mapped).facts.losses["errors and attributes of spans overwritten by newer ones"]
+        lost = saved_of(mapped).trace.losses["errors and attributes of spans overwritten by newer ones"]
         assert 0 < lost < 8_000
-        told = saved_of(mapped).columns
+        told = saved_of(mapped).trace.columns
     assert before == {
         "request": {"id": 'an "id"', "tokens": [1, 2]}, "plain": {}, "long": dict([*long.items()][:4]),
         "long request": dict([*long.items()][:4]),
@@ -410,7 +409,7 @@ def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_tells(record
             await event.wait()
         own = {row[1]: row[4] for ring in recorder.rings() for row in ring.newest(0)[0]}
         own.update({row[1]: row[4] for _, row in recorder.open_rows()})
-        columns = saved_of(read(recorder)).columns
+        columns = saved_of(read(recorder)).trace.columns
         go.set()
         await asyncio.gather(*tasks)
         return own, dict(zip(columns.span_id.tolist(), columns.task_id.tolist(), strict=True))
@@ -507,7 +506,7 @@ def metered(mapped: Mapped) -> list[str]:
 
 READS = {
     "open spans": lambda mapped: [span.site.name for span in mapped.open_spans()],
-    "a trace": lambda mapped: [span.site.name for span in saved_of(mapped).trace().spans if span.clipped],
+    "a trace": lambda mapped: [span.site.name for span in saved_of(mapped).trace.spans if span.clipped],
     "totals": metered,
 }
 """What is read of a recording, as names of sites."""
@@ -592,7 +591,7 @@ def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_it
         pass
     recorder.tell({"gpus": []})
     assert read(recorder).header.begun_ns == begun_ns
-    assert saved_of(read(recorder)).facts.start_ns == begun_ns <= recorder.spans()[0].start_ns
+    assert saved_of(read(recorder)).trace.start_ns == begun_ns <= recorder.spans()[0].start_ns
     recorder.begin(1 << 22, {})
     assert read(recorder).header.begun_ns > begun_ns
 
@@ -612,8 +611,8 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         recorder.scope("inner", attributes={"told": "before it ends"}),
     ):
         saved = saved_of(read(recorder))
-        file = write(tmp_path / "a.npz", saved.columns, saved.facts, saved.tally)
-    loaded = load(file).trace()
+        file = dump(tmp_path / "a.npz", saved.trace, saved.tally)
+    loaded = load(file).trace
     by_name = {span.site.name: span for span in loaded.spans}
     assert sorted(by_name) == ["failing", "inner", "items", "outer", "request"]
     assert {name for name, span in by_name.items() if span.clipped} == {"outer", "inner"}
@@ -639,11 +638,11 @@ def test_what_processes_noted_is_not_more_with_each_that_is_put_to_those_before(
         pass
     saved, before = saved_of(read(recorder)), ""
     for pid in range(1, 5):
-        origin = replace(saved.facts.origin, pid=pid, service="chat")
-        facts = replace(saved.facts, origin=origin, notes=[f"unseen: {pid % 2}"])
-        path = str(write(tmp_path / f"{pid}.npz", saved.columns, facts, saved.tally))
+        origin = replace(saved.trace.origin, pid=pid, service="chat")
+        facts = replace(saved.trace, origin=origin, notes=[f"unseen: {pid % 2}"])
+        path = str(dump(tmp_path / f"{pid}.npz", facts, saved.tally))
         before = fold([path, *([before] if before else [])], str(tmp_path / f"before-{pid}.npz"))["path"]
-    assert sorted(load(Path(before)).facts.notes) == ["unseen: 0", "unseen: 1"]
+    assert sorted(load(Path(before)).trace.notes) == ["unseen: 0", "unseen: 1"]
 
 
 def test_a_recorder_that_goes_closes_its_memory(make_recorder: Any) -> None:

@@ -25,32 +25,21 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import LINK
-from instrument.recording.spans import (
-    HOST,
-    DeviceInterval,
-    Gpu,
-    Kernel,
-    Origin,
-    OwnNotes,
-    Site,
-    Span,
-    Trace,
-    never_called,
-)
+from instrument.recording.spans import HOST, DeviceInterval, Gpu, Kernel, Origin, OwnNotes, Site, Span, never_called
 from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
-from instrument.report.places import UNKNOWN
+from instrument.report.units import UNKNOWN
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace
 
 
 def saved(trace: Trace, *, pid: int = 1, boot: str = "b", **more: Any) -> Saved:
     """A trace as the file of a process."""
-    facts = replace(trace, spans=[], origin=replace(trace.origin, pid=pid, boot=boot, **more))
-    return Saved(trace_of(trace.spans), facts, counted(trace.spans, trace.threads))
+    own = replace(trace, origin=replace(trace.origin, pid=pid, boot=boot, **more))
+    return Saved(own, counted(trace.spans, trace.threads))
 
 
 def told(spans: list[Span]) -> Counter[Any]:
@@ -68,21 +57,21 @@ def told(spans: list[Span]) -> Counter[Any]:
 @given(one=traces(), other=traces())
 def test_of_two_processes_every_span_is_there_with_what_it_lies_in(one: Trace, other: Trace) -> None:
     found = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved
-    spans = found.trace().spans
+    spans = found.trace.spans
     without_devices = [
         [replace_device(span) for span in its] for its in (spans, one.spans, other.spans)
     ]  # fmt: skip
     assert told(without_devices[0]) == told(without_devices[1]) + told(without_devices[2])
     assert len({span.span_id for span in spans}) == len(one.spans) + len(other.spans)
     assert found.counted().calls == len(one.spans) + len(other.spans)
-    assert sum(len(span.device) for span in spans) == sum(len(span.device) for span in one.spans + other.spans)
-    starts = found.columns.start_ns
+    assert sum(len(span.device) for span in spans) == sum(len(span.device) for span in [*one.spans, *other.spans])
+    starts = found.trace.columns.start_ns
     assert (starts[1:] >= starts[:-1]).all()
 
 
 @given(one=traces(), other=traces())
 def test_of_two_processes_each_attribute_is_told_of_the_row_that_has_it(one: Trace, other: Trace) -> None:
-    columns = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved.columns
+    columns = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved.trace.columns
     rows = np.arange(len(columns.start_ns))
     for name in {name for its in (one, other) for span in its.spans for name in span.attributes}:
         wanted = [columns.attributes[row].get(name) for row in rows.tolist()]
@@ -101,7 +90,7 @@ def replace_device(span: Span) -> Span:
 def test_what_two_files_of_a_process_have_both_is_there_once(trace: Trace, cut: int) -> None:
     part = saved(replace(trace, spans=trace.spans[:cut]))
     for files in ([saved(trace), part], [part, saved(trace)]):
-        assert told(list(map(replace_device, merge(files).saved.trace().spans))) == told(
+        assert told(list(map(replace_device, merge(files).saved.trace.spans))) == told(
             list(map(replace_device, trace.spans))
         )
 
@@ -121,7 +110,7 @@ def trace_with(*spans: Span, **more: Any) -> Trace:
 def test_a_span_that_was_open_at_a_dump_is_taken_from_the_file_that_saw_its_end() -> None:
     begun, ended = span(3, 10, 50, clipped=True), span(3, 10, 90)
     child = span(4, 20, 30, parent_id=3, root_id=3)
-    found = merge([saved(trace_with(begun, child)), saved(trace_with(ended))]).saved.trace().spans
+    found = merge([saved(trace_with(begun, child)), saved(trace_with(ended))]).saved.trace.spans
     assert [(one.start_ns, one.end_ns, one.parent_id == 0, one.clipped) for one in found] == [
         (10, 90, True, False), (20, 30, False, False),
     ]  # fmt: skip
@@ -130,16 +119,16 @@ def test_a_span_that_was_open_at_a_dump_is_taken_from_the_file_that_saw_its_end(
 
 def test_threads_of_one_number_stay_apart_by_process_and_bear_its_name() -> None:
     found = merge([saved(trace_with(span(1, 0, 5)), pid=pid) for pid in (1, 2)]).saved
-    assert len(set(found.columns.thread_id.tolist())) == 2
-    assert set(found.facts.threads.values()) == {"shop 1 MainThread", "shop 2 MainThread"}
-    assert {row.thread_id for row in found.counted().rows()} == set(found.columns.thread_id.tolist())
+    assert len(set(found.trace.columns.thread_id.tolist())) == 2
+    assert set(found.trace.threads.values()) == {"shop 1 MainThread", "shop 2 MainThread"}
+    assert {row.thread_id for row in found.counted().rows()} == set(found.trace.columns.thread_id.tolist())
 
 
 def test_sites_that_mean_one_place_are_one_with_the_attributes_that_they_share() -> None:
     sites = [Site("all_reduce", "comm", attributes=(("rank", rank), ("op", "sum"))) for rank in (0, 1)]
     found = merge([saved(trace_with(span(1, 0, 5, site=site)), pid=1 + at) for at, site in enumerate(sites)]).saved
-    assert [(site.name, site.attributes) for site in found.columns.sites] == [("all_reduce", (("op", "sum"),))]
-    assert {row.path for row in found.counted().rows()} == {(found.columns.sites[0],)}
+    assert [(site.name, site.attributes) for site in found.trace.columns.sites] == [("all_reduce", (("op", "sum"),))]
+    assert {row.path for row in found.counted().rows()} == {(found.trace.columns.sites[0],)}
 
 
 @pytest.mark.parametrize(("uuids", "devices"), [(("GPU-a", "GPU-a"), 1), (("GPU-a", "GPU-b"), 2), ((None, None), 2)])
@@ -150,13 +139,13 @@ def test_one_gpu_is_one_where_its_uuid_says_so(uuids: tuple[str | None, ...], de
         gpus = () if uuid is None else (Gpu(0, "H200", uuid),)
         files.append(saved(trace_with(span(1, 0, 5, device=device), gpus=gpus), pid=pid))
     found = merge(files).saved
-    assert len(set(found.columns.device.device.tolist())) == devices
-    assert len(set(found.columns.device.stream.tolist())) == 2
+    assert len(set(found.trace.columns.device.device.tolist())) == devices
+    assert len(set(found.trace.columns.device.stream.tolist())) == 2
 
 
 def test_a_link_to_a_span_follows_its_number_and_a_link_to_nothing_goes_nowhere() -> None:
     spans = [span(1, 0, 5), span(2, 6, 9, attributes={LINK: (1, 1)}), span(3, 10, 12, attributes={LINK: (99, 99)})]
-    found = merge([saved(trace_with(span(1, 0, 5)), pid=1), saved(trace_with(*spans), pid=2)]).saved.trace().spans
+    found = merge([saved(trace_with(span(1, 0, 5)), pid=1), saved(trace_with(*spans), pid=2)]).saved.trace.spans
     linked = [one for one in found if LINK in one.attributes]
     target = next(one for one in found if one.span_id == linked[0].attributes[LINK][0])
     assert found.index(target) in (0, 1)
@@ -176,7 +165,7 @@ def test_machines_are_refused_unless_their_wall_clocks_are_asked_for() -> None:
     with pytest.raises(TraceError, match="--clock wall"):
         merge(files)
     merged = merge(files, by_wall_clock=True)
-    assert merged.saved.columns.start_ns.tolist() == [0, 0]
+    assert merged.saved.trace.columns.start_ns.tolist() == [0, 0]
     assert "of which nobody knows how far they are apart" in merged.header
     with pytest.raises(TraceError, match="time of day"):
         merge([files[0], saved(far, pid=2, boot="c", realtime_ns=0)], by_wall_clock=True)
@@ -294,11 +283,11 @@ def test_what_cannot_be_reported_on_together_is_told_in_one_line(
 def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> None:
     files = [saved(program(seed, 120), pid=seed) for seed in (1, 2)]
     merged = merge(files).saved
-    again = file.load(file.write(tmp_path / "m.npz", merged.columns, merged.facts, merged.tally))
-    assert np.array_equal(again.columns.start_ns, merged.columns.start_ns)
-    assert told(again.trace().spans) == told(merged.trace().spans)
-    trace, _ = chrome.load(chrome.dump(tmp_path / "m.json", merged.trace(), merged.tally))
-    assert told(trace.spans) == told(merged.trace().spans)
+    again = file.load(file.dump(tmp_path / "m.npz", merged.trace, merged.tally))
+    assert np.array_equal(again.trace.columns.start_ns, merged.trace.columns.start_ns)
+    assert told(again.trace.spans) == told(merged.trace.spans)
+    trace, _ = chrome.load(chrome.dump(tmp_path / "m.json", merged.trace, merged.tally))
+    assert told(trace.spans) == told(merged.trace.spans)
 
 
 def numbers(files: list[Saved]) -> dict[str, Any]:
@@ -306,12 +295,12 @@ def numbers(files: list[Saved]) -> dict[str, Any]:
     found = merge(files).saved
     rows = Counter((tuple(site.key for site in row.path), row.totals.calls) for row in found.counted().rows())
     return {
-        "spans": told(found.trace().spans),
+        "spans": told(found.trace.spans),
         "calls": rows,
-        "threads": Counter(found.facts.threads.values()),
-        "on streams": len({(one.device, one.stream) for its in found.trace().spans for one in its.device}),
-        "losses": found.facts.losses,
-        "notes": sorted(found.facts.notes),
+        "threads": Counter(found.trace.threads.values()),
+        "on streams": len({(one.device, one.stream) for its in found.trace.spans for one in its.device}),
+        "losses": found.trace.losses,
+        "notes": sorted(found.trace.notes),
     }
 
 
@@ -326,9 +315,9 @@ def test_a_merged_file_beside_those_that_it_was_made_of_counts_no_span_again(
     merged = merge(early).saved
     folder = tmp_path_factory.mktemp("m") if way != "as it is" else Path()
     if way == "recording":
-        merged = file.load(file.write(folder / "m.npz", merged.columns, merged.facts, merged.tally))
+        merged = file.load(file.dump(folder / "m.npz", merged.trace, merged.tally))
     elif way == "chrome":
-        merged = chrome.load_columns(chrome.write(folder / "m.json", merged.columns, merged.facts, merged.tally))
+        merged = chrome.load_columns(chrome.dump(folder / "m.json", merged.trace, merged.tally))
     expected = numbers(files)
     assert numbers([*files, merged]) == expected
     assert numbers([merged, *files]) == expected
@@ -341,23 +330,23 @@ def test_windows_of_a_process_that_were_merged_count_no_call_again() -> None:
     second = replace(trace_with(span(1, 200, 300, clipped=True), span(3, 210, 220)), start_ns=200, end_ns=300)
     windows, other = [saved(first), saved(second)], saved(trace_with(span(1, 0, 5)), pid=2)
     merged = merge([*windows, other]).saved
-    assert [one.windows for one in merged.facts.processes] == [[(0, 100), (200, 300)], [(0, 1_000)]]
+    assert [one.windows for one in merged.trace.processes] == [[(0, 100), (200, 300)], [(0, 1_000)]]
     assert numbers([merged, *windows]) == numbers([merged]) == numbers([*windows, other])
 
 
 def test_files_that_were_put_on_one_clock_by_their_time_of_day_count_once() -> None:
     near, far = saved(trace_with(span(1, 0, 5))), saved(trace_with(span(1, 1_000, 1_005)), pid=2, boot="c")
-    far = replace(far, facts=replace(far.facts, origin=replace(far.facts.origin, monotonic_ns=990, host="far")))
+    far = replace(far, trace=replace(far.trace, origin=replace(far.trace.origin, monotonic_ns=990, host="far")))
     merged = merge([near, far], by_wall_clock=True).saved
     again = merge([merged, near, far], by_wall_clock=True)
     assert (again.files, again.processes) == (3, 2)
-    assert again.saved.columns.start_ns.tolist() == merged.columns.start_ns.tolist() == [0, 10]
+    assert again.saved.trace.columns.start_ns.tolist() == merged.trace.columns.start_ns.tolist() == [0, 10]
 
 
 def test_containers_whose_processes_have_one_number_are_two_processes() -> None:
     files = [saved(trace_with(span(1, 0, 5)), pid=7, start_ticks=ticks) for ticks in (100, 200)]
     assert merge(files).processes == 2
-    assert len(merge(files).saved.columns) == 2
+    assert len(merge(files).saved.trace.columns) == 2
     assert merge([files[0], files[0]]).processes == 1
 
 
@@ -375,7 +364,7 @@ def test_each_process_of_a_merged_trace_is_one_to_viewers(tmp_path: Path) -> Non
         for pid, service, ticks in ((11, "api", 1), (12, "api", 2), (7, "engine", 3), (7, "engine", 4))
     ]
     merged = merge(files).saved
-    path = chrome.write(tmp_path / "m.json", merged.columns, merged.facts, merged.tally)
+    path = chrome.dump(tmp_path / "m.json", merged.trace, merged.tally)
     processes = names_of(path, "process_name")
     assert [processes[pid, None] for pid in (11, 12, 7)] == ["api", "api", "engine"]
     assert sorted(processes.values()) == ["api", "api", "engine", "engine"]
@@ -387,8 +376,8 @@ def test_each_process_of_a_merged_trace_is_one_to_viewers(tmp_path: Path) -> Non
         (pid, tid): 1 for pid, _ in processes for tid in (7, 8)
     }
     again = chrome.load_columns(path)
-    assert told(again.trace().spans) == told(merged.trace().spans)
-    assert again.facts.threads == merged.facts.threads
+    assert told(again.trace.spans) == told(merged.trace.spans)
+    assert again.trace.threads == merged.trace.threads
 
 
 @pytest.fixture
@@ -398,7 +387,7 @@ def runs(tmp_path: Path) -> Path:
     for name, run, pid, at_ns in (("a", "r1", 1, 0), ("b", "r1", 2, 10**12), ("c", "r2", 3, 10**13), ("d", "", 4, 0)):
         trace = replace(trace_with(span(1, at_ns, at_ns + 5)), start_ns=at_ns, end_ns=at_ns + 9)
         its = saved(trace, pid=pid, run=run)
-        file.write(folder / f"{name}.npz", its.columns, its.facts, its.tally)
+        file.dump(folder / f"{name}.npz", its.trace, its.tally)
     return folder
 
 
@@ -433,11 +422,11 @@ def test_what_one_process_has_not_met_of_the_rules_is_no_note_where_another_one_
         notes = [*(note for _, note in waiting), never_called(uncalled), "blind"]
         trace = trace_with(span(1, 0, 5, site=site), notes=notes, own_notes=OwnNotes(at_work, waiting, uncalled))
         its = saved(trace, pid=pid)
-        files.append(file.load(file.write(tmp_path / f"{pid}.npz", its.columns, its.facts, its.tally)))
+        files.append(file.load(file.dump(tmp_path / f"{pid}.npz", its.trace, its.tally)))
     expected = ["shop 2: gone:*: waiting (gone not imported)", "blind", "1 target was never called: shop:idle"]
     merged = merge(files).saved
-    assert sorted(merged.facts.notes) == sorted(expected)
-    assert sorted(merge([merged, files[0]]).saved.facts.notes) == sorted(expected)
+    assert sorted(merged.trace.notes) == sorted(expected)
+    assert sorted(merge([merged, files[0]]).saved.trace.notes) == sorted(expected)
 
 
 RULES_OF_TWO = """
@@ -463,7 +452,7 @@ def test_a_run_says_never_called_of_what_none_of_its_processes_called(tmp_path: 
 def test_a_long_table_ends_with_how_many_rows_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spans = [span(number, number * 10, number * 10 + 5, site=Site(f"f{number}", "op")) for number in range(1, 21)]
     its = saved(trace_with(*spans))
-    path = str(file.write(tmp_path / "a.npz", its.columns, its.facts, its.tally))
+    path = str(file.dump(tmp_path / "a.npz", its.trace, its.tally))
     for words, rows in (((), 15), (("--rows", "3"), 3), (("--rows", "all"), 20)):
         assert main(["report", path, "--view", "events", "--threads", "merged", *words]) == 0
         said = capsys.readouterr().out
@@ -487,7 +476,7 @@ def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devic
     gpus = [[Gpu(0, "H200", f"GPU-{number}")] for number in range(2)]
     files = [saved(replace(one, gpus=its), pid=pid) for pid, (one, its) in enumerate(zip(parts, gpus, strict=True))]
     recording = Recording.of_saved(merge(files).saved)
-    (device,) = (gpu.device for gpu in recording.facts.gpus if gpu.uuid == "GPU-1")
+    (device,) = (gpu.device for gpu in recording.trace.gpus if gpu.uuid == "GPU-1")
     used, held = kernels(recording, Options()), memory(recording, Options())
     assert [(use.name, use.kernels) for use in used.places] == [(UNKNOWN, 1), ("ours", 1)]
     assert [(use.device, use.name) for use in held.places] == [(device, "ours"), (HOST, "ours")]

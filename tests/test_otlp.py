@@ -62,7 +62,7 @@ from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.runtime import threads
 from instrument.runtime.faults import FAULTS
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import columns_of_spans
 
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
 
@@ -554,7 +554,7 @@ def test_of_too_many_packed_requests_the_oldest_go_and_are_counted(monkeypatch: 
 
 def bodies_of(source: Source, spans: Sequence[Span]) -> list[Body]:
     """The spans packed as requests."""
-    return list(source.requests(trace_of(spans), np.arange(len(spans)), REQUEST_BYTES))
+    return list(source.requests(columns_of_spans(spans), np.arange(len(spans)), REQUEST_BYTES))
 
 
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:

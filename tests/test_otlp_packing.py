@@ -26,20 +26,19 @@ from instrument.otlp.packing import EVENT_LIMIT, Ids, LinkedSpan
 from instrument.otlp.span_ids import SpanIds
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
-from instrument.recording.spans import Trace as Recorded
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace, columns_of_spans
 
 
-def packer(trace: Trace, ids: Ids, form: Form = PROTOBUF, **facts: Any) -> SpanPacker:
+def packer(trace: Columns, ids: Ids, form: Form = PROTOBUF, **facts: Any) -> SpanPacker:
     return SpanPacker(form, trace, SpanIds(trace, ids), ORIGIN, THREADS, **facts)
 
 
 def decoded(spans: Sequence[Span], ids: Ids, **facts: Any) -> list[trace_pb2.Span]:
     """The packed spans as the official messages read them."""
-    packed = packer(trace_of(spans), ids, **facts).pack(np.arange(len(spans)))
+    packed = packer(columns_of_spans(spans), ids, **facts).pack(np.arange(len(spans)))
     found: list[trace_pb2.Span] = []
     for body, count in request_bodies(packed, b""):
         (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
@@ -180,7 +179,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
 
 @given(trees())
 def test_json_says_what_protobuf_says(spans: list[Span]) -> None:
-    ids, trace, rows = Ids(), trace_of(spans), np.arange(len(spans))
+    ids, trace, rows = Ids(), columns_of_spans(spans), np.arange(len(spans))
     links = {0: [LinkedSpan(5, 6), LinkedSpan(7, 8, "vendor=1")]}
     hits = {0: [replace(spans[-1], device=())]}
     found = []
@@ -222,7 +221,7 @@ def test_the_longest_interruptions_of_a_span_are_its_events_and_the_others_are_c
 
 def test_requests_keep_to_their_bounds() -> None:
     spans = [*tree(500), *tree(300, 1_000, device=(DeviceInterval(0, 1, 2_000, 3_000),))]
-    trace, ids = trace_of(spans), Ids()
+    trace, ids = columns_of_spans(spans), Ids()
     packed = list(packer(trace, ids).pack(np.arange(len(trace))))
     most = int(packed[0].sizes.max())
     for most_bytes, most_spans in ((1 << 20, 400), (10 * most, 4_000), (1, 4_000)):
@@ -240,12 +239,12 @@ def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> Non
     """A parent in another process has that one's id, and one that has no row the id of the process that named it."""
     own = [tree(4, 10), [*tree(3, 10), span(span_id=40, parent_id=39, root_id=38)]]
     saved = [
-        Saved(trace_of(spans), recorded(replace(ORIGIN, pid=pid, boot="one")), None)
+        Saved(replace(recorded(replace(ORIGIN, pid=pid, boot="one")), spans=spans), None)
         for pid, spans in enumerate(own, start=1)
     ]
     merged = merge(saved)
-    trace = merged.saved.columns
-    first, second = merged.saved.facts.processes
+    trace = merged.saved.trace.columns
+    first, second = merged.saved.trace.processes
     process = np.zeros(len(trace), dtype=np.int64)
     process[merged.parts[1].row] = 1
     moved = np.flatnonzero((process == 1) & (trace.own_id == 10))
@@ -274,9 +273,9 @@ def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> Non
     assert first.threads != second.threads
 
 
-def recorded(origin: Origin) -> Recorded:
+def recorded(origin: Origin) -> Trace:
     """The facts of a process, without its spans."""
-    return Recorded(origin, 0, 10_000, [], THREADS)
+    return Trace(origin, 0, 10_000, [], THREADS)
 
 
 @pytest.mark.parametrize("trace_id", [None, 0xABC << 64])

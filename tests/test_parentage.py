@@ -29,7 +29,8 @@ from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import packing
 from instrument.profile.model import Capture, RequestsRule
 from instrument.recording.remote_parents import LINK, RemoteParent
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import Origin, Site, Span
+from instrument.trace.trace import Trace
 
 
 def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:

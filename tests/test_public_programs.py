@@ -35,7 +35,8 @@ from trees import outline, tree_of
 
 from instrument import chrome
 from instrument.profile.presets import text_of
-from instrument.recording.spans import Span, Trace
+from instrument.recording.spans import Span
+from instrument.trace.trace import Trace
 
 ROOT = Path(__file__).parent.parent
 LAST_LINES = r"(?:(?:(?:Recording|Chrome trace): [^\n]+\n)+|Processes: \d+\n(?:  \d+ [^\n]+\n)+)"

@@ -16,11 +16,12 @@ from otlp_spans import ORIGIN
 from raw_spans import counted
 
 from instrument import chrome
-from instrument.recording.spans import DeviceInterval, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.recording.tally import OVERFLOW, Tally, Totals
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace.of_rows import columns_of
+from instrument.trace.trace import Trace
 
 
 def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from instrument.recording.spans import Site, Span
 from instrument.report.endpoint_times import Answers, StreamedAnswers
-from instrument.trace.of_spans import columns_of_spans
+from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
 

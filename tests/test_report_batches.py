@@ -7,11 +7,12 @@ from golden_views import is_golden, text_of
 from test_ledger import ENGINE, STEP, engine, made
 
 from instrument.errors import TraceError
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.batches_view import batches
 from instrument.report.request_life import RequestLife, request_life
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 US = Options(unit="us")
 PREFILL = Site("engine.prefill", "step")

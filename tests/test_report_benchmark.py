@@ -14,12 +14,13 @@ from interval_lists import length, union
 
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import Origin, Site, Span
 from instrument.report.benchmark_view import benchmark
 from instrument.report.loops import Loops, counted, line_of
 from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 GOLDEN = Path(__file__).parent / "golden" / "paddle_timer_synthetic.txt"
 MS = 1_000_000

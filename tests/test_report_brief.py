@@ -19,7 +19,7 @@ import instrument
 from instrument import chrome, scope
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Cost, DeviceInterval, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.recording.spans import Cost, DeviceInterval, Gpu, Origin, Sample, Site, Span
 from instrument.report.benchmark_view import benchmark
 from instrument.report.brief_view import MOST_LINES, Brief, brief
 from instrument.report.device_view import device
@@ -29,6 +29,7 @@ from instrument.report.self_times_view import ops
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 SCREEN = 60

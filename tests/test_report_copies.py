@@ -9,15 +9,16 @@ import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import points, traces
+from raw_spans import changed, points, traces
 
 from instrument.profile.model import DIRECTIONS
-from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.report import copies_view as view
 from instrument.report.copies_view import CopyUse, by_direction
 from instrument.report.copies_view import copy_uses as copy_uses_of_columns
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 MB = 1_000_000
@@ -35,7 +36,7 @@ def copied(where: Site, size: Any, host_ms: float, device_ms: float | None = Non
 
 
 def copies(trace: Trace, **options: Any) -> str:
-    return text_of(view.copies(Recording.of_trace(trace), Options(**options)))
+    return text_of(view.copies(Recording.of_trace(changed(trace)), Options(**options)))
 
 
 def trace_of(*spans: Span, **facts: Any) -> Trace:
@@ -60,7 +61,7 @@ def every_direction() -> Trace:
 
 def copy_uses(trace: Trace) -> list[CopyUse]:
     """Those of the spans' columns."""
-    return copy_uses_of_columns(Recording.of_trace(trace).columns)
+    return copy_uses_of_columns(Recording.of_trace(changed(trace)).columns)
 
 
 def test_the_layout_to_the_column() -> None:

@@ -21,11 +21,12 @@ from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
 from instrument.report.utilisation import NO_EVENTS
 from instrument.report.view import Options, Recording, Upkeep
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 CHAT = Site("POST /chat", "request", "chat.server", "handle")

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from trees import outline
 
 from instrument import chrome
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report import device_view as view
 from instrument.report.table import LINE, columns
 from instrument.report.utilisation import utilisation
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 CHAT = Site("POST /chat", "request")

@@ -9,9 +9,9 @@ from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from paddle_golden import golden_trace
-from raw_spans import points, traces
+from raw_spans import changed, points, traces
 
-from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.report.distribution_view import (
     COMPUTES,
     PAUSES,
@@ -22,13 +22,14 @@ from instrument.report.distribution_view import (
 )
 from instrument.report.table import columns
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_reduce", "comm")
 
 
 def view(trace: Trace, **options: object) -> DistributionView:
-    return distribution(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
+    return distribution(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 def made(*spans: tuple[Site, int, int, int]) -> Trace:
@@ -63,16 +64,18 @@ def test_the_layout_is_that_of_the_file() -> None:
 def test_what_a_communication_puts_on_a_device_is_no_computation_as_well() -> None:
     """Paddle counts a kernel whose name is not NCCL's, launched below a communication, for both."""
     trace = made((COMM, 1, 0, 10), (F, 1, 2, 4), (F, 1, 20, 22))
-    trace.spans[1].parent_id = trace.spans[1].root_id = 1
-    trace.spans[1].device = (DeviceInterval(0, 7, 3 * MS, 9 * MS),)
-    trace.spans[2].device = (DeviceInterval(0, 7, 20 * MS, 30 * MS),)
+    spans = [*trace.spans]
+    spans[1].parent_id = spans[1].root_id = 1
+    spans[1].device = (DeviceInterval(0, 7, 3 * MS, 9 * MS),)
+    spans[2].device = (DeviceInterval(0, 7, 20 * MS, 30 * MS),)
     assert numbers(view(trace))["device 0"] == (6.0, 10.0, 0.0)
 
 
 def test_communication_of_one_device_does_not_overlap_computation_of_another() -> None:
     trace = made((COMM, 1, 0, 1), (F, 1, 5, 6))
-    trace.spans[0].device = (DeviceInterval(0, 7, 10 * MS, 30 * MS),)
-    trace.spans[1].device = (DeviceInterval(1, 7, 20 * MS, 40 * MS),)
+    spans = [*trace.spans]
+    spans[0].device = (DeviceInterval(0, 7, 10 * MS, 30 * MS),)
+    spans[1].device = (DeviceInterval(1, 7, 20 * MS, 40 * MS),)
     assert numbers(view(trace)) == {
         "host": (1.0, 1.0, 0.0), "device 0": (20.0, 0.0, 0.0), "device 1": (0.0, 20.0, 0.0),
         "together": (21.0, 20.0, 0.0),
@@ -83,8 +86,9 @@ def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_w
     wait = Site("all_reduce.wait", "comm", instance="gloo default_pg", attributes=(("op", "all_reduce"),))
     call = replace(wait, name="all_reduce")
     trace = made((STEP, 1, 0, 50), (call, 1, 10, 11), (F, 1, 11, 30), (wait, 1, 30, 35))
-    trace.spans[1].attributes = {"bytes": 4_000_000}
-    trace.spans[3].attributes = {"in_flight_ns": 25 * MS}
+    spans = [*trace.spans]
+    spans[1].attributes = {"bytes": 4_000_000}
+    spans[3].attributes = {"in_flight_ns": 25 * MS}
     use = view(trace)
     assert numbers(use) == {"host": (25.0, 19.0, 19.0)}
     assert use.places[0].exposed_ns == 6 * MS
@@ -97,7 +101,8 @@ def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_w
 @pytest.mark.parametrize("value", [10**400, -(10**400), (1 << 63) - 1, -(1 << 63), True, "1"])
 def test_what_a_damaged_file_says_of_a_communication_breaks_no_view(value: object) -> None:
     trace = made((COMM, 1, 0, 1), (F, 1, 5, 6))
-    trace.spans[0].attributes = {"in_flight_ns": value, "bytes": value}  # type: ignore[dict-item]
+    spans = [*trace.spans]
+    spans[0].attributes = {"in_flight_ns": value, "bytes": value}  # type: ignore[dict-item]
     assert "MB" in text_of(view(trace))
     assert numbers(view(trace))["host"] == (1.0, 1.0, 0.0)
 
@@ -113,7 +118,7 @@ def test_the_host_does_not_compute_while_the_same_thread_copies_loads_or_communi
     inside = [(Site("h2d", "copy"), 1, 2, 4), (Site("read", "loader"), 1, 5, 6), (COMM, 1, 8, 10)]
     trace = made((F, 1, 0, 20), *inside)
     assert numbers(view(trace)) == {"host": (2.0, 15.0, 0.0)}
-    trace.spans.append(replace(trace.spans[0], span_id=9, root_id=9, thread_id=2))
+    trace = replace(trace, spans=[*trace.spans, replace(trace.spans[0], span_id=9, root_id=9, thread_id=2)])
     assert numbers(view(trace)) == {"host": (2.0, 20.0, 2.0)}
 
 

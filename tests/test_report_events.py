@@ -18,13 +18,14 @@ from raw_spans import counted, counted_paths, traces
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import Cost, DeviceInterval, Site, Span, Trace
+from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, safe, shorten, shortened, table
 from instrument.report.view import THREADS, Options, Recording, document
+from instrument.trace.trace import Trace
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
 CELLS = ["Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]

@@ -28,7 +28,7 @@ from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.allocations import Allocation, Allocations
-from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span
 from instrument.report.memory_view import (
     BEFORE,
     Allocator,
@@ -40,9 +40,10 @@ from instrument.report.memory_view import (
     counted,
     memory,
 )
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.table import LINE, columns
+from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.view import Options, Recording, document
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 MIB = 1 << 20

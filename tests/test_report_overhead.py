@@ -14,13 +14,14 @@ from instrument import chrome
 from instrument.instrumentors.targets import site_of
 from instrument.recorder.wrapping import wrap
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Origin, Site, Trace
+from instrument.recording.spans import Origin, Site
 from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import Overhead, overhead
 from instrument.report.events_view import events
 from instrument.report.line_sums import LineSums
 from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 REQUEST = Site("POST /chat", "request", suspends=True)
 HANDLER = Site("handle", "request")

@@ -10,9 +10,10 @@ from hypothesis import given
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import lies_in, points, timed, traces
 
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import Origin, Site, Span
 from instrument.report.overview_view import ALL_DEVICES, Overview, overview
 from instrument.report.view import Options, Recording, document
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 

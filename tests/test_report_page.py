@@ -22,7 +22,7 @@ from test_report_views import TRACES
 from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
-from instrument.recording.spans import KEY, Origin, Site, Span, Trace
+from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.page import device_lanes, html_page, kept_spans
 from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page
 from instrument.report.page.kept_spans import column_text, steps_text
@@ -31,6 +31,7 @@ from instrument.report.summary import VIEW_OF
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.trace import file
+from instrument.trace.trace import Trace
 
 ASSETS = resources.files("instrument.report.page")
 HOSTILE = [

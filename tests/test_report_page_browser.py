@@ -13,10 +13,10 @@ from pages import engine_trace
 from test_report_page import HOSTILE, hostile
 from test_report_views import TRACES
 
-from instrument.recording.spans import Trace
 from instrument.report.page.html_page import write_page
 from instrument.report.table import compact, safe
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:

@@ -13,10 +13,11 @@ from trees import outline
 
 from instrument.recorder.outcomes import STATUS
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.endpoint_times import EndpointTimes
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 CHAT, EMBED = Site("POST /chat", "request"), Site("POST /embed", "request")

@@ -14,14 +14,15 @@ from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from interval_lists import assign_self_times
-from raw_spans import counted_paths, points, traces
+from raw_spans import changed, counted_paths, points, traces
 
 from instrument.profile.model import SORT_KEYS
-from instrument.recording.spans import Site, Trace
+from instrument.recording.spans import Site
 from instrument.recording.tally import Tally, Totals
 from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 GOLDEN = Path(__file__).parent / "golden"
@@ -482,7 +483,7 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
         return next((index for index, site in enumerate(path) if site.kind == "request"), 0)
 
     paths, inner = counted_paths(trace.spans)
-    said = VIEWS[of](Recording.of_trace(trace), Options())
+    said = VIEWS[of](Recording.of_trace(changed(trace)), Options())
     for function in said.functions:
         its = [
             span

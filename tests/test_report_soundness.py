@@ -12,8 +12,9 @@ import pytest
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.view import Recording
+from instrument.trace.trace import Trace
 
 CIRCLE, TWICE, LATE = "parents in it run in a circle", "two spans in it have one id", "slices without a time"
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from instrument import chrome, clock
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup, Trace
+from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
 from instrument.recording.tally import Tally, Totals
 from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 LOAD = Site("torch.load", "phase", attributes=(("phase", "load"),))

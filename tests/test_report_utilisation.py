@@ -7,10 +7,11 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span
 from instrument.report.section import NO_EVENTS
 from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, utilisation
 from instrument.report.view import Recording
+from instrument.trace.trace import Trace
 
 WINDOW = (10, 50)
 SITES = [

@@ -35,11 +35,11 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
-    Trace,
 )
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, Options, Recording, Upkeep
+from instrument.trace.trace import Trace
 
 MS = 1_000_000
 HOSTILE = [
@@ -112,14 +112,15 @@ def beside_torch() -> Trace:
                1, n * 5 * MS + 3)
         for n in range(35)
     ]  # fmt: skip
-    attributes = {word: (("phase", word),) for word in ("load", "compile")}
+    attributes, more = {word: (("phase", word),) for word in ("load", "compile")}, [*trace.spans]
     for n in range(6):
         site = Site(f"prepare {n}", "user", attributes=attributes["compile" if n % 2 else "load"])
-        trace.spans += [
+        more += [
             span(1000 + 2 * n, site, 9 * n, 9 * n + 3.0371 + n * 1.0193),
             span(1001 + 2 * n, site, 9 * n + 4, 9 * n + 5.0017 + n / 7),
         ]
-    assign_self_times(trace.spans)
+    assign_self_times(more)
+    trace = replace(trace, spans=more)
     assert trace.startup is not None
     packages = [
         ImportTime(f"package{n}", 3 + n * n, (9 + n) * 1_234_567, (3 + n) * 1_357_911, n * 31_013, n * 17_123)

@@ -21,7 +21,7 @@ from sent_spans import SentSpan, converted, sent_to, trees
 from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
 
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
 from instrument.trace.stages import queue_times
@@ -102,7 +102,7 @@ def assert_queues_told(collector: Collector, served: Served) -> None:
     assert sum(point.sum for point in last) == pytest.approx(sum(found.values()) / 1e9)
 
 
-def differing(trace: Trace, log: Mapping[str, LoggedRequest]) -> dict[str, str]:
+def differing(trace: Columns, log: Mapping[str, LoggedRequest]) -> dict[str, str]:
     """Requests that were not what the log says, with what is wrong.
 
     The log has for each begin and each end a time before and one after it, mostly some microseconds apart, but
@@ -137,7 +137,7 @@ def is_near(ours: Mapping[str, int], logged: LoggedRequest) -> bool:
     return max(abs(ours.get(part, 0) - theirs[part]) for part in ours.keys() | theirs.keys()) <= TOLERANCE * logged.wall
 
 
-def spans_of(trace: Trace, joined: Joined, place: int) -> dict[str, list[int]]:
+def spans_of(trace: Columns, joined: Joined, place: int) -> dict[str, list[int]]:
     """The spans of a request that the log knows, by their names there and in the order of their begin."""
     rows = np.flatnonzero(joined.of == place)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -154,7 +154,7 @@ def spans_of(trace: Trace, joined: Joined, place: int) -> dict[str, list[int]]:
     }
 
 
-def with_fault(served: Served, log: Mapping[str, LoggedRequest], what: str) -> tuple[set[str], Trace]:
+def with_fault(served: Served, log: Mapping[str, LoggedRequest], what: str) -> tuple[set[str], Columns]:
     """The trace with a fault: of what was done one ended later than the log's times allow. And the requests of it."""
     done = [done for one in log.values() for done in (one.whole, *one.work, *one.batches)]
     trace, joined = served.trace, served.joined

@@ -23,11 +23,12 @@ from instrument.instrumentors.requests.blocked import LoopPlaces, attributes_of
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, Origin, Site, Span, Trace, is_blocked_loop
+from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, Origin, Site, Span, is_blocked_loop
 from instrument.report.requests_view import requests
 from instrument.report.self_times_view import ops
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
+from instrument.trace.trace import Trace
 
 BLOCK_NS = 20_000_000
 LIMIT_NS = 5_000_000

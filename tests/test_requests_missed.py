@@ -251,6 +251,6 @@ def test_verdicts_outlive_a_process_that_ends_without_a_goodbye(tmp_path: Path, 
     while not (saved := list(tmp_path.glob("**/*-died.npz"))):  # the agent saves it, after the command
         assert time.monotonic() < until
         time.sleep(0.02)
-    notes = file.load(saved[0]).facts.notes
+    notes = file.load(saved[0]).trace.notes
     assert "1 target was never called: __main__:idle" in notes
     assert any(note.startswith("lacking:x: waiting") for note in notes)

@@ -76,10 +76,10 @@ def test_the_end_of_a_session_is_written_both_ways_and_both_say_the_same() -> No
     saved, (expected, tally) = file.load(recording), chrome.load(trace)
     told = [(span.site.name, span.span_id, span.parent_id, span.start_ns, span.self_ns) for span in expected.spans]
     assert len(told) == 6
-    assert [(s.site.name, s.span_id, s.parent_id, s.start_ns, s.self_ns) for s in saved.trace().spans] == told
+    assert [(s.site.name, s.span_id, s.parent_id, s.start_ns, s.self_ns) for s in saved.trace.spans] == told
     assert saved.counted().calls == tally.calls == 6
-    assert saved.facts.origin == expected.origin
-    assert len(saved.facts.origin.boot) == 36, "by which files of one machine are put on one clock"
+    assert saved.trace.origin == expected.origin
+    assert len(saved.trace.origin.boot) == 36, "by which files of one machine are put on one clock"
 
 
 def test_each_window_of_a_schedule_is_a_recording_while_the_service_runs() -> None:
@@ -87,7 +87,7 @@ def test_each_window_of_a_schedule_is_a_recording_while_the_service_runs() -> No
     request(6)
     instrument.flush()
     assert {path.name for path in Path("traces").iterdir()} == {"0.npz", "1.npz"}
-    names = [span.site.name for span in file.load("traces/1.npz").trace().spans if not span.clipped]
+    names = [span.site.name for span in file.load("traces/1.npz").trace.spans if not span.clipped]
     assert names.count("request") == 2
     instrument.stop()
 
@@ -223,7 +223,7 @@ def test_a_host_that_is_interrupted_ends_by_the_signal_all_the_same(export: str)
     done = subprocess.run(words, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGINT
     (path,) = Path.cwd().glob("a.*")
-    assert len((file.load(path) if path.suffix == ".npz" else chrome.load_columns(path)).columns) == 1
+    assert len((file.load(path) if path.suffix == ".npz" else chrome.load_columns(path)).trace.columns) == 1
 
 
 RUN = """
@@ -257,6 +257,6 @@ def test_all_processes_of_a_run_write_beside_one_another_under_its_name() -> Non
     assert paths[0].name.startswith(f"shop-{began[:6]}")
     saved = [file.load(path) for path in paths]
     assert [len(one.columns) for one in saved] == [3, 1, 1]
-    assert [path.name.endswith(f"-{one.facts.origin.pid}.npz") for path, one in zip(paths, saved, strict=True)] == [
+    assert [path.name.endswith(f"-{one.trace.origin.pid}.npz") for path, one in zip(paths, saved, strict=True)] == [
         False, True, True,
     ]  # fmt: skip

@@ -29,7 +29,7 @@ from instrument.errors import ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Schedule
 from instrument.recorder.recorder import CHECK_NS, RECORDER, Ticks
-from instrument.recording.ring import Cursor
+from instrument.recording.rows import Cursor
 from instrument.recording.spans import Cost
 from instrument.sessions.account import COMPLAINTS_KEPT
 from instrument.sessions.session import Session

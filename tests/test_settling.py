@@ -27,7 +27,7 @@ from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, Site, Span
 from instrument.trace import stages as trace_stages
 from instrument.trace import tail_sampling, unsettled
-from instrument.trace.columns import Trace as Columns
+from instrument.trace.columns import Columns
 from instrument.trace.grafted import grafted
 from instrument.trace.joined import Joined, join, strays_of
 from instrument.trace.merge import merge
@@ -273,8 +273,8 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     parent of each span, but for the roots of traces."""
     parts = [saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))]
     merged = merge(parts)
-    joined = join(merged.saved.columns)
-    columns = grafted(merged.saved.columns, joined, "run")
+    joined = join(merged.saved.trace.columns)
+    columns = grafted(merged.saved.trace.columns, joined, "run")
     below = stage_spans(columns, joined)
     numbers = columns.attributes.values("number", np.arange(len(columns)))
     number_of = dict(zip(columns.span_id.tolist(), (int(str(number)) for number in numbers), strict=True))
@@ -527,7 +527,7 @@ def roots_in(run: Run) -> dict[int, int]:
 def of_files(run: Run) -> tuple[Columns, Joined]:
     """What both processes recorded, as files."""
     merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
-    return merged.saved.columns, join(merged.saved.columns)
+    return merged.saved.trace.columns, join(merged.saved.trace.columns)
 
 
 def queued(run: Run) -> dict[int, int]:

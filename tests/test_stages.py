@@ -14,18 +14,18 @@ from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
 
 from instrument.cli import main
 from instrument.profile.keys import load
-from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span, Trace
+from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span
 from instrument.trace import file
 from instrument.trace.joined import join
-from instrument.trace.of_spans import trace_of
 from instrument.trace.stages import queue_times, stage_spans, stages
+from instrument.trace.trace import Trace, columns_of_spans
 
 PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")
 
 
 def told(spans: list[Span]) -> dict[int, list[tuple[str, int, int]]]:
     """By the id of each request its stages."""
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     return {int(trace.span_id[joined.rows[one.place]]): list(one.told()) for one in stages(trace, joined)}
 
@@ -43,7 +43,7 @@ def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:
 def test_every_request_that_a_batch_serves_has_a_queue_time_also_who_did_not_wait() -> None:
     spans = [made(1, CHAT, 0, 90, key="a"), made(3, CHAT, 10, 90, key="b"), made(5, CHAT, 20, 90, key="never")]
     spans += [made(7, STEP, 10, 20, batch=["b"], thread=2), made(9, STEP, 25, 40, batch=["a", "b"], thread=2)]
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     joined = join(trace)
     found = {int(trace.span_id[joined.rows[place]]): ns for place, ns in queue_times(trace, joined).items()}
     assert found == {1: 25, 3: 0}
@@ -77,7 +77,7 @@ def test_the_prefill_is_what_makes_the_first_token(
         spans.append(
             made(2 + at, site, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=weights)
         )  # fmt: skip
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == (prefill, steps)
     assert found.queue == (0, 10)
@@ -102,7 +102,7 @@ def test_where_batches_do_not_tell_the_prefill_ends_before_the_first_part_of_the
     for at in range(4):
         its = None if weights is None else weights[at : at + 1]
         spans.append(made(2 + at, STEP, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=its))
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == ((10, until_ns), steps)
 
@@ -113,7 +113,7 @@ def test_the_prefill_is_all_of_a_prompt_of_which_one_token_was_made() -> None:
     for at, (key, tokens) in enumerate(batches):
         start = 10 + 10 * at
         spans.append(made(10 + at, STEP, start, start + 10, thread=ENGINE, batch=[key], weights=[tokens]))
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     found = {one.place: (one.prefill, one.steps) for one in stages(trace, join(trace))}
     assert found == {0: ((10, 30), 0), 1: ((30, 50), 0), 2: ((50, 60), 1)}
 
@@ -146,7 +146,7 @@ def test_the_words_of_generations_are_for_what_a_model_generates(
         spans.append(made(2, below, 1, 99, 1))
     for at, of in enumerate(batches):
         spans.append(made(10 + at, of, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"]))
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     [found] = stage_spans(trace, join(trace)).values()
     words = ("queue", "prefill", "decode") if is_generation else ("queue", "first batch", "later batches")
     assert tuple(span.site.name for span in found) == words
@@ -192,7 +192,7 @@ def test_an_engine_of_several_batches_a_step_and_several_workers_makes_one_token
 ) -> None:
     asked = {"a": [12, 1, 1], "b": [512, 512, 100, 1, 1, 1], "c": [30], "d": [100, 4, 4, 4, 1]}
     spans, ends = served_by_vllm(asked, workers, ahead_ns)
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     found = {one.place: one for one in stages(trace, join(trace))}
     assert [found[place].steps for place in range(4)] == [2, 3, 0, 4]
     assert [found[place].prefill for place in range(4)] == [(100, ends[0]), (100, ends[2]), None, (100, ends[0])]
@@ -206,7 +206,7 @@ def test_an_engine_of_several_batches_a_step_and_several_workers_makes_one_token
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_step_of_several_batches_is_no_generation(workers: int) -> None:
-    trace = trace_of(served_by_vllm({"a": [12], "b": [30]}, workers)[0])
+    trace = columns_of_spans(served_by_vllm({"a": [12], "b": [30]}, workers)[0])
     assert {(one.prefill, one.decode, one.steps) for one in stages(trace, join(trace))} == {(None, None, 0)}
 
 
@@ -215,7 +215,7 @@ def test_steps_that_take_turns_on_several_threads_are_all_counted() -> None:
     for at, thread in enumerate([5, 6, 5, 5, 6, 5, 5]):
         start_ns, weights = 100 * at, [9.0 if at == 0 else 1.0]
         spans.append(made(2 + at, STEP, start_ns, start_ns + 90, thread=thread, batch=["a"], weights=weights))
-    trace = trace_of(spans)
+    trace = columns_of_spans(spans)
     [found] = stages(trace, join(trace))
     assert (found.prefill, found.steps) == ((0, 90), 6)
 
@@ -228,7 +228,7 @@ def test_a_request_that_is_not_there_from_begin_to_end_has_none() -> None:
 
 @given(st.integers(0, 2**32))
 def test_stages_lie_within_their_request_and_do_not_overlap(seed: int) -> None:
-    trace = trace_of(schedule(seed))
+    trace = columns_of_spans(schedule(seed))
     joined = join(trace)
     for row, spans in stage_spans(trace, joined).items():
         assert all(trace.start_ns[row] <= one.start_ns < one.end_ns <= trace.end_ns[row] for one in spans)

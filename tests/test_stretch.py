@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from instrument.native import MODULE
-from instrument.recording.interval_ring import INTERVAL_BYTES
 from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.rows import PACKED_ROW
+from instrument.recording.slot_ring import INTERVAL_BYTES
 from instrument.recording.spans import Origin, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.trace.columns import CELL
 from instrument.trace.of_rows import ROW
-from instrument.trace.of_spans import spans_of
+from instrument.trace.trace import spans_of
 
 ORIGIN = Origin(1, "shop", 0, 0)
 

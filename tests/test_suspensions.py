@@ -23,13 +23,13 @@ from instrument.otlp.recording_reader import _rows_of as rows_of
 from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
 from instrument.recording.rows import span_of
-from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.sessions.stretch import TakenStretch
 from instrument.trace import file
 from instrument.trace.of_memory import saved_of
-from instrument.trace.of_spans import trace_of
 from instrument.trace.self_times import stood_aside, waiting_times
+from instrument.trace.trace import Trace, columns_of_spans
 
 PAUSE_S = 0.001
 SITE = Site("any")
@@ -113,7 +113,7 @@ def test_a_coroutine_and_what_awaits_it_wait_while_it_is_suspended_and_the_inner
     assert waiting(recorder)["outer"] == waiting(recorder)["scope"] == 0
     assert spans["inner"].self_ns == spans["inner"].total_ns, "its waiting is of its self time"
     assert sum(span.self_ns for span in spans.values()) == spans["outer"].total_ns
-    trace = trace_of(list(spans.values()))
+    trace = columns_of_spans(list(spans.values()))
     assert waiting_times(trace).sum() == waiting(recorder)["inner"]
     assert not stood_aside(trace).any()
 
@@ -279,7 +279,7 @@ def test_an_async_generator_waits_where_its_body_awaits_and_not_between_its_item
         pauses.drive(running, 1)
     inside.drive(running)
     spans = by_name(recorder)
-    trace = trace_of(list(spans.values()))
+    trace = columns_of_spans(list(spans.values()))
     told = dict(zip((trace.sites[site].name for site in trace.site), waiting_times(trace).tolist(), strict=True))
     assert inside.bound(waiting(recorder)["across"])
     assert waiting(recorder)["numbers"] == 0
@@ -345,25 +345,25 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
 
     pauses.drive(outer())
     end_ns = time.monotonic_ns()
-    expected = numbers_of(trace_of(recorder.spans()))
+    expected = numbers_of(columns_of_spans(recorder.spans()))
     assert all(active_ns < end_ns - start_ns for _, start_ns, end_ns, active_ns, _ in expected)
     window = TakenStretch.of(recorder, 0, end_ns, 0, Origin(1, "shop", 0, 0))
     assert numbers_of(window.columns()) == expected
     if recorder.memory_fd >= 0:
         saved = saved_of(Mapped(recorder.memory_fd))
-        assert numbers_of(saved.columns) == expected
+        assert numbers_of(saved.trace.columns) == expected
         assert lines_of(saved.counted()) == waiting(recorder)
         mapped = Mapped(recorder.memory_fd)
         details, _ = mapped.details_since(0)
         drained = [span_of(row, SITE, 1) for ring in mapped.rows() for row in rows_of(ring.rows, details)]
-        assert numbers_of(trace_of(drained)) == expected
+        assert numbers_of(columns_of_spans(drained)) == expected
     trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, recorder.spans(), {1: "main"})
     read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
-    assert numbers_of(trace_of(read.spans)) == expected
+    assert numbers_of(columns_of_spans(read.spans)) == expected
     assert tally is not None
     assert lines_of(tally) == waiting(recorder)
     saved = file.load(file.dump(tmp_path / "trace.npz", trace, recorder.tally()))
-    assert numbers_of(saved.columns) == expected
+    assert numbers_of(saved.trace.columns) == expected
     assert lines_of(saved.counted()) == waiting(recorder)
 
 

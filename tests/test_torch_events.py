@@ -23,8 +23,8 @@ from fake_torch_cuda import AcceleratorError, fake_torch
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, error_of
-from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
+from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Span
 
 cuda = pytest.importorskip("cuda.bindings.driver")

@@ -21,13 +21,14 @@ from instrument import Profiler, chrome, schedule, scope
 from instrument.compat import fluid, paddle, singa
 from instrument.errors import ProfileError
 from instrument.profile.keys import loads
-from instrument.recording.spans import FLOPS, Origin, Site, Span, Trace, is_operator
+from instrument.recording.spans import FLOPS, Origin, Site, Span, is_operator
 from instrument.report.benchmark_view import benchmark
 from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
 from instrument.sessions.operator_spans import with_operators
+from instrument.trace.trace import Trace
 
 PID = 4321
 US = 1_000

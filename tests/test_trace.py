@@ -15,7 +15,7 @@ from interval_lists import assign_self_times, union
 from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
-from instrument.recording.spans import DeviceInterval, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.report.call_rows import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
@@ -23,8 +23,8 @@ from instrument.trace.call_tree import call_tree
 from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.innermost import turns
-from instrument.trace.of_spans import LaterSpans, spans_of, trace_of
 from instrument.trace.self_times import self_times_of
+from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
 SOME = st.one_of(traces(), st.sampled_from(DRAWN))
@@ -199,16 +199,16 @@ def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: i
 
 @given(SOME)
 def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
-    assert spans_of(trace_of(trace.spans)) == trace.spans
-    later = LaterSpans(trace_of(trace.spans))
+    assert spans_of(trace.columns) == trace.spans
+    later = SpanViews(trace.columns)
     assert [later[row - len(later)] for row in range(len(later))] == trace.spans
     assert (later, later[1:3], len(later)) == (trace.spans, trace.spans[1:3], len(trace.spans))
     with pytest.raises(IndexError):
-        LaterSpans(trace_of(trace.spans))[len(later)]
+        SpanViews(trace.columns)[len(later)]
 
 
 def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:
-    spans = spans_of(trace_of(deep(30).spans))
+    spans = spans_of(columns_of_spans(deep(30).spans))
     spans[0].attributes["own"] = 1  # type: ignore[index]
     assert dict(spans[1].attributes) == {}
 
@@ -217,7 +217,7 @@ def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:
 def test_self_times_are_those_of_the_spans(trace: Trace) -> None:
     assign_self_times(trace.spans)
     rows = np.arange(len(trace.spans))
-    assert self_times_of(trace_of(trace.spans), rows).tolist() == [span.self_ns for span in trace.spans]
+    assert self_times_of(trace.columns, rows).tolist() == [span.self_ns for span in trace.spans]
 
 
 @given(SOME, st.sampled_from(["request", "step", "comm"]))
@@ -234,7 +234,7 @@ def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
             at = by_id.get(at.parent_id)
         return found
 
-    columns = trace_of(trace.spans)
+    columns = trace.columns
     rows = columns.owners(columns.of_kind(kind)).tolist()
     assert [trace.spans[row].span_id if row != NONE else 0 for row in rows] == list(map(owner, trace.spans))
 
@@ -268,7 +268,7 @@ def facts(place: Any) -> list[Any]:
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.held if is_bounded else None
-    ours = list(every_place(place_tree(trace_of(trace.spans), kinds, window)))
+    ours = list(every_place(place_tree(trace.columns, kinds, window)))
     theirs = list(call_places.every_place(call_places.call_tree(trace.spans, kinds, window)))
     assert list(map(facts, ours)) == list(map(facts, theirs))
     assert [one.parent and one.parent.site.key for one in ours] == [
@@ -278,7 +278,7 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
 
 @given(SOME, st.randoms())
 def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
-    columns = trace_of(trace.spans)
+    columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
     ours = list(every_place(place_tree(columns, OPERATORS, among=some)))
     assert list(map(facts, ours)) == list(map(facts, every_place(place_tree(columns.only(some), OPERATORS))))
@@ -287,7 +287,7 @@ def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace:
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_deep_chain_is_a_call_tree_of_as_many_levels(levels_of_it: int) -> None:
     trace = deep(levels_of_it)
-    tree = call_tree(trace_of(trace.spans), OPERATORS)
+    tree = call_tree(trace.columns, OPERATORS)
     assert len(tree) == levels_of_it
     assert tree.parent.tolist() == list(range(-1, levels_of_it - 1))
 
@@ -299,5 +299,5 @@ def test_what_lies_deep_and_wide_is_held_once() -> None:
     for at in range(depth + 1, depth + 1 + leaves):
         device = (DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
         spans.append(Span(site, at, depth, 1, 7, 0, at, 10**6, 10**6, 0, device=device))
-    tree = call_tree(trace_of(spans), OPERATORS)
+    tree = call_tree(columns_of_spans(spans), OPERATORS)
     assert tree.device.total_ns.tolist() == [4 * leaves] * (depth + 1)

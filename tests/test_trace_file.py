@@ -23,12 +23,12 @@ import instrument
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocation
-from instrument.recording.spans import HOST, Kernel, Origin, Site, Span, Trace
+from instrument.recording.spans import HOST, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.of_spans import trace_of
+from instrument.trace.trace import Trace, columns_of_spans
 
 
 def saved_and_read(folder: Path, trace: Trace, tally: Tally | None = None) -> file.Saved:
@@ -39,14 +39,14 @@ def facts(trace: Trace) -> str:
     """All of a trace by value but for its start-up, in the order of its file."""
     ordered = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     spans = [[getattr(one, name) for name in Span.__slots__ if name != "site"] + [one.site.key] for one in ordered]
-    known = {name: getattr(trace, name) for name in Trace.__slots__ if name not in ("spans", "startup")}
+    known = {name: getattr(trace, name) for name in Trace.__slots__ if name not in ("spans", "startup", "columns")}
     sequences = ("notes", "samples", "gpus", "kernels", "allocations", "flops")
     return repr((spans, known | {name: tuple(known[name]) for name in sequences}))
 
 
 @given(trace=traces())
 def test_any_spans_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
-    assert facts(saved_and_read(tmp_path_factory.mktemp("saved"), trace).trace()) == facts(trace)
+    assert facts(saved_and_read(tmp_path_factory.mktemp("saved"), trace).trace) == facts(trace)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -55,10 +55,10 @@ def test_what_is_known_beside_the_spans_comes_back_as_from_chrome(seed: int, tmp
     tally = counted(trace.spans, trace.threads)
     expected, expected_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, tally))
     saved = saved_and_read(tmp_path, trace, tally)
-    assert facts(saved.trace()) == facts(expected)
-    assert saved.facts.startup is not None
+    assert facts(saved.trace) == facts(expected)
+    assert saved.trace.startup is not None
     assert expected.startup is not None
-    assert replace(saved.facts.startup, firsts=(), request=None) == replace(
+    assert replace(saved.trace.startup, firsts=(), request=None) == replace(
         expected.startup, firsts=(), request=None
     )  # fmt: skip
     rows, expected_rows = ([(r.thread_id, r.totals) for r in one.rows()] for one in (saved.counted(), expected_tally))
@@ -94,7 +94,7 @@ def test_what_torch_profiler_saw_stands_in_columns_and_once_stood_in_the_metadat
     start_ns = 500 + np.cumsum(found["kernel_start_ns_steps"], dtype=np.int64)
     assert start_ns.tolist() == [kernel.start_ns for kernel in kernels]
     assert found["allocation_size_bytes"].tolist() == [64, -512]
-    again = file.load(path).facts
+    again = file.load(path).trace
     assert (list(again.kernels), list(again.allocations)) == (kernels, allocations)
 
 
@@ -108,9 +108,9 @@ def test_it_is_for_its_owner_only_and_zipfile_finds_no_fault_in_it(tmp_path: Pat
 
 def test_it_is_the_same_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = program(3, 80)
-    usual = facts(saved_and_read(tmp_path, trace).trace())
+    usual = facts(saved_and_read(tmp_path, trace).trace)
     monkeypatch.setitem(sys.modules, "isal", None)
-    assert facts(saved_and_read(tmp_path, trace).trace()) == usual
+    assert facts(saved_and_read(tmp_path, trace).trace) == usual
 
 
 def test_a_recording_cannot_be_where_a_folder_is(tmp_path: Path) -> None:
@@ -134,16 +134,16 @@ def span(span_id: int, parent_id: int, **more: int) -> Span:
         ([span(1, 0, end_ns=(1 << 63) - 1)], "time that no clock reads"),
     ],
 )
-def test_spans_that_are_no_sound_trace_are_refused(spans: list[Span], why: str, tmp_path: Path) -> None:
+def test_spans_that_are_no_sound_trace_are_refused(spans: list[Span], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        trace_of(spans)
-    with pytest.raises(TraceError, match=why):
-        file.dump(tmp_path / "recording.npz", Trace(Origin(1, "shop", 0, 0), 0, 9, spans))
+        columns_of_spans(spans)
+    with pytest.raises(ValueError, match=why):
+        Trace(Origin(1, "shop", 0, 0), 0, 9, spans)
 
 
 @pytest.mark.slow
 def test_a_chain_of_twenty_thousand_levels_is_no_circle() -> None:
-    assert trace_of([span(number, number - 1) for number in range(1, 20_001)]).level[-1] == 19_999
+    assert columns_of_spans([span(number, number - 1) for number in range(1, 20_001)]).level[-1] == 19_999
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -154,7 +154,7 @@ def test_a_damaged_recording_is_read_or_refused(seed: int, tmp_path: Path) -> No
     for _ in range(40):
         path.write_bytes(changed_bytes(chance, whole))
         try:
-            file.load(path).trace()
+            file.load(path)
         except TraceError:
             pass
 
@@ -182,7 +182,7 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
         saved = file.load(path)
     except TraceError:
         return
-    assert len(saved.trace().spans) == len(saved.columns)
+    assert len(saved.trace.spans) == len(saved.trace.columns)
     summary(["kernels", "memory"], Recording.of_saved(saved), Options())
 
 
@@ -219,8 +219,8 @@ def test_a_session_dumps_a_recording_where_the_name_says_so(tmp_path: Path) -> N
         saved = file.load(instrument.dump(tmp_path / "now.npz"))
     finally:
         instrument.stop()
-    assert [saved.columns.sites[place].name for place in saved.columns.site] == ["outer", "inner"]
-    assert saved.columns.parent.tolist() == [-1, 0]
+    assert [saved.trace.columns.sites[place].name for place in saved.trace.columns.site] == ["outer", "inner"]
+    assert saved.trace.columns.parent.tolist() == [-1, 0]
     assert saved.counted().calls == 2
 
 

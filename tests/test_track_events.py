@@ -16,11 +16,11 @@ from test_ledger import engine
 from instrument import chrome
 from instrument.chrome.track_events import write_track_events
 from instrument.cli import main
-from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span
 from instrument.trace import file
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
-from instrument.trace.of_spans import columns_of_spans, trace_of
+from instrument.trace.trace import Trace
 
 CHAT, STEP = Site("POST /chat", "request"), Site("engine.step", "step", "chat.engine", "Engine.step", "engine.py", 30)
 LAYER = Site("Linear", "layer", instance="model.layers.0", device=True, attributes=(("region", "mlp"),))
@@ -102,7 +102,7 @@ class Read:
 
 def written(trace: Trace, folder: Path) -> Read:
     pytest.importorskip("perfetto")
-    path = chrome.write_track_events(folder / "trace.pftrace", columns_of_spans(trace.spans), trace)
+    path = chrome.write_track_events(folder / "trace.pftrace", trace)
     return Read(path.read_bytes())
 
 
@@ -117,12 +117,13 @@ def test_slices_are_on_tracks_of_tasks_threads_and_streams(tmp_path: Path) -> No
 
 def test_requests_stand_first_then_what_they_called_then_threads_and_devices_last(tmp_path: Path) -> None:
     trace = service()
-    trace.spans += [
+    more = [
         Span(Site("generate"), 4, 1, 1, 11, 8, 150, 850, 700, 700),
         Span(Site("poll"), 5, 0, 5, 11, 9, 100, 900, 800, 800),
         Span(Site("warm up"), 6, 0, 6, 11, 0, 100, 500, 400, 400),
         Span(Site("crossing"), 7, 0, 7, 11, 0, 400, 600, 200, 200),
     ]
+    trace = replace(trace, spans=[*trace.spans, *more])
     trace.samples += (Sample("process_cpu", -1, 400, 1.0),)
     read = written(trace, tmp_path)
     tops = [one for one in read.tracks.values() if not one.parent_uuid]
@@ -211,9 +212,8 @@ def test_where_the_messages_are_missing_the_extra_is_named(
 
 def test_arrows_lead_from_each_request_to_all_batches_that_serve_it(tmp_path: Path) -> None:
     pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    trace = trace_of(engine())
-    facts = Trace(Origin(1, "shop", 0, 10**18), 0, 1000, [])
-    path = write_track_events(tmp_path / "t.pftrace", trace, facts)
+    trace = Trace(Origin(1, "shop", 0, 10**18), 0, 1000, engine())
+    path = write_track_events(tmp_path / "t.pftrace", trace)
     ids: dict[int, int] = {}
     sources: dict[int, int] = {}
     targets: dict[int, int] = {}
@@ -234,11 +234,11 @@ def test_each_process_of_a_merged_trace_is_a_process_with_its_own_threads(tmp_pa
     """Two containers may give their processes one number: one of them is shown under another."""
     trace = service()
     files = [
-        Saved(trace_of(trace.spans), replace(trace, spans=[], origin=replace(trace.origin, **its)), None)
+        Saved(replace(trace, origin=replace(trace.origin, **its)), None)
         for its in ({"boot": "b"}, {"boot": "b", "start_ticks": 9}, {"boot": "b", "pid": 12, "service": "engine"})
     ]
     merged = merge(files).saved
-    read = Read(write_track_events(tmp_path / "m.pftrace", merged.columns, merged.facts).read_bytes())
+    read = Read(write_track_events(tmp_path / "m.pftrace", merged.trace).read_bytes())
     processes = [one.process for one in read.tracks.values() if one.HasField("process")]
     assert [one.process_name for one in processes] == ["shop", "shop", "engine"]
     pids = [one.pid for one in processes]

@@ -13,9 +13,9 @@ from instrument.recording.spans import GAUGES, HOST
 
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan
-    from instrument.recording.spans import Sample, Trace
+    from instrument.recording.spans import Sample
     from instrument.recording.tally import Tally
-    from instrument.trace.columns import Trace as Columns
+    from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
 """The suffix of the names of recordings."""
@@ -58,26 +58,26 @@ def capture(
     mapped = Mapped(fd)
     try:
         saved = saved_of(mapped, since_ns, end_ns)
-        facts, died = saved.facts, ""
+        facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if how:
-            least = "at least " if end_ns is None else ""
-            died = death_of(mapped.open_spans(), saved.facts.end_ns, how, newest_errors(saved.columns), least)
+            died = death_of(mapped.open_spans(), saved.trace.end_ns, how, newest_errors(saved.trace), least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
-        file.write(path, saved.columns, _with(facts, said or {}), saved.tally)
-        written = [copy for copy in copies if _is_written(copy, saved.columns, facts, saved.tally)]
+        facts = _with(facts, said or {})
+        file.dump(path, facts, saved.tally)
+        written = [copy for copy in copies if _is_written(copy, facts, saved.tally)]
     finally:
         mapped.close()
-    return {"path": path, "died": died, "spans": len(saved.columns), "copies": written}
+    return {"path": path, "died": died, "spans": len(saved.trace.columns), "copies": written}
 
 
-def _is_written(path: str, columns: Columns, facts: Trace, tally: Tally | None) -> bool:
+def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
     from instrument.chrome import writing
     from instrument.errors import TraceError
     from instrument.trace import file
 
     try:
-        (file if path.endswith(RECORDING) else writing).write(path, columns, facts, tally)
+        (file if path.endswith(RECORDING) else writing).dump(path, trace, tally)
     except TraceError:
         return False
     return True
@@ -92,10 +92,10 @@ def found(path: str, run: str) -> Mapping[str, Any] | None:
         saved = file.load(path)
     except TraceError:
         return None
-    if not saved.facts.died or saved.facts.origin.run not in ("", run):
+    if not saved.trace.died or saved.trace.origin.run not in ("", run):
         return None
-    died = saved.facts.died.removeprefix(f"Process {saved.facts.origin.pid} ").rpartition(LAST_GAUGES)
-    return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.columns)}
+    died = saved.trace.died.removeprefix(f"Process {saved.trace.origin.pid} ").rpartition(LAST_GAUGES)
+    return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.trace.columns)}
 
 
 def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
@@ -116,9 +116,9 @@ def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
         raise TraceError(f"a process said goodbye in words of another version: {problem}") from problem
 
 
-def newest_errors(columns: Columns) -> Mapping[int, tuple[str, str]]:
-    """Of each tree in which a span has failed the newest one's: its error, and its name, by the root's id."""
-    failed = (columns.error >= 0).nonzero()[0]
+def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
+    """Return the error and the name of the newest failed span of each tree, by the root's id."""
+    columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
     failed = failed[columns.end_ns[failed].argsort(kind="stable")]
     roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
     found = zip(roots, errors, sites, strict=True)

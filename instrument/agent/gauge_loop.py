@@ -18,7 +18,7 @@ from instrument.agent.child import AgentEnd
 from instrument.device.gauges import GaugeSources
 from instrument.device.host import Gone
 from instrument.profile.model import Device
-from instrument.recording.gauge_ring import GaugePlace
+from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import GAUGES, Sample
 from instrument.runtime import packets
 

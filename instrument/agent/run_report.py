@@ -78,7 +78,7 @@ def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
     if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
     saved = folded(read)
-    file.write(into, saved.columns, saved.facts, saved.counted())
+    file.dump(into, saved.trace, saved.counted())
     for read_path in map(Path, paths):
         if read_path.parent == Path(into).parent:
             read_path.unlink()

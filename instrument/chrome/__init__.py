@@ -1,7 +1,7 @@
 """Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
 
-To write one: `lanes` finds the place of every slice, and the arrows between them, `drawing` makes the events and
-`writing` the file. To read one, of any writer: `events` takes the events from the text, `slices` makes trees of
+To write one: `lanes` finds the place of every slice, and the arrows between them, `writing` makes the events and
+the file. To read one, of any writer: `events` takes the events from the text, `slices` makes trees of
 them, `others` knows the names and arguments of other profilers, `reading` puts it together, and joins a trace of ours
 with one of torch.profiler. `track_events` writes the same slices in Perfetto's own format.
 
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from instrument.chrome.reading import join, join_saved, load, load_columns, read
     from instrument.chrome.track_events import write_track_events
-    from instrument.chrome.writing import dump, write
+    from instrument.chrome.writing import dump
 
-__all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write", "write_track_events"]
+__all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write_track_events"]
 
 _MODULE_OF = {
-    **dict.fromkeys(("dump", "write"), "writing"),
+    "dump": "writing",
     **dict.fromkeys(("join", "join_saved", "load", "load_columns", "read"), "reading"),
     "write_track_events": "track_events",
 }

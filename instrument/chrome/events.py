@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from instrument.recording.remote_parents import RemoteParent
-from instrument.trace.gathering import written
+from instrument.trace.layout import written
 from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 
 # Text

@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import BATCH_KEYS, MergedProcess
-from instrument.recording.spans import Trace as Facts
-from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.recording.spans import BATCH_KEYS
+from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.gathering import rank_of
 from instrument.trace.groups import by_first_sight, numbered, ranked, stable_order
 from instrument.trace.joined import join
-from instrument.trace.layout import in_order
+from instrument.trace.layout import in_order, rank_of
+from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
 """Events that are in memory at a time."""
@@ -60,13 +59,13 @@ class ShownProcess(NamedTuple):
     pid: int
     name: str
     label: str
-    facts: Facts
+    facts: Trace
 
 
 class ShownProcesses:
     """The processes of a trace, the first of them also for threads that are of none."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Trace) -> None:
         self._merged = list[MergedProcess](facts.processes)
         its = [one.facts for one in self._merged] or [facts]
         are_of_hosts = len({one.origin.host for one in its}) > 1
@@ -225,7 +224,7 @@ class Spans:
     `sites`, which are by first sight. `process` is the place of the process among those that are shown.
     """
 
-    def __init__(self, trace: Trace, base_ns: int, processes: ShownProcesses) -> None:
+    def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
         self.trace, self.row = trace, in_order(trace)
         row, parent = self.row, trace.parent[self.row]
         self.place_of = rank_of(row)

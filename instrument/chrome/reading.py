@@ -20,14 +20,14 @@ from instrument.chrome.events import JsonText, TraceEvent, next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocations
-from instrument.recording.spans import FLOPS, Flops, Trace, flops_told
+from instrument.recording.spans import FLOPS, Flops, flops_told
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
 from instrument.trace.file import Saved, without_endless
-from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import Metadata
-from instrument.trace.of_spans import columns_of_spans
 from instrument.trace.text import LIMIT_BYTES, checked
+from instrument.trace.trace import Trace
+from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 """The most times its size that a packed file unpacks to, beyond a number of bytes. Traces pack to a tenth, at times a
@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
     """Read as `load` does, but count a tally that the file does not have when it is asked for: a fifth of the time."""
     saved = load_columns(path, limit_bytes=limit_bytes)
-    return saved.trace(), saved.counted
+    return saved.trace, saved.counted
 
 
 def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
@@ -65,7 +65,7 @@ def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
         # Views would take endless time for more than a few.
-        if np.count_nonzero(saved.columns.parent > np.arange(len(saved.columns))) > LIMIT_BACKWARD:
+        if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
         return without_endless(saved)
 
@@ -139,11 +139,11 @@ def _content(text: JsonText) -> Saved:
             slices = Slices(text.left_out, ours)
         else:
             slices.others.add_fact(key, value)
-    found, facts = slices.trace()
-    if (ours or not len(found)) and (losses := text.left_out.losses()):
+    trace = slices.trace()
+    if (ours or not len(trace.columns)) and (losses := text.left_out.losses()):
         why = ", ".join(f"{count} {what}" for what, count in losses.items())
         raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
-    return Saved(found, facts, ours.tally() if ours else None)
+    return Saved(trace, ours.tally() if ours else None)
 
 
 def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
@@ -209,7 +209,7 @@ TORCHS = "trace of torch.profiler"
 
 def join_saved(saved: Saved, beside: Saved) -> Saved:
     """Join two files as `join` does, with no object for any span."""
-    return replace(saved, facts=join(saved.facts, beside.trace()))
+    return replace(saved, trace=join(saved.trace, beside.trace))
 
 
 def join(trace: Trace, beside: Trace) -> Trace:
@@ -223,7 +223,7 @@ def join(trace: Trace, beside: Trace) -> Trace:
         raise TraceError(
             f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
         )
-    spans = columns_of_spans(beside.spans)
+    spans = beside.columns
     rows = spans.attributes.having(FLOPS)
     counts = [flops_told({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
     its = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)

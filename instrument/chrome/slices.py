@@ -22,17 +22,16 @@ from instrument.chrome.events import Arguments, LeftOut, TraceEvent, decoded_arg
 from instrument.chrome.lanes import DEVICE_PIDS, one_by_one
 from instrument.chrome.others import Others, Rows
 from instrument.chrome.paddle_traces import thread_of
-from instrument.recording import spans
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
-from instrument.trace import columns
-from instrument.trace.columns import Bools, DeviceIntervals, Int32s, Int64s
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE, rows_of, tops
-from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
+from instrument.trace.layout import GatheredAttributes, column, rank_of, written
 from instrument.trace.metadata import Metadata, attribute
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
+from instrument.trace.trace import SpanViews, Trace
 
-FARTHEST_NS = LIMIT_US * 1000
+_LIMIT_NS = LIMIT_US * 1000
 _PARTS_NS = 1e-3
 
 LIMIT_EVENTS = 5 * LIMIT_SPANS
@@ -97,7 +96,7 @@ class Slices:
         """Add slices that are complete, or begin."""
         starts_us: list[Any] = [one.ts for one in slices]
         lengths_us: list[Any] = [one.dur if one.ph == "X" else 0 for one in slices]
-        start_ns, length_ns = times_ns(starts_us, FARTHEST_NS), times_ns(lengths_us, FARTHEST_NS)
+        start_ns, length_ns = times_ns(starts_us, _LIMIT_NS), times_ns(lengths_us, _LIMIT_NS)
         if not self._rounding_ns and any(map(_has_parts, (starts_us, lengths_us), (start_ns, length_ns))):
             self._rounding_ns = 1
         end_ns = start_ns + length_ns
@@ -118,7 +117,7 @@ class Slices:
     def _add_marks(self, slices: list[TraceEvent]) -> None:
         """Add the begins and ends among slices; the begins are rows already, the last that there are."""
         row = len(self._start_ns) - sum(one.ph != "E" and one.ph != "e" for one in slices)
-        for event, at_ns in zip(slices, times_ns([one.ts for one in slices], FARTHEST_NS).tolist(), strict=True):
+        for event, at_ns in zip(slices, times_ns([one.ts for one in slices], _LIMIT_NS).tolist(), strict=True):
             phase = event.ph
             if phase == "X":
                 row += 1
@@ -141,8 +140,8 @@ class Slices:
 
     # What has been read
 
-    def trace(self) -> tuple[columns.Trace, spans.Trace]:
-        """Return the slices as columns, and all else as a trace without spans."""
+    def trace(self) -> Trace:
+        """Return the slices as spans, with all else."""
         if self._ours is None:
             self._add(self.others.zeros())
         rows = self._rows()
@@ -227,7 +226,7 @@ class Ours:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        if not -columns.FARTHEST_NS < metadata.base_ns < columns.FARTHEST_NS:
+        if not -FARTHEST_NS < metadata.base_ns < FARTHEST_NS:
             raise ValueError("it has a time that no clock reads; it is damaged")
         self._numbers = {name: array("q") for name in (*_NUMBERS, "error")}
         self._errors: dict[str | None, int] = {None: NONE}
@@ -286,8 +285,8 @@ class Ours:
         return [tid if one.thread is UNSET else one.thread for tid, one in zip(tids, found, strict=True)]
 
     def _add_intervals(self, slices: list[TraceEvent], found: list[Arguments]) -> None:
-        start_ns = times_ns([one.ts for one in slices], FARTHEST_NS)
-        end_ns = start_ns + times_ns([one.dur for one in slices], FARTHEST_NS)
+        start_ns = times_ns([one.ts for one in slices], _LIMIT_NS)
+        end_ns = start_ns + times_ns([one.dur for one in slices], _LIMIT_NS)
         labels, its = self._labels, self._intervals
         for name in ("owner", "place", "uncertainty_ns"):
             its[name].extend(_numbers(found, name, 0))
@@ -300,14 +299,14 @@ class Ours:
         its["start_ns"].extend(start_ns.tolist())
         its["end_ns"].extend(end_ns.tolist())
 
-    def trace(self, rows: Rows) -> tuple[columns.Trace, spans.Trace]:
-        """Return the spans as columns, and all else as a trace without spans."""
+    def trace(self, rows: Rows) -> Trace:
+        """Return the spans, with all else."""
         if rows.clipped.any() or rows.strays:
             raise ValueError("an async slice in it never begins or never ends; write or copy it again")
         base_ns, sites = self._metadata.base_ns, tuple(self._metadata.sites)
         total_ns = rows.end_ns - rows.start_ns
         span_id, site, task_id = (self._taken(name, rows) for name in ("id", "site", "task"))
-        if (span_id == UNTOLD).any() or not columns.lie_within(site, 0, len(sites)):
+        if (span_id == UNTOLD).any() or not lie_within(site, 0, len(sites)):
             raise ValueError("a slice in it is of no span or no place; it is damaged")
         parent_id = _or(self._taken("parent", rows), np.append(span_id, 0)[rows.around])
         clipped = np.zeros(len(span_id), dtype=np.bool_)
@@ -316,7 +315,7 @@ class Ours:
         first_of_line = np.zeros(int(rows.line.max(initial=-1)) + 1, dtype=np.int64)
         first_of_line[rows.line[::-1]] = np.arange(len(span_id))[::-1]
         task_id = _or(_or(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
-        found = columns.Trace(
+        found = Columns(
             sites=sites,
             errors=tuple(error for error in self._errors if error is not None),
             span_id=span_id,
@@ -336,7 +335,7 @@ class Ours:
             remote={int(rows.rank[row]): remote for row, remote in self._remote.items()},
             own_id=_or(self._taken("own_id", rows), span_id),
         )
-        return found, self._metadata.trace([], self._samples)
+        return self._metadata.trace(SpanViews(found), self._samples)
 
     def _taken(self, name: str, rows: Rows) -> Int64s:
         return column(self._numbers.pop(name))[rows.order]

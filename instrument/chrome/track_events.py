@@ -26,13 +26,12 @@ from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.runtime import atomic, compression
 from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.gathering import rank_of
 from instrument.trace.groups import numbered
+from instrument.trace.layout import rank_of
 from instrument.trace.text import INT64, clean, is_number, safe
 
 if TYPE_CHECKING:
-    from instrument.recording.spans import Trace as Facts
-    from instrument.trace.columns import Trace
+    from instrument.trace.trace import Trace
 
 EXTRA = "instrument-sdk[perfetto]"
 
@@ -63,9 +62,9 @@ def protos() -> Any:
     return perfetto_trace_pb2
 
 
-def write_track_events(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> Path:
+def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed where the name ends in `.gz`; whole, or not at all."""
-    packets, target = _Packets(protos(), trace, facts), Path(path)
+    packets, target = _Packets(protos(), trace), Path(path)
     packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
     with atomic.replacing(target) as file:
         for part in packets.parts():
@@ -78,8 +77,8 @@ def write_track_events(path: str | os.PathLike[str], trace: Trace, facts: Facts)
 class _Packets:
     """The packets of a trace, some thousand at a time."""
 
-    def __init__(self, pb: Any, trace: Trace, facts: Facts) -> None:
-        self._pb, self._facts = pb, facts
+    def __init__(self, pb: Any, facts: Trace) -> None:
+        self._pb, self._facts, trace = pb, facts, facts.columns
         times = trace.start_ns, trace.device.start_ns, np.array([one.at_ns for one in facts.samples], dtype=np.int64)
         self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
         self._processes = ShownProcesses(facts)

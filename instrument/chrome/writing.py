@@ -4,22 +4,349 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
-from itertools import chain, count, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from itertools import chain, count, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
-from instrument.chrome.drawing import Drawing, DrawnEvent
-from instrument.chrome.lanes import BATCH, DEVICE_PIDS, Board, OrderedIntervals, ShownProcesses, Spans
+from instrument.chrome.events import EXACT_US, Arguments, Remote
+from instrument.chrome.lanes import (
+    BATCH,
+    DEVICE_PIDS,
+    Arrows,
+    BatchMarks,
+    Board,
+    OrderedIntervals,
+    ShownProcesses,
+    Spans,
+    batches,
+)
 from instrument.errors import TraceError
-from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
+from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
-from instrument.trace import columns
+from instrument.trace.columns import Bools, Int64s
+from instrument.trace.forest import NONE
+from instrument.trace.groups import by_first_sight, ranked
+from instrument.trace.layout import attribute_texts
 from instrument.trace.metadata import Sites, metadata
-from instrument.trace.of_spans import columns_of_spans
 from instrument.trace.text import clean, is_number, safe
+from instrument.trace.trace import Trace
+
+# Events: the fields are in the order that packs best, those that many events share first
+
+
+SPARE_BINDS = 1 << 63
+"""Set in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
+
+
+NOT = repeat(UNSET)
+"""A field that no event of several has."""
+
+
+class DrawnEvent(msgspec.Struct, gc=False):
+    """One event as it is written."""
+
+    ph: str
+    pid: int
+    tid: int | UnsetType = UNSET
+    cat: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    args: Any = UNSET
+    bp: str | UnsetType = UNSET
+    id: int | UnsetType = UNSET
+    id2: Mapping[str, str] | UnsetType = UNSET
+    ts: float | Decimal | UnsetType = UNSET
+    dur: float | Decimal | UnsetType = UNSET
+    bind_id: str | UnsetType = UNSET
+    flow_out: bool | UnsetType = UNSET
+    flow_in: bool | UnsetType = UNSET
+
+
+def shown_name(site: Site) -> str:
+    """Return the name of a site's slices."""
+    return clean(site.instance if site.kind == "layer" and site.instance else site.name)
+
+
+def microseconds(times_ns: Int64s) -> list[Any]:
+    """Return nanoseconds as microseconds, exact for three decimals."""
+    if not len(times_ns) or int(times_ns.max()) < EXACT_US * 1000:
+        return (times_ns / 1000).tolist()  # type: ignore[no-any-return]
+    return [Decimal(time_ns).scaleb(-3) for time_ns in times_ns.tolist()]
+
+
+def _where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
+    """Return the values of the places that have one."""
+    if not has.any():
+        return NOT
+    found = values.astype(object)
+    found[~has] = UNSET
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
+    """Return the columns of a table, from which rows are taken by their numbers."""
+    table = np.empty((len(rows), len(rows[0])), dtype=object) if rows else np.empty((0, 0), dtype=object)
+    for number, row in enumerate(rows):
+        table[number] = row
+    return list(table.T)
+
+
+class Drawing:
+    """The events of spans, intervals, marks and arrows, up to some thousand at a time.
+
+    `place_of` returns the place of a site in the metadata.
+    """
+
+    def __init__(
+        self, spans: Spans, intervals: OrderedIntervals, board: Board, place_of: Callable[[Site], int]
+    ) -> None:
+        self._spans, self._intervals = spans, intervals
+        self._marks = BatchMarks(spans)
+        self._arrows = Arrows(spans, intervals, self._marks)
+        self.left_out = self._arrows.left_out
+        self._names = np.array([shown_name(site) for site in spans.sites], dtype=object)
+        groups, number, around = spans.lanes()
+        slices = np.flatnonzero(spans.is_async)
+        lanes, firsts = by_first_sight(groups[slices], number[slices])
+        openers = slices[firsts]
+        self._lane = np.zeros(len(groups), dtype=np.int64)
+        self._lane[slices] = lanes
+        are_requests = spans.is_request[openers]
+        first_pid = board.processes.first.pid
+        # The ids of async lanes: one in the process, and for a request one among all that a viewer has open.
+        ids = [
+            {"local": f"{lane:#x}", **({"global": f"{first_pid << 32 | lane:#x}"} if is_request else {})}
+            for lane, is_request in enumerate(are_requests.tolist(), 1)
+        ]
+        self._ids = np.array([*ids, None], dtype=object)
+        of_request = np.zeros(len(groups), dtype=np.bool_)
+        of_request[slices] = are_requests[lanes]
+        self._kind, self._shared = self._kinds(number, of_request, board, place_of)
+        self._facts = self._facts_of_spans(around, openers)
+        self._has_attributes = np.zeros(len(groups), dtype=np.bool_)
+        self._has_attributes[spans.trace.attributes.rows()] = True
+        # An end comes behind the begins before its time; those of one time come innermost first.
+        before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
+        order = np.lexsort((-slices, spans.end_ns[slices], before))
+        self._ended, self._ended_before = slices[order], before[order]
+        self._streams(board)
+
+    def events(self) -> Iterator[list[DrawnEvent]]:
+        """Yield the events in the order of the file."""
+        for first, end in batches(len(self._spans.row)):
+            yield self._of_spans(first, end)
+        for first, end in batches(len(self._intervals.row)):
+            yield self._of_intervals(slice(first, end))
+        spans, intervals, its = self._spans, self._intervals, self._arrows
+        kinds, streams = self._shared[:2], self._on_stream[:2]
+        to = kinds, self._kind[its.called], spans.start_ns[its.called]
+        yield from self._flows("call", spans.parent[its.called], *to)
+        to = streams, self._stream[its.launched], intervals.start_ns[its.launched]
+        yield from self._flows("ac2g", intervals.owner[its.launched], *to)
+        yield from self._of_marks()
+
+    # ---------------------------------------------------------------- spans
+
+    def _kinds(
+        self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
+    ) -> tuple[Int64s, list[NDArray[Any]]]:
+        """Return the number of the lane and site of each span, and the fields that their events share."""
+        spans = self._spans
+        thread = ranked(spans.thread_id)[1]
+        kind, some = by_first_sight(spans.is_async, thread, number, of_request, spans.site)
+        rows = []
+        for place in some.tolist():
+            site, thread_id, its = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
+            is_async, site_kind = spans.is_async[place], clean(site.kind)
+            pid, tid = board.of_thread(thread_id, 1 if is_async else its)
+            category = ("request" if of_request[place] else "task") if is_async else site_kind
+            code = clean(site.function) if site.function else UNSET
+            marks = (
+                UNSET if tid == thread_id else thread_id,
+                its if its > 1 else UNSET,
+                site_kind if is_async else UNSET,
+            )
+            rows.append((pid, tid, category, shown_name(site), *marks, place_of(site), code))
+        return kind, _columns(rows)
+
+    def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
+        """Return the numbers of `Arguments` behind the id, each with the places that name it.
+
+        A parent is named where the slice is not directly in that of its parent, a tree where it is not that of the
+        parent, a task by the first slice of its lane, and times where they are not the total.
+        """
+        spans = self._spans
+        trace, row = spans.trace, spans.row
+        parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
+        own_id, self_ns, active_ns = trace.own_id[row], trace.self_ns[row], trace.active_ns[row]
+        around_id, root_above = (
+            np.where(above == NONE, otherwise, ids[above]) if len(row) else ids
+            for above, otherwise, ids in (
+                (around, 0, spans.span_id),
+                (spans.parent, np.where(parent_id == 0, spans.span_id, parent_id), root_id),
+            )
+        )
+        is_opener = np.zeros(len(row), dtype=np.bool_)
+        is_opener[openers] = True
+        return [
+            (root_id != root_above, root_id),
+            (parent_id != around_id, parent_id),
+            (own_id != spans.span_id, own_id),
+            (is_opener & (spans.task_id != 0), spans.task_id),
+            (self_ns != total_ns, self_ns),
+            (active_ns != total_ns, active_ns),
+        ]
+
+    def _arguments(self, some: slice, shared: Iterable[Iterable[Any]]) -> Iterator[Arguments]:
+        spans, trace = self._spans, self._spans.trace
+        row = spans.row[some]
+        errors = np.array([*(clean(error) for error in trace.errors), UNSET], dtype=object)
+        numbers = [_where(has[some], column[some]) for has, column in self._facts]
+        remote: list[Any] = [UNSET] * len(row)
+        attributes: list[Any] = [UNSET] * len(row)
+        if trace.remote:
+            for at, its in enumerate(row.tolist()):
+                if its in trace.remote:
+                    remote[at] = Remote.of(trace.remote[its])
+        having = np.flatnonzero(self._has_attributes[row])
+        texts = attribute_texts(trace, row[having].tolist())
+        for at, text in zip(having.tolist(), texts, strict=True):
+            attributes[at] = msgspec.Raw(text.encode())
+        return map(
+            Arguments,
+            *shared,
+            spans.span_id[some].tolist(),
+            *numbers,
+            errors[trace.error[row]].tolist(),
+            _where(trace.clipped[row], trace.clipped[row]),
+            remote,
+            attributes,
+        )
+
+    def _of_spans(self, first: int, end: int) -> list[DrawnEvent]:
+        """Return the events from the begin of one span up to that of another; or of all behind the last one."""
+        spans, some = self._spans, slice(first, end)
+        kind, is_async = self._kind[some], spans.is_async[some]
+        pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
+        binds = self._arrows.binds
+        bound = [binds.get(place) for place in range(first, end)] if binds else []
+        lengths_us = np.array(microseconds(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
+        ids, at_us = _where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
+        times = at_us, _where(~is_async, lengths_us)
+        named = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._arguments(some, shared)
+        events = list(map(DrawnEvent, *named, NOT, NOT, ids, *times, *self._bound(bound, range(first, end))))
+        last = end + (end == len(spans.row))
+        ends = slice(*np.searchsorted(self._ended_before, [first, last]))
+        if ends.start == ends.stop:
+            return events
+        ended = self._ended[ends]
+        pid, tid, category = (column[self._kind[ended]].tolist() for column in self._shared[:3])
+        ids, at_us = self._ids[self._lane[ended]].tolist(), microseconds(spans.end_ns[ended])
+        events += map(DrawnEvent, repeat("e"), pid, tid, category, NOT, NOT, NOT, NOT, ids, at_us)
+        order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
+        return [events[at] for at in order.tolist()]
+
+    def _bound(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
+        """Return the bind id, and the direction, of what a source leads to; of the source itself outwards."""
+        if not any(source is not None for source in sources):
+            return NOT, NOT, NOT
+        pairs = list(zip(sources, places, strict=True))
+        return (
+            [UNSET if source is None else self._bind_id(source) for source in sources],
+            [True if source == place else UNSET for source, place in pairs],
+            [UNSET if source is None or source == place else True for source, place in pairs],
+        )
+
+    def _bind_id(self, source: int) -> str:
+        return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
+
+    # ---------------------------------------------------------------- intervals, arrows and marks
+
+    def _streams(self, board: Board) -> None:
+        """Number the lane and site of each interval, and keep the fields that their events share.
+
+        Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis takes an event that has
+        it for a kernel, and adds all kernels up.
+        """
+        spans, intervals = self._spans, self._intervals
+        its, row = spans.trace.device, intervals.row
+        streams, number, _ = intervals.lanes(its)
+        # An interval that encloses another is followed on its stream by one that begins before it ends.
+        order = np.argsort(streams, kind="stable")
+        before, after = order[:-1], order[1:]
+        self._encloses = np.zeros(len(row), dtype=np.bool_)
+        self._encloses[before] = intervals.start_ns[after] < intervals.end_ns[before]
+        self._encloses[before] &= streams[after] == streams[before]
+        self._stream, some = by_first_sight(streams, number, spans.site[intervals.owner])
+        facts = (its.device[row[some]], its.stream[row[some]], number[some], spans.site[intervals.owner[some]])
+        rows = []
+        for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
+            place = board.of_stream(device, stream, lane)
+            rows.append((*place, self._names[site], lane if lane > 1 else UNSET, device, stream))
+        self._on_stream = _columns(rows)
+
+    def _of_intervals(self, some: slice) -> list[DrawnEvent]:
+        spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
+        its, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
+        pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
+        labels = np.array([clean(label) for label in its.labels], dtype=object)
+        args = [
+            Arguments(lane=lane, owner=owner, device=device, label=label, uncertainty_ns=uncertainty_ns,
+                      place=place or UNSET, **{"enclosing_stream" if encloses else "stream": stream})
+            for lane, owner, device, label, uncertainty_ns, place, encloses, stream in zip(
+                lane, spans.span_id[owner].tolist(), device, labels[its.label[row]].tolist(),
+                its.uncertainty_ns[row].tolist(), intervals.number[some].tolist(), self._encloses[some].tolist(),
+                stream, strict=True,
+            )
+        ]  # fmt: skip
+        begins, lengths = intervals.start_ns[some], intervals.end_ns[some] - intervals.start_ns[some]
+        tied = [ties.get(at) for at in range(some.start, some.stop)] if ties else []
+        times = microseconds(begins), microseconds(lengths)
+        places = repeat(NONE, len(tied))
+        named = repeat("X"), pid, tid, repeat("device"), name, args
+        return list(map(DrawnEvent, *named, NOT, NOT, NOT, *times, *self._bound(tied, places)))
+
+    def _flows(
+        self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
+    ) -> Iterator[list[DrawnEvent]]:
+        """Yield the arrows between complete events. Both ends attach to the innermost slice at their time."""
+        spans = self._spans
+        begins = np.zeros(len(sources), dtype=np.bool_)
+        begins[by_first_sight(sources)[1]] = True
+        for first, end in batches(len(sources)):
+            source, its = sources[first:end], to[first:end]
+            events: list[DrawnEvent] = []
+            columns = (
+                begins[first:end], *(column[self._kind[source]] for column in self._shared[:2]), spans.span_id[source],
+                *(column[its] for column in lanes),
+            )  # fmt: skip
+            times = microseconds(spans.start_ns[source]), microseconds(to_ns[first:end])
+            for is_first, pid, tid, span_id, to_pid, to_tid, from_us, to_us in zip(
+                *(column.tolist() for column in columns), *times, strict=True
+            ):
+                if is_first:
+                    events.append(DrawnEvent("s", pid, tid, name, name, id=span_id, ts=from_us))
+                events.append(DrawnEvent("f", to_pid, to_tid, name, name, bp="e", id=span_id, ts=to_us))
+            yield events
+
+    def _of_marks(self) -> Iterator[list[DrawnEvent]]:
+        spans, marks = self._spans, self._marks
+        for first, end in batches(len(marks.batch)):
+            batch, request = marks.batch[first:end], marks.request[first:end]
+            lanes = [column[self._kind[request]].tolist() for column in self._shared[:3]]
+            names, ids = self._names[spans.site[batch]].tolist(), self._ids[self._lane[request]].tolist()
+            args = [{"batch": span_id} for span_id in spans.span_id[batch].tolist()]
+            at_us, binds = microseconds(spans.start_ns[batch]), map(self._bind_id, batch.tolist())
+            bound = binds, NOT, repeat(True)
+            yield list(map(DrawnEvent, repeat("n"), *lanes, names, args, NOT, NOT, ids, at_us, NOT, *bound))
+
 
 ZLIB_LEVEL = 4
 """Files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the time."""
@@ -37,18 +364,6 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
 
-    As `write`. Raises `TraceError` for spans that are no sound trace, too.
-    """
-    try:
-        columns = columns_of_spans(trace.spans)
-    except ValueError as problem:
-        raise TraceError(f"cannot write the trace {os.fspath(path)}: {problem}") from problem
-    return write(path, columns, trace, tally)
-
-
-def write(path: str | os.PathLike[str], columns: columns.Trace, facts: Trace, tally: Tally | None = None) -> Path:
-    """Write columns; `facts` are what the trace knows beside its spans.
-
     The tally, if given, is saved beside the spans. The file appears complete and with mode 0600 or not at all, and
     replaces an older one; directories above it are made. A process killed while it writes leaves the older file, and
     a part as `atomic` names it, which the next process to make room removes. The text is never in memory as a whole.
@@ -59,7 +374,7 @@ def write(path: str | os.PathLike[str], columns: columns.Trace, facts: Trace, ta
     try:
         with atomic.replacing(target) as file:
             packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
-            for data in _document(columns, facts, tally):
+            for data in _document(trace, tally):
                 file.write(packer.compress(data) if packer else data)
             if packer:
                 file.write(packer.flush())
@@ -69,9 +384,9 @@ def write(path: str | os.PathLike[str], columns: columns.Trace, facts: Trace, ta
     return target
 
 
-def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iterator[bytes]:
+def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     """Yield the file in pieces of some thousand events."""
-    processes = ShownProcesses(trace)
+    columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
     spans, board = Spans(columns, base_ns, processes), Board(processes)

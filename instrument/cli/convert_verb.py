@@ -75,10 +75,10 @@ def write(target: Path, form: str, saved: Saved) -> None:
     from instrument.trace import file, tables
 
     ways: dict[str, Callable[[], object]] = {
-        "recording": lambda: file.write(target, saved.columns, saved.facts, saved.counted()),
-        "chrome": lambda: chrome.write(target, saved.columns, saved.facts, saved.counted()),
-        "perfetto": lambda: chrome.write_track_events(target, saved.columns, saved.facts),
-        "parquet": lambda: tables.write_parquet(target, saved.columns, saved.facts),
+        "recording": lambda: file.dump(target, saved.trace, saved.counted()),
+        "chrome": lambda: chrome.dump(target, saved.trace, saved.counted()),
+        "perfetto": lambda: chrome.write_track_events(target, saved.trace),
+        "parquet": lambda: tables.write_parquet(target, saved.trace),
     }
     with_refusals(target, ways[form])
 
@@ -108,13 +108,13 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.grafted import grafted
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
-    from instrument.trace.of_spans import with_spans
     from instrument.trace.stages import stage_spans
+    from instrument.trace.trace import with_spans
 
-    if not all(saved.facts.origin.realtime_ns for saved in files):
+    if not all(saved.trace.origin.realtime_ns for saved in files):
         raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
     merged = merge(files, by_wall_clock=True)
-    facts, columns = merged.saved.facts, merged.saved.columns
+    facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)
     found = grafted(columns, joined, facts.origin.run)
     trace = with_spans(found, [*chain.from_iterable(stage_spans(found, joined).values())])

@@ -38,7 +38,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
     saved = one_trace(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
     write(path, form_of(path), saved)
-    print(f"{path}: {len(saved.columns)} spans of {run.processes}")
+    print(f"{path}: {len(saved.trace.columns)} spans of {run.processes}")
     return 0
 
 

@@ -15,8 +15,8 @@ from instrument.runtime import compression
 from instrument.runtime.memory_limit import within_memory
 
 if TYPE_CHECKING:
-    from instrument.recording.spans import Trace
     from instrument.trace.file import Saved
+    from instrument.trace.trace import Trace
 
 FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
 WALL = "wall"

@@ -33,7 +33,7 @@ class LoadedTrace:
         """The spans, a row each: name, thread, times in ns, error, attributes, intervals on devices."""
         from instrument.trace import tables
 
-        return self._frame_of(tables.frame(self.saved.columns, self.saved.facts))
+        return self._frame_of(tables.frame(self.saved.trace))
 
     @cached_property
     def requests(self) -> Any:
@@ -42,9 +42,9 @@ class LoadedTrace:
         from instrument.trace.joined import join
         from instrument.trace.ledger import ledger
 
-        trace, facts = self.saved.columns, self.saved.facts
+        trace, facts = self.saved.trace.columns, self.saved.trace
         joined = join(trace, facts.apart_ns)
-        return self._frame_of(tables.frame_of_requests(trace, facts, joined, ledger(trace, joined)))
+        return self._frame_of(tables.frame_of_requests(facts, joined, ledger(trace, joined)))
 
     def _frame_of(self, relation: Any) -> Any:
         from instrument.trace import tables

@@ -184,14 +184,14 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
         yield "", {}, _recording(options.traces[0], options.beside)
         return
     from instrument.report.view import Recording
+    from instrument.trace.apart import processes_of
     from instrument.trace.merge import merge
     from instrument.trace.merged_facts import called
-    from instrument.trace.unmerged import processes_of
 
     files = list(map(saved_in, options.traces)) if run is None else run.read
     if options.by:
         for of_process in processes_of(files):
-            origin = of_process[0].facts.origin
+            origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
             yield f"Process: {called(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
         return

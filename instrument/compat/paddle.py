@@ -19,7 +19,7 @@ from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import chrome
 from instrument.errors import ProfileError
@@ -27,7 +27,6 @@ from instrument.instrumentors.functions import profiled
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recorder.scopes import OFF
-from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.report.loops import counted
 from instrument.report.summary import summary
@@ -39,6 +38,9 @@ from instrument.sessions.profiler import Profiler as _Profiler
 from instrument.sessions.window import State as ProfilerState
 from instrument.sessions.window import States
 from instrument.sessions.window import schedule as make_scheduler
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 __all__ = [
     "Profiler",
@@ -368,7 +370,7 @@ def _text(
 ) -> str:
     """Return the views in Paddle's order; all of them by default, that of memory where it was profiled."""
     if views is None:  # memory where it was profiled, as there
-        hidden = () if recording.facts.allocations else (SummaryView.MemoryView,)
+        hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
     elif isinstance(views, SummaryView):
         views = [views]

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
 from instrument.errors import ProfileError
-from instrument.recording.spans import Span, Trace, is_operator
+from instrument.recording.spans import Span, is_operator
 from instrument.report.operators_view import IN_ORDER, operators
 from instrument.report.phases_view import phases, propagation_lines
 from instrument.report.table import safe, six_digits
@@ -29,6 +29,7 @@ from instrument.sessions.sharing import join, leave, torch_beside
 from instrument.sessions.step_columns import with_steps
 from instrument.sessions.step_spans import STEP, STEPS_KEPT, Step
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
+from instrument.trace.trace import Trace
 
 SKIPPED_ITERATIONS = 5
 
@@ -102,19 +103,13 @@ class Device:
             return [*propagation_lines(view.mean_ns), self._timed(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _means(trace, self.skip_iteration)
-            lines = [
-                _line(at, name, mean_ns)
-                for at, ((name, kind, _), mean_ns) in enumerate(means.items())
-                if self._is_shown(kind)
-            ]
-            return [*lines, self._timed(timed)]
+            shown = [(at, *one) for at, one in enumerate(means.items()) if self._is_shown(one[0][1])]
+            return [*(_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._timed(timed)]
         order = operators(recording, options).in_order
-        lines = [
-            _line(operator.number, operator.name, operator.mean_ns)
-            for operator in (order.operators if order is not None else ())
-            if operator.total_ns and self._is_shown(operator.kind)
-        ]
-        return [*lines, self._timed(order.timed if order is not None else 0)]
+        if order is None:
+            return [self._timed(0)]
+        listed = [one for one in order.operators if one.total_ns and self._is_shown(one.kind)]
+        return [*(_line(one.number, one.name, one.mean_ns) for one in listed), self._timed(order.timed)]
 
     def _is_shown(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"

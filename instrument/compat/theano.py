@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from instrument.errors import ProfileError, StateError
 from instrument.instrumentors.functions import profiled
 from instrument.instrumentors.targets import site_on
 from instrument.recorder.scopes import OFF
-from instrument.recording.spans import Site, Trace, is_operator
+from instrument.recording.spans import Site, is_operator
 from instrument.recording.tally import Tally
 from instrument.report.summary import made
 from instrument.report.table import safe
@@ -38,6 +38,9 @@ from instrument.sessions import process
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import join, torch_beside
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

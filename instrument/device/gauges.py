@@ -16,8 +16,7 @@ from instrument.device import nvml
 from instrument.device.host import Gone, Host
 from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
-from instrument.recording.gauge_ring import Readings
-from instrument.recording.slot_ring import FindRoom
+from instrument.recording.slot_ring import FindRoom, Readings
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread

@@ -17,8 +17,8 @@ from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
 from instrument.device.pairs import Answer, Context, Driver, HeldTimes, Pair, Placing, Times
 from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
-from instrument.recording.interval_ring import NOTHING_TO_COME, IntervalRing
 from instrument.recording.rows import STREAM
+from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, sleep

@@ -3,7 +3,7 @@
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
 of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
 to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
-the labels (`instrument.recording.interval_ring.LABELS`) mark.
+the labels (`instrument.recording.slot_ring.LABELS`) mark.
 
 Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
 is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
@@ -23,8 +23,8 @@ from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untime
 from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.recorder.recorder import Recorder
-from instrument.recording.interval_ring import IntervalRing
 from instrument.recording.rows import STREAM
+from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Work
 from instrument.runtime.unpatched import Lock
 

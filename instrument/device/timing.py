@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from instrument.device import streams
 from instrument.device.nvtx import Ranges
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.interval_ring import LABELS, IntervalRing
+from instrument.recording.slot_ring import LABELS, IntervalRing
 from instrument.recording.spans import NO_DEVICE_TIME
 from instrument.runtime import imports
 

@@ -35,11 +35,10 @@ from instrument.recording.export_place import (
     Progress,
     give_up,
 )
-from instrument.recording.interval_ring import NOTHING_TO_COME
-from instrument.recording.mapped import Mapped
+from instrument.recording.mapped import Mapped, MappedIntervals
 from instrument.recording.mapped_facts import Header
-from instrument.recording.mapped_intervals import MappedIntervals
 from instrument.recording.rows import REQUEST_BIT, is_sampled
+from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.interruptions import Interruptions
@@ -330,7 +329,7 @@ class Exported:
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
         """Return the ended spans of a time that the recording still has."""
-        found = saved_of(self._mapped, begin_ns).trace().spans
+        found = saved_of(self._mapped, begin_ns).trace.spans
         return [span for span in found if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:

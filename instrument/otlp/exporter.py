@@ -46,7 +46,7 @@ HOLD_LIMIT_S = 300.0
 _BATCH_SPANS, UNPACKED_SPANS = 2_000, 20_000
 """The spans that are packed and sent without delay, and the most that wait to be packed by the thread that sends."""
 _BATCH_DELAY_S = 1.0
-_PACKING = ("instrument.otlp.packed_spans", "instrument.trace.of_spans")
+_PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
 _QUIET_NS = 60 * 10**9
 _LOOK_S = 0.005
 _RETRY_S = 0.1
@@ -296,15 +296,15 @@ class Exporter:
     def _packed(self, spans: Sequence[Span], source: Source) -> list[Body]:
         import numpy as np
 
-        from instrument.trace.of_spans import trace_of
+        from instrument.trace.trace import columns_of_spans
 
         pace = Pace() if self._is_beside_service else None
         # Columns hold 64 bits with a sign, of which ids are made without it.
         spans = [one if one.span_id < 1 << 63 else replace(one, span_id=one.span_id - (1 << 64)) for one in spans]
         links = {row: linked_spans(span.links, source.ids) for row, span in enumerate(spans) if span.links}
         hits = {row: span.interruptions for row, span in enumerate(spans) if span.interruptions}
-        rows, bodies = np.arange(len(spans)), []
-        for body in source.requests(trace_of(spans), rows, self._request_bytes, links=links, interruptions=hits):
+        trace, rows, bodies = columns_of_spans(spans), np.arange(len(spans)), []
+        for body in source.requests(trace, rows, self._request_bytes, links=links, interruptions=hits):
             bodies.append(body)
             if pace is not None and self._stop_at_ns == _NEVER_NS:
                 pace.rest()

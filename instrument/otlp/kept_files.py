@@ -11,10 +11,11 @@ from pathlib import Path
 
 from instrument.errors import TraceError
 from instrument.otlp.span_queue import Source
-from instrument.recording.spans import Span, Trace
+from instrument.recording.spans import Span
 from instrument.runtime import atomic
 from instrument.runtime.faults import logger
 from instrument.trace import file
+from instrument.trace.trace import Trace
 
 WRITE_S = 10.0
 """Seconds; kept spans are in a file after this time at most."""
@@ -68,18 +69,13 @@ class KeptFiles:
         while (path := self._path(service, origin.pid)).exists():  # another exporter has written it
             self._number += 1
         self._make_room(self._last_bytes)
-        trace = Trace(
-            origin=origin,
-            start_ns=min(span.start_ns for span in spans),
-            end_ns=max(span.end_ns for span in spans),
-            spans=spans,
-            threads=dict(self._source.threads()),
-            losses={REMOVED: self._removed} if self._removed else {},
-        )
         try:
+            start_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+            losses = {REMOVED: self._removed} if self._removed else {}
+            trace = Trace(origin, start_ns, end_ns, spans, dict(self._source.threads()), losses)
             file.dump(path, trace)
             self._last_bytes = path.stat().st_size
-        except (TraceError, OSError) as problem:
+        except (TraceError, ValueError, OSError) as problem:
             if not self._problem:
                 self._problem = str(problem)
                 lost = f"{len(spans)} spans that are kept are lost, later ones without a word"

@@ -43,10 +43,11 @@ from instrument.otlp.packing import (
     varint,
 )
 from instrument.otlp.span_ids import RowIds, SpanIds
-from instrument.recording.spans import AttributeValue, MergedProcess, Origin, Span
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.recording.spans import AttributeValue, Origin, Span
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered, stable_order
+from instrument.trace.trace import MergedProcess
 
 Objects = NDArray[np.object_]
 
@@ -124,7 +125,7 @@ class SpanPacker:
     def __init__(
         self,
         form: Form,
-        trace: Trace,
+        trace: Columns,
         ids: SpanIds,
         origin: Origin,
         threads: Mapping[int, str],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids, LinkedSpan
 from instrument.recording.remote_parents import RemoteParent
 from instrument.trace.by_process import where_began
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 
@@ -29,7 +29,7 @@ class SpanIds:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: Columns,
         ids: Ids | Sequence[Ids],
         process: Int64s | None = None,
         absent: Mapping[int, int] | None = None,

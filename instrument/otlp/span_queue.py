@@ -18,7 +18,7 @@ from instrument.runtime.unpatched import Lock
 
 if TYPE_CHECKING:
     from instrument.otlp.span_ids import SpanIds
-    from instrument.trace.columns import Int64s, Trace
+    from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
 """Bytes of requests that may wait for delivery; beyond it the oldest requests go."""
@@ -70,7 +70,7 @@ class Source:
         self.renewed_ns = monotonic_ns
 
     def requests(
-        self, trace: Trace, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
+        self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
         """Pack rows of a trace as requests. `facts` are those of `SpanPacker`.
 

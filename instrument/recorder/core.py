@@ -17,8 +17,7 @@ from instrument.recorder import annotation, wrapping
 from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import CallTree, shaped, tally_of
-from instrument.recording.ring import Cursor
-from instrument.recording.rows import NODE, SPAN_ID, Block, Held, Row, Taken, span_of
+from instrument.recording.rows import NODE, SPAN_ID, Block, Cursor, Held, Row, Taken, span_of
 from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.recording.tally import Tally, Totals
 from instrument.runtime.faults import FAULTS

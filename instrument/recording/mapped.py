@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import FIRST_FD
-from instrument.recording.gauge_ring import FEW_SAMPLES, value_of
 from instrument.recording.histogram import LAST_BUCKET
-from instrument.recording.interval_ring import LABELS
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
     MOST_DEVICES,
@@ -40,7 +38,8 @@ from instrument.recording.mapped_facts import (
     site_of,
 )
 from instrument.recording.paths import CallTree, tally_of
-from instrument.recording.spans import GAUGES, HOST, Sample, Site
+from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, intervals_by_span, value_of
+from instrument.recording.spans import GAUGES, HOST, DeviceInterval, Sample, Site
 from instrument.recording.tally import Tally, Totals
 
 LARGEST_BYTES = 1 << 40
@@ -83,7 +82,7 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
 """A row as others read it; `rare` is an address in the process, and of no use elsewhere, but for one that is odd: see
-`instrument.recording.ring.packed_row`."""
+`instrument.recording.rows.packed_row`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
@@ -600,3 +599,21 @@ def _totals(one: Any, packed: bytes) -> Totals:
         int(one["device_ns"]), total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]),
         int(one["first_ns"]), int(one["cancelled"]), packed,
     ))  # fmt: skip
+
+
+class MappedIntervals:
+    """Those that a recording holds now."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self._mapped = mapped
+
+    @property
+    def count(self) -> int:
+        """How many there ever were."""
+        return self._mapped.interval_count()
+
+    def of(self, span_ids: Collection[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
+        """Those that are still here and came after the first `since`, by the id of their span, each span's by time."""
+        found = self._mapped.intervals(since)
+        wanted = found[np.isin(found["span_id"], np.fromiter(span_ids, np.uint64, len(span_ids)))]
+        return intervals_by_span(wanted.tolist(), span_ids)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import os
+from collections.abc import Callable, Container, Iterable, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
 from instrument.recording import memory_layout as layout
+from instrument.recording.claim import GAUGES as CLAIMED
+from instrument.recording.claim import Claim
+from instrument.recording.export_place import generation_of
+from instrument.recording.memory_layout import SAMPLES
+from instrument.recording.spans import GAUGES, DeviceInterval, Sample
 from instrument.runtime.unpatched import Lock
 
 _U64 = Struct("<Q")
@@ -117,3 +124,171 @@ class SlotRing:
             if begin < end:
                 return bytes(memory[begin:end])
             return bytes(memory[begin : self.capacity * size]) + bytes(memory[:end])
+
+
+# Device intervals
+
+
+LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
+"""What is known of an interval.
+
+`exclusive`: no other timed stretch ran on the device meanwhile. `overlapped`: one did, on another stream, so each may
+have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the stretch is so short that the
+events themselves count: what it says is how long launching took. `stale`: its length is right, its place is not known
+well. `captured` and `dropped` were not timed and have no length: the stream was being captured into a graph, or no
+event was to be had.
+"""
+
+_NUMBERS = {label: number for number, label in enumerate(LABELS)}
+
+_CELLS = Struct("<QqQqqqq")
+
+INTERVAL_BYTES = _CELLS.size
+
+NOTHING_TO_COME = 1 << 62
+"""Up to when everything is settled where no interval will come any more."""
+
+
+class IntervalRing:
+    """A ring of intervals by span; written by one thread, read by any.
+
+    It lies where `find_room` says, for others to read, and in memory of its own without one.
+    """
+
+    def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
+        self._slots = SlotRing(_CELLS, max(memory_bytes // INTERVAL_BYTES, 64), find_room, "interval_slots")
+
+    @property
+    def count(self) -> int:
+        """How many there ever were."""
+        return self._slots.count
+
+    @property
+    def overwritten(self) -> int:
+        """How many newer ones have taken the place of."""
+        return self._slots.overwritten
+
+    def add(
+        self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
+    ) -> None:
+        """Keep one, in place of the oldest if need be."""
+        self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
+
+    def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:
+        """Keep some at once, each as `add` takes it."""
+        self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
+
+    def tell_settled(self, until_ns: int) -> None:
+        """Say to others that of every span that had ended by then all intervals are here that will ever be."""
+        self._slots.put("settled_ns", until_ns)
+
+    def packed(self) -> bytes:
+        """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""
+        return self._slots.since(0)
+
+    def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
+        """Those that are still here and came after the first `since`, by the id of their span, each span's by time."""
+        return intervals_by_span(_CELLS.iter_unpack(self._slots.since(since)), span_ids)
+
+
+def intervals_by_span(
+    cells: Iterable[tuple[int, ...]], span_ids: Container[int]
+) -> dict[int, tuple[DeviceInterval, ...]]:
+    """Of intervals, as numbers in the order of their fields, those of some spans."""
+    found: dict[int, list[DeviceInterval]] = {}
+    for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
+        if span_id in span_ids:
+            interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
+            found.setdefault(span_id, []).append(interval)
+    return {
+        span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
+        for span_id, intervals in found.items()
+    }
+
+
+# Readings of gauges
+
+
+_SAMPLE = Struct("<qiId40s")
+
+FEW_SAMPLES = 4096
+"""Three minutes with one GPU: so many are looked at first for those of a late time."""
+
+
+def value_of(name: str, value: float, *, told: Any) -> float | None:
+    """A value as its gauge has it: bytes are whole, and what the device does not tell is None."""
+    if not told:
+        return None
+    return int(value) if GAUGES[name].unit == "bytes" else float(value)
+
+
+def _cells_of(sample: Sample) -> tuple[int, int, bool, float, bytes]:
+    return sample.at_ns, sample.device, sample.value is not None, sample.value or 0.0, sample.name.encode()
+
+
+class Readings:
+    """A ring of readings, as the process has it whose they are. Any thread may ask, one at a time adds."""
+
+    def __init__(self, find_room: FindRoom | None = None) -> None:
+        self._slots = SlotRing(_SAMPLE, SAMPLES, find_room)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Keep some, in place of the oldest if need be."""
+        self._slots.follow()
+        for sample in samples:
+            self._slots.add(*_cells_of(sample))
+
+    def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
+        """The newest that were read from the first time on and before the last, by time, device and name."""
+        self._slots.follow()
+        cells = self._since(max(self._slots.count - FEW_SAMPLES, 0))
+        if not cells or min(cells)[0] >= first_ns:
+            cells = self._since(0)
+        found = [
+            Sample(text, device, at_ns, value_of(text, value, told=is_told))
+            for at_ns, device, is_told, value, name in cells
+            if first_ns <= at_ns < last_ns
+            and (text := name.rstrip(b"\0").decode("ascii", "replace")) in GAUGES
+            and math.isfinite(value)
+        ]
+        return sorted(found, key=lambda one: (one.at_ns, one.device, one.name))
+
+    def _since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
+        """Those after the first so many, but for those that others have taken the place of meanwhile."""
+        first = max(number, self._slots.overwritten)
+        data = self._slots.since(number)
+        self._slots.follow()
+        cells: list[tuple[int, int, int, float, bytes]] = list(_SAMPLE.iter_unpack(data))
+        return cells[max(self._slots.overwritten - first, 0) :]
+
+    @property
+    def overwritten(self) -> int:
+        """How many newer ones have taken the place of."""
+        self._slots.follow()
+        return self._slots.overwritten
+
+
+class GaugePlace(Claim):
+    """The same ring, of another process: of the session that records there now. Raises `OSError`.
+
+    Who has taken it reads the gauges, and nobody else.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, CLAIMED)
+        self._generation = generation_of(fd)
+
+    def add(self, samples: Iterable[Sample]) -> bool:
+        """Keep some, in place of the oldest if need be; False where another session records there by now."""
+        fd = self.fileno()
+        if fd < 0 or generation_of(fd) != self._generation:
+            return False
+        part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index("samples") * layout.PART.size
+        offset, stride, slots, used, _ = Struct("<5Q").unpack(os.pread(fd, layout.PART.size, part_at))
+        if stride != _SAMPLE.size or not 0 < slots <= SAMPLES or offset + slots * stride > os.fstat(fd).st_size:
+            return False
+        for sample in samples:
+            os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), offset + used % slots * stride)
+            used += 1
+        os.pwrite(fd, _U64.pack(used), part_at + layout.PART.fields["used"][0])
+        return True

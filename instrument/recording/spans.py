@@ -1,9 +1,9 @@
-"""The span model: what a place, one timed execution and a saved set of them are.
+"""The span model: what a place and one timed execution are, and the facts of a process.
 
 Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
 recorded or shown, so that a trace saved by one process reads in another.
 
-Of many spans there are columns, see `instrument.trace.columns`. As many allocations are
+Many spans are a `instrument.trace.trace.Trace`. As many allocations are
 `instrument.recording.allocations.Allocations`.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar, NamedTuple
 
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import LinkedRequest, RemoteParent
 from instrument.runtime.cheap_start import Field, dataclass, field, fields
 
@@ -482,68 +481,6 @@ def never_called(targets: Sequence[str]) -> str:
     rest = len(targets) - UNCALLED_NAMED
     more = f", and {rest} more (`instrument check` names all)" if rest > 0 else ""
     return f"{many} never called: {', '.join(named)}{more}"
-
-
-@dataclass(frozen=True, slots=True)
-class MergedProcess:
-    """A process among those of a merged trace: its `facts`, which is a trace without spans, on its own clock.
-
-    `windows` are the parts of time of its files. The numbers that it gave to threads, devices, streams and absent spans
-    are by the merged ones. Times were moved by `moved_ns`. What torch.profiler saw is of the process that `is_watched`.
-    """
-
-    facts: Trace
-    windows: Sequence[Interval]
-    threads: Mapping[int, int]
-    devices: Mapping[int, int] = field(default_factory=dict)
-    streams: Mapping[int, int] = field(default_factory=dict)
-    absent: Mapping[int, int] = field(default_factory=dict)
-    moved_ns: int = 0
-    is_watched: bool = False
-
-
-@dataclass(slots=True)
-class Trace:
-    """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
-
-    `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
-    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
-    device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
-    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
-    torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
-    operators that it saw beside the spans of ours. `startup` is of the process,
-    None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
-    `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
-    none where it is of one. `own_notes` says which `notes` hold for the process alone.
-    """
-
-    origin: Origin
-    start_ns: int
-    end_ns: int
-    spans: Sequence[Span]
-    threads: Mapping[int, str] = field(default_factory=dict)
-    losses: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    window: int = 0
-    cost: Cost | None = None
-    samples: Sequence[Sample] = ()
-    gpus: Sequence[Gpu] = ()
-    held_from_ns: int = 0
-    kernels: Sequence[Kernel] = ()
-    allocations: Sequence[Allocation] = ()
-    watched: Interval | None = None
-    startup: Startup | None = None
-    flops: Sequence[Flops] = ()
-    died: str = ""
-    apart_ns: int = 0
-    processes: Sequence[MergedProcess] = ()
-    own_notes: OwnNotes = OwnNotes()
-
-    @property
-    def held(self) -> Interval:
-        """The part of the window of which every span is there that was kept: what shares of time can be told of."""
-        first = max(self.start_ns, self.held_from_ns)
-        return first, max(self.end_ns, first)
 
 
 def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int:

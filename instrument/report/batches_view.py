@@ -18,7 +18,7 @@ from instrument.report.requests_view import joined_requests, request_device_ledg
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import bounded, share
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Int64s, Trace
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
 from instrument.trace.joined import THOUSANDTHS, Served
 
@@ -144,7 +144,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
 
 def _batches(
     name: str,
-    trace: Trace,
+    trace: Columns,
     served: Served,
     rows: Int64s,
     has_weights: bool,

@@ -22,7 +22,7 @@ from instrument.report.section import Coverage
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.units import LOADER, PROFILERS, begins_of, number_told, waits_of
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import numbered, ranked
 from instrument.trace.intervals import Unions, union
 
@@ -35,7 +35,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
     """
     if recording.benchmark is not None:
         return counted(recording.benchmark, options)
-    loops = _loops(recording.columns, recording.facts.held, options.skip_first)
+    loops = _loops(recording.columns, recording.trace.held, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
 
 
@@ -55,7 +55,7 @@ class _Steps(NamedTuple):
         )
 
 
-def _loops(trace: Trace, held: Interval, skip: int) -> tuple[LoopTimes, ...]:
+def _loops(trace: Columns, held: Interval, skip: int) -> tuple[LoopTimes, ...]:
     """The loops by the name of their steps, in the order in which these are first seen."""
     rows = np.flatnonzero(trace.of_kind("step"))
     if not len(rows):
@@ -70,7 +70,7 @@ def _loops(trace: Trace, held: Interval, skip: int) -> tuple[LoopTimes, ...]:
     return tuple(_loop(names[key], trace, its[key], skip) for key in seen)
 
 
-def _steps(trace: Trace, rows: Int64s, held: Interval) -> _Steps:
+def _steps(trace: Columns, rows: Int64s, held: Interval) -> _Steps:
     """These steps. One of a task waits for loaders of that task, another one for those of its thread."""
     thread = ranked(trace.thread_id)[1]
     line, some = numbered(thread, trace.task_id)
@@ -88,7 +88,7 @@ def _steps(trace: Trace, rows: Int64s, held: Interval) -> _Steps:
     return _Steps(rows, begins, steps.ends, waits.within(steps.groups, begins, steps.ends), is_cut)
 
 
-def _loop(name: str, trace: Trace, steps: _Steps, skip: int) -> LoopTimes:
+def _loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
     """The loop of steps in their order."""
     found, timed = Benchmark(skip=0), list[int]()
     told = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))

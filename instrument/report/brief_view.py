@@ -143,7 +143,7 @@ def brief(recording: Recording, options: Options) -> Brief:
     has_steps = steps is not None and bool(steps.loops)
     cost = recording.cost
     return Brief(
-        service=recording.facts.origin.service,
+        service=recording.trace.origin.service,
         window_ns=(cost.window_ns if cost is not None else 0) or recording.window_ns or 0,
         recorder=recording.recorder,
         requests=served,

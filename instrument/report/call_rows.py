@@ -16,7 +16,7 @@ from instrument.report.section import Section
 from instrument.report.table import LINE, bounded, in_unit, safe, share, shorten
 from instrument.report.view import Options, SortKey
 from instrument.trace.call_tree import call_tree
-from instrument.trace.columns import FARTHEST_NS, Bools, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def device_times(places: Iterable[PlaceCalls]) -> CallTimes | None:
 
 
 def place_tree(
-    trace: Trace, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
+    trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> PlaceCalls:  # fmt: skip
     """The root above the places of all spans, or of those `among` them as if there were no others.
 

@@ -17,7 +17,7 @@ from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, bounded, in_unit, summed
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Int64s, Trace
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
@@ -91,7 +91,7 @@ class CopyUse:
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
-def copy_uses(trace: Trace) -> list[CopyUse]:
+def copy_uses(trace: Columns) -> list[CopyUse]:
     """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
     rows = np.flatnonzero(trace.of_kind("copy"))
     known = dict.fromkeys(trace.site[rows].tolist())
@@ -192,7 +192,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
         coverage=Coverage.of_recording(recording),
         directions=tuple(by_direction(uses)),
         calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
-        is_ours=recording.facts.origin.recorder != "other",
+        is_ours=recording.trace.origin.recorder != "other",
         _options=options,
     )
 
@@ -210,7 +210,7 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     )
 
 
-def sizes(trace: Trace, rows: Int64s) -> Int64s:
+def sizes(trace: Columns, rows: Int64s) -> Int64s:
     """Return the bytes that calls have moved. A scope may carry anything there: what is no size counts for nothing.
 
     Nor does what is larger than any: the sum of a few such numbers would be none in 64 bits.

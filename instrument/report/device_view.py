@@ -31,7 +31,7 @@ from instrument.report.table import (
 from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
-from instrument.trace.device_ledger import DeviceLedger
+from instrument.trace.ledger import DeviceLedger
 
 NOT_TOLD = "n/a"
 """Stands for what a device does not tell."""
@@ -287,7 +287,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
     `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
     much of it; the rest is one row more.
     """
-    facts = recording.facts
+    facts = recording.trace
     use = recording.once(utilisation)
     reasons = Counter[str]()
     for one in use.unanswered:

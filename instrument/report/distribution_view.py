@@ -24,7 +24,7 @@ from instrument.report.copies_view import sizes
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bounded, in_unit
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import NOTHING, Union, clipped, common, lie_in, shared_ns, together, union, without
@@ -132,7 +132,7 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     `rows` and `least_ns` are of the operations, by the time of their calls and waits.
     """
     trace = recording.columns
-    found = _Found(trace, recording.facts.held)
+    found = _Found(trace, recording.trace.held)
     base_ns = found.base.length_ns()
     told = Coverage.of_recording(recording)
     if not found.communicates:
@@ -173,7 +173,7 @@ class _Found:
     """The time in which each place communicates and computes, as unions, the spans of communication, and the base: the
     time in steps, or the part of the window that is held."""
 
-    def __init__(self, trace: Trace, window: Interval) -> None:
+    def __init__(self, trace: Columns, window: Interval) -> None:
         self.communicates: dict[str, Union] = {}
         self.computes: dict[str, Union] = {}
         self.calls = np.flatnonzero(trace.of_kind("comm"))
@@ -195,7 +195,7 @@ class _Found:
         if self.communicates:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
 
-    def _add_devices(self, trace: Trace, window: Interval, named: Bools) -> None:
+    def _add_devices(self, trace: Columns, window: Interval, named: Bools) -> None:
         """Add the work of communication on each device, and all other work."""
         its = trace.device.only(trace.device.timed).within(window)
         is_comm = (trace.owners(trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
@@ -207,7 +207,7 @@ class _Found:
                     places[f"device {device}"] = chosen.union()
 
 
-def _computing(trace: Trace, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
+def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
     """Return the time in which some thread computes and does not communicate, copy or load."""
     computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
@@ -224,7 +224,7 @@ def _is_named(site: Site) -> bool:
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
-def _in_flight(trace: Trace, calls: Int64s) -> tuple[Int64s, Int64s]:
+def _in_flight(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     """The time from each call of a communication to the end of the span, as far as the span says it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
@@ -233,7 +233,7 @@ def _in_flight(trace: Trace, calls: Int64s) -> tuple[Int64s, Int64s]:
     return starts, ends
 
 
-def _operations(trace: Trace, calls: Int64s, options: Options) -> list[OperationUse]:
+def _operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
     """The operations by the time of their calls and waits, the rest as one row more."""
     found: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])

@@ -30,7 +30,7 @@ from instrument.recording.spans import (
 )
 from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
-from instrument.trace.columns import Attributes, Bools, Int64s, Trace
+from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.joined import Joined
@@ -71,7 +71,7 @@ class BlockedLoops:
         return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
 
 
-def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:
+def blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
     """Return the blocked loops of a trace, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
     found: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
@@ -270,7 +270,7 @@ class WholeRequests:
     time_ns: Int64s
 
     @classmethod
-    def of(cls, trace: Trace, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
+    def of(cls, trace: Columns, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
         """Return the requests in some rows."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
@@ -301,7 +301,7 @@ class WholeRequests:
         found = self._come_to(self.endpoint, self.names, options)
         return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
 
-    def groups(self, trace: Trace, options: Options) -> tuple[EndpointTimes, ...]:
+    def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
         """Return the requests by the value of the attribute that groups them. All small groups are one."""
         if not options.requests_by:
             return ()
@@ -392,7 +392,7 @@ class WholeRequests:
         return {self.parts[part]: [time_ns] for part, time_ns in its}
 
 
-def outcome_told(trace: Trace, row: int) -> str:
+def outcome_told(trace: Columns, row: int) -> str:
     """By what a request was broken off, "" where it was not."""
     told = trace.attributes[row].get(OUTCOME)
     return told if isinstance(told, str) else ""

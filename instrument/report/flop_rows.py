@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from instrument.recording.spans import FLOPS, flops_told
-from instrument.report.places import rows_open
 from instrument.report.section import Section
 from instrument.report.table import Ratio, bounded, compact, share, tenths
+from instrument.report.units import rows_open
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, and_above
 from instrument.trace.groups import distinct, places_of
 from instrument.trace.innermost import Clock
-from instrument.trace.kernel_columns import KernelColumns
+from instrument.trace.watched import KernelColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.
     """
     trace = recording.columns
-    first, last = recording.facts.held
+    first, last = recording.trace.held
     having = trace.attributes.having(FLOPS)
     begins = trace.start_ns[having]
     having = having[(first <= begins) & (begins < last)]
     values = trace.attributes.values(FLOPS, having)
     counts = [flops_told({FLOPS: value}) for value in values]
     told = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
-    beside = [one for one in recording.facts.flops if one.flops > 0 and first <= one.at_ns < last]
+    beside = [one for one in recording.trace.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
     if beside:
         thread_ids, times_ns = (np.array([one[at] for one in beside], dtype=np.int64) for at in (0, 1))
@@ -129,7 +129,7 @@ class _Tree:
     that is not asked for, only what spans of that name told themselves.
     """
 
-    def __init__(self, trace: Trace, told: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
+    def __init__(self, trace: Columns, told: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
         its, self._around = _lines(trace, [row for row, _ in told])
         numbers = {row: number for number, row in enumerate(its)}
         self._told = [0] * len(its)
@@ -190,7 +190,7 @@ class _Tree:
         return found
 
 
-def _lines(trace: Trace, some: Sequence[int]) -> tuple[list[int], list[int]]:
+def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
     """Some rows and those around them on their lines, each once and after the one right around it, and of each the
     number of that one, `NONE` for none."""
     rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
@@ -202,7 +202,7 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     """By row how long devices worked for what calls asked for, 0 where for nothing: the kernels that torch.profiler
     saw, by the thread that asked for them and when, and of a call without any the device intervals of its own and of
     what is below it on its line."""
-    trace, its = recording.columns, KernelColumns.of(recording.facts.kernels)
+    trace, its = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((its.thread_id != 0) & (its.kind == its.place_of_kind("kernel")))
     found = np.zeros(len(trace), dtype=np.int64)
@@ -224,14 +224,14 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     return found
 
 
-def _device_ns(trace: Trace, is_call: Bools) -> tuple[Int64s, Int64s]:
+def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
     """The calls for which and for what is below them on their line devices worked, and for how long."""
     its = trace.device
     its = its.only(its.timed & (its.start_ns < its.end_ns))
     return lengths_below(trace.around, is_call, its.row, its.start_ns, its.end_ns)
 
 
-def _time_of(trace: Trace, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
+def _time_of(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
     """Return the place and the time of some calls, if that is the same for all."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Interval
-from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     MISSING,
@@ -31,11 +30,12 @@ from instrument.report.table import (
     shorten,
     summed,
 )
+from instrument.report.units import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Int64s
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.intervals import clipped, enclosing_none, lengths_by_group, lie_in
-from instrument.trace.kernel_columns import KernelColumns
+from instrument.trace.watched import KernelColumns
 
 KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
@@ -206,7 +206,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     `sorted_by` takes every key, as `SortKey` says; those of host time alone mean the total. `rows` and `least_ns`
     (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
     """
-    facts = recording.facts
+    facts = recording.trace
     # torch.profiler may have been beside for memory alone.
     beside = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
     found = _of_torch(recording) if beside else _of_events(recording)
@@ -350,8 +350,8 @@ class _Found(NamedTuple):
 
 def _of_torch(recording: Recording) -> _Found:
     """Return the work that a profiler saw that saw every kernel."""
-    window = recording.facts.watched or (0, 0)
-    its = KernelColumns.of(recording.facts.kernels)
+    window = recording.trace.watched or (0, 0)
+    its = KernelColumns.of(recording.trace.kernels)
     is_inside = lie_in(its.start_ns, its.end_ns, window)
     work = _Work(its.name, its.device, *clipped(its.start_ns, its.end_ns, window))
     by_kind = {kind: is_inside & (its.kind == number) for number, kind in enumerate(its.kinds)}
@@ -366,7 +366,7 @@ def _of_torch(recording: Recording) -> _Found:
 
 def _of_events(recording: Recording) -> _Found:
     """The device intervals of spans that enclose no other on their stream, so that their sum counts nothing twice."""
-    trace, window = recording.columns, recording.facts.held
+    trace, window = recording.columns, recording.trace.held
     timed = trace.device.only(trace.device.timed)
     inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
     its = inner.within(window)
@@ -380,7 +380,7 @@ def _of_events(recording: Recording) -> _Found:
 def _seen(recording: Recording, found: _Found) -> list[str]:
     if found.source == STRETCHES:
         return Coverage.of_recording(recording).lines()
-    facts = recording.facts
+    facts = recording.trace
     since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in found.window)
     is_ours = facts.origin.recorder != "other"
     spans = f", beside {len(recording.columns)} spans" if is_ours else ""

@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import HOST, Sample, Trace, is_operator
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
+from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.section import Section, View, device_name, mebibytes
 from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, wrapped
+from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import Groups, numbered
+from instrument.trace.trace import Trace
 from instrument.trace.watched import rows_and_times
 
 
@@ -95,7 +96,7 @@ class CountedAllocations(NamedTuple):
 def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> CountedAllocations:
     """The allocations of a trace in the time that was watched, by device and place among the wanted spans, and `apart`
     by thread. `state` says which of them count: All, those of the host (CPU), or those of devices (GPU)."""
-    facts = recording.facts
+    facts = recording.trace
     first, last = facts.watched or facts.held
     rows, times_ns = rows_and_times(facts.allocations)
     is_inside = (first <= times_ns) & (times_ns <= last)
@@ -360,7 +361,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     `rows` bounds the places, `threads: apart` splits them by thread too. `state` is CPU for the host's memory alone and
     GPU for that of devices. `unit` is that of times. The other options mean nothing here.
     """
-    trace, facts = recording.columns, recording.facts
+    trace, facts = recording.columns, recording.trace
     # All memory is taken in one or two operators of torch's, whoever asked for it.
     wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
     found = counted(recording, options.state, options.threads == "apart", wanted)

@@ -137,7 +137,7 @@ def operators(recording: Recording, options: Options) -> Operators:
 
     `rows` and `least_ns` are of operators, and of what is below each of them.
     """
-    facts = recording.facts
+    facts = recording.trace
     root = place_tree(recording.columns, OPERATORS, facts.held)
     places = [place for place in every_place(root) if place.site.kind in OPERATORS]
     blocks = blocks_of(places, facts.threads, options, _block)
@@ -187,7 +187,7 @@ def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iter
 
 
 def _in_order(recording: Recording, options: Options) -> InOrder:
-    trace, (first, last) = recording.columns, recording.facts.held
+    trace, (first, last) = recording.columns, recording.trace.held
     kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
     owner = trace.owners(trace.of_kind(kind))
@@ -300,7 +300,7 @@ class User(View):
 
 def user(recording: Recording, options: Options) -> User:
     """The view of the spans that are held. `tracer_option`, `corrected` and `skip_first` mean nothing to it."""
-    window = recording.facts.held
+    window = recording.trace.held
     window_ns = window[1] - window[0]
 
     def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
@@ -309,5 +309,5 @@ def user(recording: Recording, options: Options) -> User:
 
     root = place_tree(recording.columns, ("user",), window)
     places = [place for place in every_place(root) if place.site.kind == "user"]
-    blocks = blocks_of(places, recording.facts.threads, options, block)
+    blocks = blocks_of(places, recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

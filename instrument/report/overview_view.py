@@ -19,7 +19,7 @@ from instrument.recording.spans import Interval, is_interruption
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import share
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
 from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
@@ -129,7 +129,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     Kinds come by their time, whatever `sorted_by` says but `calls`; there are too few for the other options.
     """
-    window = recording.facts.held
+    window = recording.trace.held
     window_ns = window[1] - window[0]
     kinds_of_work = _kinds(recording.columns, window)
     steps = kinds_of_work.get("step")
@@ -171,7 +171,7 @@ class _Stretches:
     union: Union
 
 
-def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
+def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
     """Return the stretches of spans by kind. Interruptions are left out, as parts of the spans that they interrupt."""
     inside = lie_in(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
@@ -184,7 +184,7 @@ def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
     }
 
 
-def _work(trace: Trace, window: Interval) -> dict[tuple[int, str], _Stretches]:
+def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Return the stretches of each device by its work."""
     its = trace.device.only(trace.device.timed).within(window)
     is_copy = trace.of_kind("copy")[its.row]

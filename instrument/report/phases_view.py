@@ -32,7 +32,7 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import in_unit, share, six_digits
 from instrument.report.units import LOADER, OPTIMIZER, Units, phase_of, units_of
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered
 from instrument.trace.innermost import turns
@@ -73,7 +73,7 @@ def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> di
     return {names[number]: part.tolist() for number, part in zip(numbers[firsts].tolist(), parts, strict=False)}
 
 
-def calls_of(trace: Trace, units: Units, held: Interval) -> Calls:
+def calls_of(trace: Columns, units: Units, held: Interval) -> Calls:
     """The calls beside units. What a communication or a copy consists of is no phase of the step."""
     of_sites = list(map(phase_of, trace.sites))
     numbers: dict[str, int] = {}
@@ -119,7 +119,7 @@ def calls_of(trace: Trace, units: Units, held: Interval) -> Calls:
     )
 
 
-def _beside_steps(trace: Trace, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
+def _beside_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
     """The line of each call, `NONE` of one between steps, also ones that are skipped, and where it ends.
 
     Of a generator that stood still no more counts than is in the step in which it began.
@@ -176,7 +176,7 @@ class StreamUses:
     covered_ns: int
 
 
-def streams_of(trace: Trace, units: Units, calls: Calls) -> StreamUses:
+def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     """The device time of the spans that began in a unit, and in a call of it."""
     its = trace.device
     rows = distinct(its.row)
@@ -349,7 +349,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
     first steps of each thread, by the number that a step bears or else by their begin. n log n for n phases.
     """
-    trace, facts = recording.columns, recording.facts
+    trace, facts = recording.columns, recording.trace
     units = units_of(trace, facts.held, options.skip_first)
     calls = calls_of(trace, units, facts.held)
     told = Coverage.of_recording(recording)

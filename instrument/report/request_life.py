@@ -32,7 +32,7 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.blame import Blame, blame, typical_times
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
@@ -159,7 +159,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
         keys=joined.keys.get(place, ()),
         namesakes=tuple(trace.span_id[joined.rows[others]].tolist()),
         span_id=int(trace.span_id[row]),
-        begin_ns=begin_ns - recording.facts.start_ns,
+        begin_ns=begin_ns - recording.trace.start_ns,
         wall_ns=int(trace.total_ns[row]),
         error="" if error == NONE else trace.errors[error],
         outcome=outcome_told(trace, row),
@@ -172,7 +172,7 @@ def request_life(recording: Recording, asked: str, options: Options) -> RequestL
     )
 
 
-def places_of_request(trace: Trace, joined: Joined, asked: str) -> list[int]:
+def places_of_request(trace: Columns, joined: Joined, asked: str) -> list[int]:
     """The place of the request of a key, or of the span of that number; of several with one key, the longest first.
 
     Raises `TraceError` where there is none.
@@ -192,7 +192,7 @@ def places_of_request(trace: Trace, joined: Joined, asked: str) -> list[int]:
     )
 
 
-def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
+def _turns(trace: Columns, joined: Joined, found: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
     served = joined.served
 
     def name_of(one: Moment) -> str:

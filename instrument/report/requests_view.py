@@ -59,11 +59,10 @@ from instrument.report.utilisation import EndpointUse, request_of_spans, request
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
-from instrument.trace.device_ledger import DeviceLedger, device_ledger
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import UNKNOWN, Ledger, ledger
+from instrument.trace.ledger import UNKNOWN, DeviceLedger, Ledger, device_ledger, ledger
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -257,7 +256,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     """
     trace = recording.columns
     joined = recording.once(joined_requests)
-    whole, cut = requests_within(trace, joined.owner, recording.facts.held)
+    whole, cut = requests_within(trace, joined.owner, recording.trace.held)
     its = WholeRequests.of(trace, joined, recording.once(request_ledger), whole)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counted(recording, joined)
@@ -294,7 +293,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 def joined_requests(recording: Recording) -> Joined:
     """The requests of a recording, joined by their keys."""
-    return join(recording.columns, recording.facts.apart_ns, recording.once(request_of_spans))
+    return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
 
 
 def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
@@ -364,7 +363,7 @@ def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tupl
 
 
 def _slow(its: WholeRequests, which: int, recording: Recording, options: Options, keys: tuple[str, ...]) -> SlowRequest:
-    trace, facts, row = recording.columns, recording.facts, int(its.rows[which])
+    trace, facts, row = recording.columns, recording.trace, int(its.rows[which])
     start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(its.wall_ns[which])
     realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
     known = 0 < realtime_ns < YEARS_NS

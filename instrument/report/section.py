@@ -51,7 +51,7 @@ class Coverage:
     @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
         """Return the coverage of the spans that are held."""
-        facts = recording.facts
+        facts = recording.trace
         first, last = facts.held
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
 

@@ -30,7 +30,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE, nearest_above
 
 IMPORTS = "Imports, outside of spans"
@@ -441,7 +441,7 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
         return _Prepared(before, after, is_partial=False)
-    facts = recording.facts
+    facts = recording.trace
     for word, held_ns in _held_after(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
@@ -449,7 +449,7 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
     return _Prepared(before, after, is_partial=facts.held[0] > request_ns)
 
 
-def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
+def _held_after(trace: Columns, request_ns: int) -> dict[str, int]:
     """Return the time of held spans of the same, by word, that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
     # Those in a request, or in one that is counted itself.

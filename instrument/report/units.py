@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, Interval, Site
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.report.table import name_of_site
+from instrument.report.view import Recording
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above, rows_of
 from instrument.trace.groups import distinct, numbered, ranked
+from instrument.trace.innermost import innermost
 from instrument.trace.intervals import Unions, successive, union_by_group
 
 LOADER = "loader"
@@ -87,7 +91,7 @@ class Units:
     before: int = 0
 
 
-def units_of(trace: Trace, held: Interval, skip_first: int) -> Units:
+def units_of(trace: Columns, held: Interval, skip_first: int) -> Units:
     """The units of a trace, as far as they lie in the part of the window of which every span is held."""
     reaches_into = (trace.start_ns < held[1]) & (trace.end_ns > held[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
@@ -107,7 +111,7 @@ def units_of(trace: Trace, held: Interval, skip_first: int) -> Units:
     return Units("request", its, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
 
 
-def _clipped(trace: Trace, rows: Int64s, lines: Int64s, begins: Int64s, held: Interval) -> tuple[Unions, Bools]:
+def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, held: Interval) -> tuple[Unions, Bools]:
     """Steps or requests from their begins on, as far as they lie in what is held, and which lie in it as a whole."""
     first, last = held
     ends = trace.end_ns[rows]
@@ -115,7 +119,7 @@ def _clipped(trace: Trace, rows: Int64s, lines: Int64s, begins: Int64s, held: In
     return Unions(lines, np.maximum(begins, first), np.minimum(ends, last)), is_whole
 
 
-def _steps(trace: Trace, found: Int64s, held: Interval, skip_first: int) -> Units:
+def _steps(trace: Columns, found: Int64s, held: Interval, skip_first: int) -> Units:
     """The steps that begin in no other one of their line, nor in one that a task of its own is in."""
     thread = ranked(trace.thread_id)[1]
     line, some = numbered(thread, trace.task_id)
@@ -159,13 +163,13 @@ def _steps(trace: Trace, found: Int64s, held: Interval, skip_first: int) -> Unit
     )
 
 
-def _among(trace: Trace, rows: Int64s) -> Bools:
+def _among(trace: Columns, rows: Int64s) -> Bools:
     found = np.zeros(len(trace), dtype=np.bool_)
     found[rows] = True
     return found
 
 
-def _topmost(trace: Trace, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
+def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
     """Return the steps in none of another line, as tasks' steps are where a `Profiler` counts those of the thread."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
@@ -187,3 +191,48 @@ def _first_of_threads(
     places[order] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
     told = zip(numbers, places.tolist(), strict=True)
     return np.array([(place if number is None else number) < count for number, place in told], dtype=np.bool_)
+
+
+# Places of times
+
+
+UNKNOWN = "(not known)"
+"""The place of what cannot be told from the file: no call of the host is known."""
+
+NOWHERE = "(no span was open)"
+"""The place of what happened on a thread without an open span."""
+
+SHARED = "(several tasks were open)"
+"""The place of what happened while several tasks had spans open on the thread."""
+
+NOT_TOLD = 0
+"""The number of `UNKNOWN` among places, which those of the others follow."""
+
+
+class NumberedPlaces(NamedTuple):
+    """The places of many events: `number` is a place in `names`, each the name of a site and its kind."""
+
+    number: Int64s
+    names: tuple[tuple[str, str], ...]
+
+
+def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> Int64s:
+    """The row of the innermost of the wanted spans, as `innermost` finds it. Of another profiler's trace the calls that
+    ask a device for work are no places."""
+    trace = recording.columns
+    wanted = np.ones(len(trace), dtype=np.bool_) if wanted is None else wanted.copy()
+    if recording.trace.origin.recorder == "other":
+        wanted[trace.attributes.having("correlation")] = False
+    return innermost(trace, wanted, thread_ids, times_ns)
+
+
+def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> NumberedPlaces:
+    """The places of what happened on threads at times, in any order."""
+    trace = recording.columns
+    names = {(UNKNOWN, ""): NOT_TOLD, (NOWHERE, ""): 1, (SHARED, ""): 2}
+    of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
+    rows = rows_open(recording, thread_ids, times_ns, wanted)
+    told = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
+    number = np.where(rows < 0, -rows, told)
+    number[times_ns < recording.trace.held[0]] = NOT_TOLD
+    return NumberedPlaces(number, tuple(names))

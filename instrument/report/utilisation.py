@@ -21,7 +21,7 @@ from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
-from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct, places_of
 from instrument.trace.intervals import (
@@ -212,7 +212,7 @@ class _Within(NamedTuple):
 
 def utilisation(recording: Recording) -> Utilisation:
     """Return the work of each device in the part of the window of which every span is held."""
-    trace, (first, last) = recording.columns, recording.facts.held
+    trace, (first, last) = recording.columns, recording.trace.held
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
     whole, cut = requests_within(trace, owner, window)
@@ -251,7 +251,7 @@ def request_of_spans(recording: Recording) -> Int32s:
     return recording.columns.owners(recording.columns.of_kind("request"))
 
 
-def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
+def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
     """The rows of topmost requests that lie within the window, and how many reach over an edge of it."""
     first, last = window
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
@@ -260,7 +260,7 @@ def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int6
     return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
-def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
+def _within(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
     """Return the work of a device within the whole requests that had work on it."""
     places = places_of(whole, len(trace))[owner[work.row]]  # of one without an owner the last, which is none
     has = places != NONE
@@ -273,7 +273,7 @@ def _within(trace: Trace, work: DeviceIntervals, owner: Int32s, whole: Int64s, b
     return _Within(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
 
 
-def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
+def unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     """Count the spans that asked for device time, and those that got none, by reason and name."""
     its = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
@@ -292,7 +292,7 @@ def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
 
 
 def _device_use(
-    trace: Trace,
+    trace: Columns,
     device: int,
     work: DeviceIntervals,
     busy: Union,
@@ -346,7 +346,7 @@ def _label_uses(its: DeviceIntervals) -> tuple[LabelUse, ...]:
     return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
 
-def _name_uses(trace: Trace, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
+def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
     """The work by the names of spans: of each call the union of its intervals."""
     named, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # those of a call follow one another
@@ -367,7 +367,7 @@ def _name_uses(trace: Trace, work: DeviceIntervals, device_busy_ns: int) -> tupl
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoints(trace: Trace, within: _Within) -> tuple[EndpointUse, ...]:
+def _endpoints(trace: Columns, within: _Within) -> tuple[EndpointUse, ...]:
     """The requests by name, those that took longest in all first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups = Groups(of_site[trace.site[within.rows]], len(names))

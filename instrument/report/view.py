@@ -12,16 +12,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Cost, Site, Span, Startup, Trace
+from instrument.recording.spans import Cost, Site, Span, Startup
 from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
     from instrument.report.step_counts import Benchmark
-    from instrument.trace import columns
+    from instrument.trace.columns import Columns
     from instrument.trace.file import Saved
+    from instrument.trace.trace import Trace
 
 Made = TypeVar("Made")
 
@@ -202,19 +202,9 @@ class Recording:
         return self.make_trace()
 
     @property
-    def facts(self) -> Trace:
-        """The trace, for what it knows beside its spans: none is made for it."""
-        return self.trace
-
-    @cached_property
-    def columns(self) -> columns.Trace:
-        """The same spans as columns. Raises `TraceError` for spans that are no sound trace."""
-        from instrument.trace.of_spans import columns_of_spans
-
-        try:
-            return columns_of_spans(self.trace.spans)
-        except ValueError as problem:
-            raise TraceError(f"cannot report on the trace: {problem}; write or copy it again") from problem
+    def columns(self) -> Columns:
+        """The columns of the spans."""
+        return self.trace.columns
 
     @cached_property
     def held(self) -> HeldSpans | None:
@@ -240,10 +230,9 @@ class Recording:
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """A finished trace, or one that was read from a file, which may be damaged: then with what makes its tally.
+        """Return the recording of a trace, and of what makes its tally where a file has one.
 
-        A trace without that has it counted from its spans. Raises `TraceError` for one of a file that is not sound, so
-        that no view has to look whether parents run in a circle or an id comes twice.
+        A trace without that has it counted from its spans.
         """
 
         def counted(recording: Recording) -> Tally:
@@ -262,14 +251,12 @@ class Recording:
             make_startup=lambda: trace.startup,
             died=trace.died,
         )
-        if make_tally is not None:
-            _ = found.columns  # which exist of sound spans alone
         return found
 
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:
         """Return the recording of a file, of which no span is made that no view asks for."""
-        return cls.of_trace(saved.trace(), saved.counted)
+        return cls.of_trace(saved.trace, saved.counted)
 
 
 def document(value: Any) -> Any:

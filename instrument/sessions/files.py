@@ -14,16 +14,18 @@ import time
 from collections.abc import Collection, Iterable
 from operator import itemgetter
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 _NUMBERED = re.compile(r"(\{(?:run|pid|window)\})")
 RUN_VARIABLE = "INSTRUMENT_RUN"

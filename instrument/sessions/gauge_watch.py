@@ -15,7 +15,7 @@ from typing import Any
 
 from instrument.device.gauges import RARELY_NS, Gauges
 from instrument.device.nvml import ORDER, VARIABLE
-from instrument.recording.gauge_ring import GaugePlace
+from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.deadline import Deadline

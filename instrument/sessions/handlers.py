@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument import chrome, otlp
 from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
-from instrument.recording.spans import BATCH_KEYS, Sample, Span, Trace
+from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.recording.tally import Tally
 from instrument.report.section import View
 from instrument.report.summary import made, refuse_unknown, summary
@@ -36,6 +36,10 @@ from instrument.sessions.session import Session
 from instrument.sessions.step_spans import Step
 from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.sessions.torch_profiler import Seen
+
+if TYPE_CHECKING:
+    from instrument.trace.columns import Columns
+    from instrument.trace.trace import Trace
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
@@ -290,7 +294,7 @@ class _ToCollector:
         exporter.origin, exporter.own.ids, self._threads = trace.origin, session.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
-        delivery = exporter.send(_bodies_of(spans, trace.spans, exporter))
+        delivery = exporter.send(_bodies_of(spans, trace.columns, exporter))
         missing = size - (delivery.exported - before)
         if missing > 0:
             session.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
@@ -307,15 +311,13 @@ class _ToCollector:
         return replace(of_profile, headers=self._settings.headers) if "headers" in self._asked else of_profile
 
 
-def _bodies_of(spans: Sequence[Span], of_window: Sequence[Span], exporter: otlp.Exporter) -> Iterator[otlp.Body]:
+def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
     """Pack spans of a window, trees together. Batches are linked to the requests that the window has."""
     import numpy as np
 
     from instrument.otlp.span_ids import SpanIds
     from instrument.trace.joined import join
-    from instrument.trace.of_spans import columns_of_spans
 
-    trace = columns_of_spans(of_window)
     wanted = np.array([span.span_id for span in spans])
     rows = np.flatnonzero(np.isin(trace.span_id, wanted))
     rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
@@ -408,7 +410,6 @@ class Backlog:
 
 def _trace_of(session: Session, stretch: TakenStretch, steps: Sequence[Step]) -> Trace:
     from instrument.sessions.step_columns import with_steps
-    from instrument.trace.of_spans import columns_of_spans
 
     index = stretch.window
     trace = with_steps(session.trace_of(stretch), steps)
@@ -419,7 +420,7 @@ def _trace_of(session: Session, stretch: TakenStretch, steps: Sequence[Step]) ->
             f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
             "counted; raise limits.ring or record fewer steps"
         )
-    late = columns_of_spans(trace.spans).untimed()
+    late = trace.columns.untimed()
     timing = session.account.timing
     if late and timing is not None and not timing.is_settled(trace.end_ns):
         notes.append(

@@ -13,18 +13,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from instrument.recording.spans import (
-    FLOPS,
-    OPERATORS,
-    AttributeValue,
-    DeviceInterval,
-    Kernel,
-    Site,
-    Span,
-    Trace,
-    flops_told,
-)
+from instrument.recording.spans import FLOPS, OPERATORS, AttributeValue, DeviceInterval, Kernel, Site, Span, flops_told
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 UNCERTAINTY_NS = 1_000
 """How well the place of a kernel on the host's clock is known."""
@@ -183,10 +177,10 @@ def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequenc
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.innermost import innermost
-    from instrument.trace.of_spans import trace_of
+    from instrument.trace.trace import columns_of_spans
 
     points = (np.array(column, dtype=np.int64) for column in (thread_ids, times_ns))
-    rows = innermost(trace_of(spans), np.ones(len(spans), dtype=np.bool_), *points)
+    rows = innermost(columns_of_spans(spans), np.ones(len(spans), dtype=np.bool_), *points)
     return [None if row < 0 else spans[row] for row in rows.tolist()]
 
 

@@ -31,18 +31,7 @@ from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
 from instrument.recording.rows import REQUEST_BIT, is_sampled
-from instrument.recording.spans import (
-    UNTIMED,
-    Cost,
-    FirstCall,
-    Gpu,
-    Origin,
-    Sample,
-    Site,
-    Span,
-    Startup,
-    Trace,
-)
+from instrument.recording.spans import UNTIMED, Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup
 from instrument.recording.tally import Tally
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule
@@ -64,6 +53,7 @@ if TYPE_CHECKING:
     from instrument.report import section, view
     from instrument.report import summary as report
     from instrument.report.section import View
+    from instrument.trace.trace import Trace
 else:
     otlp = LazyModule("instrument.otlp")
     export_facts = LazyModule("instrument.otlp.export_facts")
@@ -386,13 +376,12 @@ class Recorded:
         window's end, where it has ended before now.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
-        from instrument.trace.of_spans import columns_of_spans
 
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
         if self._finds_steps:
-            trace = with_steps(trace, steps_of_batches(columns_of_spans(trace.spans)))
+            trace = with_steps(trace, steps_of_batches(trace.columns))
         else:
             trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:
@@ -415,14 +404,14 @@ class Recorded:
 
         0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
         """
-        from instrument.trace.of_spans import LaterSpans
+        from instrument.trace.trace import SpanViews, Trace
 
         columns, window_ns = stretch.columns(self._timing), stretch.end_ns - stretch.start_ns
         return Trace(
             origin=stretch.origin,
             start_ns=stretch.start_ns,
             end_ns=stretch.end_ns,
-            spans=LaterSpans(columns),
+            spans=SpanViews(columns),
             threads=stretch.threads,
             losses=self.losses(),
             notes=self.notes(),

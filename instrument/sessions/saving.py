@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
-from instrument.recording.spans import Origin, Trace
+from instrument.recording.spans import Origin
 from instrument.recording.tally import Tally
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import adopting
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
 """How the names of recordings end."""
@@ -56,7 +59,7 @@ def prepare() -> None:
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import counting, file, of_rows, of_spans  # noqa: F401
+        from instrument.trace import counting, file, of_rows, trace  # noqa: F401
     except ImportError:
         pass  # `why_no_files` reports it, or what is written
 

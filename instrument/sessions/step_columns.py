@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording import spans
 from instrument.recording.spans import AttributeValue, Site
 from instrument.sessions.step_spans import STEP, Step
-from instrument.trace.columns import Bools, ExtendedAttributes, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, ExtendedAttributes, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.of_spans import LaterSpans, columns_of_spans
+from instrument.trace.trace import Trace
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
@@ -40,7 +38,7 @@ class _Call(NamedTuple):
     phase: object
 
 
-def steps_of_batches(trace: Trace) -> list[Step]:
+def steps_of_batches(trace: Columns) -> list[Step]:
     """The steps of training loops that say nothing of steps, numbered from 0: from the fetch of a batch to the next.
 
     Batches are one step up to that in which an optimizer has run, so those whose gradients are added up are one. A
@@ -58,7 +56,7 @@ def steps_of_batches(trace: Trace) -> list[Step]:
     ]
 
 
-def _calls(trace: Trace, wanted: Bools) -> dict[int, list[_Call]]:
+def _calls(trace: Columns, wanted: Bools) -> dict[int, list[_Call]]:
     """The wanted calls of each thread, in order."""
     found: dict[int, list[_Call]] = {}
     rows = np.flatnonzero(wanted)
@@ -102,27 +100,26 @@ def _phase(site: Site) -> object:
 # Steps among spans
 
 
-def with_steps(trace: spans.Trace, steps: Sequence[Step]) -> spans.Trace:
+def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
     """The trace with a span for each step. n log n for n spans.
 
     Steps of one thread come in order and do not overlap. Spans that a task ran lie beside the steps.
     """
     if not steps:
         return trace
-    columns = columns_of_spans(trace.spans)
     by_thread: dict[int, list[Step]] = {}
     for step in steps:
         by_thread.setdefault(step.thread_id, []).append(step)
-    among = _Among(columns)
+    among = _Among(trace.columns)
     for thread_id, own in by_thread.items():
         among.put(thread_id, own)
-    return replace(trace, spans=LaterSpans(among.trace([step for own in by_thread.values() for step in own])))
+    return trace.with_columns(among.trace([step for own in by_thread.values() for step in own]))
 
 
 class _Among:
     """The spans of a trace as steps are put among them, one thread after another."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Columns) -> None:
         self._trace = trace
         self._parent_id, self._self_ns = trace.parent_id.copy(), trace.self_ns.copy()
         self._root_of = np.zeros(len(trace), dtype=np.int64)  # the step that each former root lies in, 0 for none
@@ -172,7 +169,7 @@ class _Among:
             found[first[at] : last[at]] = rows[at]
         return found
 
-    def trace(self, steps: Sequence[Step]) -> Trace:
+    def trace(self, steps: Sequence[Step]) -> Columns:
         """The spans, and the steps behind them in the order in which they were put there."""
         trace, count = self._trace, len(self._trace)
         step_id, parent_id, root_id, self_ns = (np.concatenate(each) for each in zip(*self._made, strict=True))
@@ -180,7 +177,7 @@ class _Among:
         moved = np.where(its_root != NONE, self._root_of[its_root], 0) if count else self._root_of
         starts, ends = (np.array([getattr(step, name) for step in steps], np.int64) for name in ("start_ns", "end_ns"))
         attributes: list[Mapping[str, AttributeValue]] = [{"step": step.number, **_samples(step)} for step in steps]
-        return Trace(
+        return Columns(
             sites=(*trace.sites, STEP),
             errors=trace.errors,
             span_id=np.concatenate([trace.span_id, step_id]),

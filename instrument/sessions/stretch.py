@@ -50,7 +50,7 @@ class TakenStretch:
         wrapped, given_up = _overwritten(rings, start_ns, bool(recorder.ended_rows))
         return cls(taken, threads, wrapped, given_up, start_ns, end_ns, window, origin)
 
-    def columns(self, timing: Timing | None = None) -> columns.Trace:
+    def columns(self, timing: Timing | None = None) -> columns.Columns:
         """Its spans, clipped to it, with the device times that are known by now, at 0.2 us each; on any thread, at any
         later time."""
         from instrument.trace.of_rows import columns_of

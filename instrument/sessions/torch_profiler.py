@@ -19,15 +19,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument import chrome
 from instrument.errors import InstrumentError, ProfileError
 from instrument.instrumentors.functions import replace as replaced
-from instrument.recording.spans import Trace, is_operator
+from instrument.recording.spans import is_operator
 from instrument.report.section import COST
 from instrument.report.table import percent
 from instrument.sessions.operator_spans import with_operators
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import Trace
 
 LIMIT_S = 10.0
 """How long torch.profiler is beside a window at most: each operator takes 1 KB, and at the end 20 us."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop, is_collection
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import Groups
 from instrument.trace.intervals import Union, union
@@ -67,7 +67,7 @@ def typical_times(found: Ledger, places: Int64s) -> dict[str, int]:
     return typical
 
 
-def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
+def blame(trace: Columns, joined: Joined, found: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
     """Return the cause of a request that is slower than typical; None where no part is."""
     times = found.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
@@ -81,7 +81,7 @@ def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapp
 
 
 def _collection(
-    trace: Trace, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
+    trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
     """Garbage collections, where they were at least half of what a part is longer than is typical."""
     wanted = trace.of_sites([is_collection(site) for site in trace.sites])
@@ -95,7 +95,7 @@ def _collection(
 
 
 def _cause(
-    trace: Trace, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
+    trace: Columns, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     if part in (SHARE, WAITING):
         return _of_batches(trace, joined, found, place, part, [one for one in moments if one.pair != NONE])
@@ -114,7 +114,7 @@ def _cause(
     return own
 
 
-def _below(trace: Trace, joined: Joined, place: int, rows: Int64s) -> Bools:
+def _below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
     """Return True for spans of a request that are below some of its own."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
@@ -125,7 +125,7 @@ def _below(trace: Trace, joined: Joined, place: int, rows: Int64s) -> Bools:
 
 
 def _threads(
-    trace: Trace, joined: Joined, place: int, part: str, its: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
+    trace: Columns, joined: Joined, place: int, part: str, its: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
 ) -> set[int]:
     """The threads that the request waited for while it had its turns in a part."""
     served = joined.served.batch[joined.served.request == place]
@@ -138,7 +138,7 @@ def _threads(
     return {int(trace.thread_id[root if row == NONE else row]) for row in rows or [root]}
 
 
-def _taking_most(trace: Trace, joined: Joined, place: int, when: Union, wanted: Bools) -> Cause | None:
+def _taking_most(trace: Columns, joined: Joined, place: int, when: Union, wanted: Bools) -> Cause | None:
     """Return the topmost wanted spans of one name, and for one request, that ran most of some time."""
     low, high = int(when.starts[0]), int(when.ends[-1])
     rows = np.flatnonzero(wanted & (trace.start_ns < high) & (trace.end_ns > low))
@@ -159,13 +159,13 @@ def _taking_most(trace: Trace, joined: Joined, place: int, when: Union, wanted: 
     return Cause(name, request, ran_ns)
 
 
-def _ran_ns(trace: Trace, when: Union, rows: Int64s) -> int:
+def _ran_ns(trace: Columns, when: Union, rows: Int64s) -> int:
     """Return the part of some time that any of the spans ran, a blocked loop and the span that blocked it as one."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
     return int(when.within(ran.starts, ran.ends).sum())
 
 
-def _shown(trace: Trace, rows: Int64s) -> list[tuple[str, int]]:
+def _shown(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
     """Return the name of spans, and the row that says for whom they were: a blocked loop has those of the span that
     blocked it for most of the time."""
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
@@ -178,7 +178,7 @@ def _shown(trace: Trace, rows: Int64s) -> list[tuple[str, int]]:
     return shown
 
 
-def _blocking(trace: Trace, stretch: int, name: str) -> int:
+def _blocking(trace: Columns, stretch: int, name: str) -> int:
     """The row of the span that blocked a loop for a stretch, by its name; that of the stretch where there is none."""
     is_one = trace.of_sites([site.name == name for site in trace.sites])
     its = np.flatnonzero(is_one & (trace.thread_id == trace.thread_id[stretch]))
@@ -200,7 +200,7 @@ def _for_whom(joined: Joined, row: int) -> int:
 
 
 def _of_batches(
-    trace: Trace, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
+    trace: Columns, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     """The batch in which the request spent most, and who of the others in it took most of that."""
     if not moments:
@@ -228,7 +228,7 @@ def _of_batches(
     return Cause(name, request, ran_ns)
 
 
-def called(trace: Trace, joined: Joined, place: int) -> str:
+def called(trace: Columns, joined: Joined, place: int) -> str:
     """Return the name of a request: its first key, or its endpoint; "" for none."""
     if place == NONE:
         return ""

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording import spans
 from instrument.recording.remote_parents import LINK, LinkedRequest
-from instrument.recording.spans import MergedProcess, Span, is_blocked_loop, is_interruption
-from instrument.trace.columns import Int64s, Trace
+from instrument.recording.spans import Span, is_blocked_loop, is_interruption
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
-from instrument.trace.of_spans import spans_of
+from instrument.trace.trace import MergedProcess, Trace, spans_of
 
 
 class ProcessRows(NamedTuple):
@@ -31,37 +30,37 @@ class ProcessRows(NamedTuple):
     Interruptions have no rows of their own.
     """
 
-    facts: spans.Trace
+    facts: Trace
     own: MergedProcess | None
     rows: Int64s
     interruptions: Mapping[int, Sequence[Span]]
 
 
-def rows_by_process(merged: Merged, trace: Trace) -> Iterator[ProcessRows]:
+def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
     """Yield each process of merged files with its rows of a trace that has the same rows, and perhaps more behind them.
 
     A row behind them is of its parent's process.
     """
-    base = merged.saved.facts.origin
+    base = merged.saved.trace.origin
     process = np.zeros(len(trace), dtype=np.int64)
     for part in merged.parts:
         process[part.row[part.is_kept]] = part.process
-    further = np.arange(len(merged.saved.columns), len(trace))
+    further = np.arange(len(merged.saved.trace.columns), len(trace))
     process[further] = process[trace.parent[further]]
     is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
     order = _by_trees(trace)
     for number, parts in groupby(merged.parts, attrgetter("process")):
         its = list(parts)
-        facts = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
+        facts = max((part.saved.trace for part in its), key=attrgetter("end_ns"))
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
-        threads = {thread_id: name for part in its for thread_id, name in part.saved.facts.threads.items()}
+        threads = {thread_id: name for part in its for thread_id, name in part.saved.trace.threads.items()}
         rows = order[(process[order] == number) & ~is_one[order]]
         hits = interruptions_of(trace, rows, np.flatnonzero(is_one & (process == number)))
-        own = merged.saved.facts.processes[number] if merged.saved.facts.processes else None
+        own = merged.saved.trace.processes[number] if merged.saved.trace.processes else None
         yield ProcessRows(replace(facts, origin=origin, threads=threads), own, rows, hits)
 
 
-def _by_trees(trace: Trace) -> Int64s:
+def _by_trees(trace: Columns) -> Int64s:
     """The rows by root, then by begin, the longer ones first, then by id."""
     starts, ends = trace.start_ns, trace.end_ns
     is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
@@ -70,7 +69,7 @@ def _by_trees(trace: Trace) -> Int64s:
     return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
 
 
-def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
+def linked_requests(columns: Columns, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
     """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
     served, rows = joined.served, joined.rows
     remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
@@ -85,7 +84,7 @@ def linked_requests(columns: Trace, joined: Joined) -> Mapping[int, Sequence[Lin
     return {batch: tuple(map(requests.__getitem__, its)) for batch, its in found.items()}
 
 
-def where_began(trace: Trace, joined: Joined) -> Mapping[int, tuple[int, int]]:
+def where_began(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
     """Return the span in which a request with keys began, and that span's root, by the rows of requests within others.
 
     A request that is linked to a span already has no other one.
@@ -101,7 +100,7 @@ def where_began(trace: Trace, joined: Joined) -> Mapping[int, tuple[int, int]]:
     return found
 
 
-def interruptions_of(trace: Trace, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
+def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
     """Return the interruptions that hit requests and roots among some rows, by row. All are of one process."""
     ones = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]

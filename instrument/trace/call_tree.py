@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Interval
-from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, and_above, by_level, least_below, levels, nearest
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.intervals import clipped, lie_in, union_by_group
@@ -72,7 +72,7 @@ class CallPaths:
 
 
 def call_tree(
-    trace: Trace, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
+    trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
     """The nodes of all spans, or of those `among` them as if there were no others. Device time is counted for calls of
     `kinds` and for those right below.
@@ -114,7 +114,7 @@ def _taken(times: NodeTimes, order: Int64s) -> NodeTimes:
     return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
 
 
-def _nodes(trace: Trace, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
+def _nodes(trace: Columns, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
     """Return the node of each wanted row, and of each node its parent and one of its rows. Parents come first.
 
     `level` says how many wanted rows are above one, and `on_line` which ran on the line of a wanted parent.
@@ -147,7 +147,7 @@ def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], In
 
 
 def _host_times(
-    trace: Trace, counted: Bools, node_of: Int64s, window: Interval, count: int
+    trace: Columns, counted: Bools, node_of: Int64s, window: Interval, count: int
 ) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
     """Host times of the calls of nodes, and of each node its first row and its earliest begin."""
     calls = np.flatnonzero(counted)
@@ -158,7 +158,7 @@ def _host_times(
 
 
 def _device_times(
-    trace: Trace, counted: Bools, on_line: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval,
+    trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
     """Device times of the calls of wanted nodes, and what streams did for these and for what is inside of them."""

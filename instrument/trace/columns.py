@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.interval_ring import LABELS
 from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
 from instrument.trace.groups import places_of
@@ -181,7 +181,7 @@ class DeviceIntervals:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Columns:
     """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
 
     `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
@@ -260,13 +260,13 @@ class Trace:
         asked[self.device.row] = False
         return int(np.count_nonzero(asked))
 
-    def only(self, wanted: Bools) -> Trace:
+    def only(self, wanted: Bools) -> Columns:
         """The wanted rows alone, without their attributes."""
         rows = np.flatnonzero(wanted)
         device = self.device.only(wanted[self.device.row])
         number_of = np.cumsum(wanted, dtype=np.int32) - 1
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW}
-        return Trace(
+        return Columns(
             sites=self.sites,
             errors=self.errors,
             **columns,
@@ -275,7 +275,7 @@ class Trace:
             remote={},
         )
 
-    def with_attributes(self, wanted: Bools) -> Trace:
+    def with_attributes(self, wanted: Bools) -> Columns:
         """The wanted rows alone, with their attributes."""
         rows = np.flatnonzero(wanted)
         remote = {at: self.remote[row] for at, row in enumerate(rows.tolist()) if row in self.remote}
@@ -330,7 +330,7 @@ _BY_ROW = (
 )  # fmt: skip
 
 
-def _refuse_unsound(trace: Trace) -> None:
+def _refuse_unsound(trace: Columns) -> None:
     count, its = len(trace.span_id), trace.device
     columns = [getattr(trace, name) for name in _BY_ROW]
     of_device: list[NDArray[Any]] = [its.device, its.stream, its.start_ns, its.end_ns, its.label, its.uncertainty_ns]
@@ -364,7 +364,7 @@ def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
 CELL = np.dtype(
     [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
 )
-"""One, as `instrument.recording.interval_ring` packs it. A stream is an address, or a small number."""
+"""One, as `instrument.recording.slot_ring` packs it. A stream is an address, or a small number."""
 
 
 def cells_in(packed: bytes) -> NDArray[np.void]:

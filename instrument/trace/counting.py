@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from instrument.recording.histogram import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Site
 from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
-from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, by_level
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.intervals import union_by_group
@@ -81,7 +81,7 @@ class _Paths:
         return found
 
 
-def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
+def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
     """The tally of all spans; `threads` are the names of some.
 
     Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
@@ -105,7 +105,7 @@ def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_li
     return tally
 
 
-def _nodes(trace: Trace, paths: _Paths) -> Int64s:
+def _nodes(trace: Columns, paths: _Paths) -> Int64s:
     """Return the node of each row. Sites that mean the same place are one."""
     known: dict[tuple[object, ...], int] = {}
     places = np.array([known.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
@@ -121,7 +121,7 @@ def _nodes(trace: Trace, paths: _Paths) -> Int64s:
     return node_of[:-1]
 
 
-def _inner(trace: Trace, node_of: Int64s, recurring: set[int]) -> Bools:
+def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
     """Return True for calls that began before one around them of the same node and thread had ended."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
@@ -144,7 +144,7 @@ def _inner(trace: Trace, node_of: Int64s, recurring: set[int]) -> Bools:
     return inner
 
 
-def _around_of_node(trace: Trace, node_of: Int64s, rows: Int64s) -> Int32s:
+def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
     """Return the nearest row above each of some rows that is of the same node and thread."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
@@ -158,7 +158,7 @@ def _around_of_node(trace: Trace, node_of: Int64s, rows: Int64s) -> Int32s:
         rows, up = rows[~same], trace.parent[up[~same]]
 
 
-def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Totals]:
+def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> list[Totals]:
     """The totals of each cell."""
     device_ns, elapsed_ns = _device_and_elapsed(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
@@ -196,7 +196,7 @@ def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Total
     return found
 
 
-def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
+def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
     """Return the length of the union of each row's device intervals, and of them and its host interval."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
@@ -209,7 +209,7 @@ def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
     return device_ns, elapsed_ns
 
 
-def _in_order(trace: Trace, cells: Int64s, count: int) -> list[int]:
+def _in_order(trace: Columns, cells: Int64s, count: int) -> list[int]:
     """The cells as one meets them from the roots down, of calls side by side those first that begin first.
 
     Of some that begin together the longer ones come first, then by id.

@@ -24,16 +24,14 @@ from typing import IO, Any
 import numpy as np
 
 from instrument.errors import TraceError
-from instrument.recording import spans
 from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
-from instrument.trace.columns import Trace
 from instrument.trace.counting import tally_of
 from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
-from instrument.trace.of_spans import LaterSpans, columns_of_spans
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
+from instrument.trace.trace import SpanViews, Trace
 from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -78,22 +76,17 @@ DEEPEST = 100_000
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a file: spans as columns, and as `facts` a trace without them. A tally may have been saved."""
+    """The contents of a file: a trace, and the tally, None where none was saved."""
 
-    columns: Trace
-    facts: spans.Trace
+    trace: Trace
     tally: Tally | None
-
-    def trace(self) -> spans.Trace:
-        """With an object for each span, as soon as somebody looks at one."""
-        return replace(self.facts, spans=LaterSpans(self.columns))
 
     def counted(self) -> Tally:
         """The tally, counted from the spans if none was saved. Raises `TraceError` for calls too deep for it."""
         if self.tally is not None:
             return self.tally
         try:
-            return tally_of(self.columns, self.facts.threads, limit_links=LIMIT_LINKS)
+            return tally_of(self.trace.columns, self.trace.threads, limit_links=LIMIT_LINKS)
         except ValueError as problem:
             raise TraceError(f"cannot count the calls of the recording: {problem}") from problem
 
@@ -101,31 +94,23 @@ class Saved:
 # Written
 
 
-def dump(path: str | os.PathLike[str], trace: spans.Trace, tally: Tally | None = None) -> Path:
+def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace, and the tally if one is given, as a recording.
 
     The file appears complete and with mode 0600 or not at all, and replaces an older one; directories above it are
-    made. Raises `TraceError` when it cannot be written, or the spans are no sound trace.
+    made. Raises `TraceError` when it cannot be written.
     """
-    try:
-        columns = columns_of_spans(trace.spans)
-    except ValueError as problem:
-        raise TraceError(f"cannot write the recording {os.fspath(path)}: {problem}") from problem
-    return write(path, columns, trace, tally)
-
-
-def write(path: str | os.PathLike[str], columns: Trace, facts: spans.Trace, tally: Tally | None = None) -> Path:
-    """Write columns; `facts` are what the trace knows beside its spans. As `dump`."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
-            _write(file, columns, facts, tally)
+            _write(file, trace, tally)
     except OSError as problem:
         raise TraceError(f"cannot write the recording {target}: {problem.strerror or problem}") from problem
     return target
 
 
-def _write(file: Any, columns: Trace, facts: spans.Trace, tally: Tally | None) -> None:
+def _write(file: Any, facts: Trace, tally: Tally | None) -> None:
+    columns = facts.columns
     sites = Sites(columns.sites)
     places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
     arrays, more = packed(columns)
@@ -171,11 +156,11 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         about = Metadata(checked(known["trace"], dict))
         more = checked(known["spans"], dict)
         columns = unpacked(arrays, more, about.sites)
-        facts = about.trace([], [_sample(about.base_ns, *each) for each in more["samples"]])
+        facts = about.trace(SpanViews(columns), [_sample(about.base_ns, *each) for each in more["samples"]])
         names = [checked(name, str) for name in more["kernel_names"]]
         facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
         facts.allocations = unpacked_allocations(arrays, about.base_ns)
-        return without_endless(Saved(columns, facts, about.tally()))
+        return without_endless(Saved(facts, about.tally()))
 
 
 def without_endless(saved: Saved) -> Saved:
@@ -183,7 +168,7 @@ def without_endless(saved: Saved) -> Saved:
 
     Raises `ValueError` and `TraceError` for calls that lie in one another deeper than any program's.
     """
-    level = saved.columns.level
+    level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
     if saved.tally is None and int(level.sum(dtype=np.int64)) > LIMIT_LINKS:
@@ -191,7 +176,7 @@ def without_endless(saved: Saved) -> Saved:
     return saved
 
 
-def facts_of(path: str | os.PathLike[str]) -> spans.Trace:
+def facts_of(path: str | os.PathLike[str]) -> Trace:
     """Read the facts of a recording without its spans and readings. Raises `TraceError`."""
     with _refusals(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from instrument.errors import TraceError
-from instrument.recording.spans import Trace
+from instrument.trace.trace import Trace
 
 RUNS_NAMED = 5
 """Runs of a folder that a message names."""

@@ -15,7 +15,7 @@ from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import AttributesOfRows, Bools, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.of_rows import numbers_in
 from instrument.trace.unsettled import NO_DETAIL, UnsettledRows, detail_of_open
@@ -69,7 +69,7 @@ class Gathered:
         _, thread = np.unique(
             np.stack([self.member.astype(np.int64), self.own_thread]), axis=1, return_inverse=True
         )  # fmt: skip
-        self.trace = Trace(
+        self.trace = Columns(
             sites=tuple(self._sites),
             errors=tuple(self._errors),
             span_id=np.arange(1, count + 1),

@@ -21,7 +21,7 @@ import numpy as np
 
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import KEY
-from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int32s, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.joined import Joined, join
@@ -32,11 +32,11 @@ LOOK_BACK = 64
 
 def graft(saved: Saved) -> Saved:
     """A saved recording, of whichever processes, with one tree for each of its requests."""
-    trace = saved.columns
-    return replace(saved, columns=grafted(trace, join(trace, saved.facts.apart_ns), saved.facts.origin.run))
+    trace, facts = saved.trace.columns, saved.trace
+    return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
 
 
-def grafted(trace: Trace, joined: Joined, run: str = "") -> Trace:
+def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     """The trace with one tree for each request. Without a `run` no trace gets an id.
 
     Where parents would run in a circle, as keys of one span within the other may have it, spans stay where they lie.
@@ -71,7 +71,7 @@ def trace_id_of(run: str, key: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
-def _moves(trace: Trace, joined: Joined) -> Int64s:
+def _moves(trace: Columns, joined: Joined) -> Int64s:
     """The topmost rows of what is done for a request outside of its tree."""
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
@@ -83,7 +83,7 @@ def _moves(trace: Trace, joined: Joined) -> Int64s:
     return np.flatnonzero(moves)
 
 
-def _around(trace: Trace, joined: Joined) -> Int64s:
+def _around(trace: Columns, joined: Joined) -> Int64s:
     """The rows above requests that are done for the same ones: they cannot go below these."""
     found = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
@@ -94,7 +94,7 @@ def _around(trace: Trace, joined: Joined) -> Int64s:
     return np.asarray(np.concatenate(found))
 
 
-def _givers(trace: Trace, joined: Joined, moves: Int64s) -> Int64s:
+def _givers(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     """Of each of these rows the one that handed its request over."""
     found: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
@@ -126,7 +126,7 @@ def _givers(trace: Trace, joined: Joined, moves: Int64s) -> Int64s:
     return found
 
 
-def _giver(trace: Trace, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
+def _giver(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
     """Of rows that began before a time the newest that was open then, else of those of the request's own tree the one
     that ended last."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
@@ -136,7 +136,7 @@ def _giver(trace: Trace, before: Sequence[int], is_own: Bools, at_ns: int) -> in
     return max(ended, key=lambda row: (trace.end_ns[row], row), default=None)
 
 
-def _tops_of_pieces(trace: Trace, requests: Int64s, moves: Int64s) -> Int32s:
+def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
     """At or above each row the nearest one that is a request, or goes below one."""
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[requests] = is_top[moves] = True
@@ -152,7 +152,7 @@ def _in_circles(parent: Int32s) -> Bools:
 
 
 def _by_key(
-    trace: Trace, joined: Joined, run: str, root_id: Int64s, known: dict[int, RemoteParent]
+    trace: Columns, joined: Joined, run: str, root_id: Int64s, known: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
     """The traces of requests by their first keys, and of what bears a key that no request here is known by.
 

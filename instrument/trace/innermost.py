@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import distinct, numbered
 from instrument.trace.layout import in_order
@@ -120,7 +120,7 @@ class Clock(NamedTuple):
         return np.asarray(thread * self.width + (within - self.least_ns))
 
 
-def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
+def innermost(trace: Columns, wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Return the row of the innermost wanted span that was open per thread and time, `NONE` where none was, `SEVERAL`
     where those of other tasks were open that are not all around it.
 
@@ -141,7 +141,7 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
     return np.asarray(found[np.searchsorted(moments, asked)])
 
 
-def _opened(trace: Trace, wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
+def _opened(trace: Columns, wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
     wanted = wanted & ~stood_aside(trace) & clock.knows(trace.thread_id)
     rows = rows[wanted[rows]]
@@ -151,7 +151,7 @@ def _opened(trace: Trace, wanted: Bools, clock: Clock, moments: Int64s) -> _Open
     return _Open(rows[kept], first[kept], end[kept])
 
 
-def _of_several(trace: Trace, some: _Open, last: Int64s) -> Int64s:
+def _of_several(trace: Columns, some: _Open, last: Int64s) -> Int64s:
     """The moments at which spans of other tasks than the last one's were open that are not all around it."""
     line, firsts = numbered(trace.thread_id[some.row], trace.task_id[some.row])
     if len(firsts) == len(distinct(trace.thread_id[some.row[firsts]])):
@@ -174,7 +174,7 @@ def _open_of_other_lines(some: _Open, line: Int64s, last: Int64s, moments: Int64
     return np.asarray(np.cumsum(changes)[moments] - (begun - ended))
 
 
-def _around_of_other_lines(trace: Trace, some: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
+def _around_of_other_lines(trace: Columns, some: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
     """Count the spans around each, one in another as far as they were open at its moment, are of other lines.
 
     Goes up by whole runs of spans of one line of which each was open whenever the one below it was.
@@ -195,7 +195,7 @@ def _around_of_other_lines(trace: Trace, some: _Open, line: Int64s, spans: Int64
     return found
 
 
-def _parents(trace: Trace, some: _Open) -> Int32s:
+def _parents(trace: Columns, some: _Open) -> Int32s:
     """The place of the parent of each, `NONE` for one that is not among them on its thread."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
     place_of[some.row] = np.arange(len(some.row))

@@ -5,7 +5,7 @@ is of the request of that key which began last before it: keys may come again. A
 first that was open at the time names this one from when it bore it. Other keys below a span that bears one name the
 request from then on, too. A request that bears the key of one that it lies within is a part of that one, as where an
 engine's process has request spans of its own. One in its own tree is a request of its own by its keys, and what bears
-there the key of another request is of that one, see `instrument.trace.sub_requests`. A batch is of several requests,
+there the key of another request is of that one, see `instrument.trace.joined`. A batch is of several requests,
 and of none as a whole.
 """
 
@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
-from instrument.trace.columns import Int32s, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, rows_of
-from instrument.trace.groups import counts_up_to
-from instrument.trace.sub_requests import FirstKeys, with_sub_requests, without_strays
+from instrument.trace.groups import counts_up_to, running_most
 
 THOUSANDTHS = 1000
 """What weights are counted in."""
@@ -73,7 +72,7 @@ class Joined:
         return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
 
 
-def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
+def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """The requests of the trace, with what serves them anywhere in it. `owner` is that of each row, if it is known.
 
     Where the clocks of its processes are apart, a span may seem to begin before its request, by `apart_ns` at most.
@@ -121,7 +120,7 @@ def join(trace: Trace, apart_ns: int = 0, owner: Int32s | None = None) -> Joined
     )
 
 
-def strays_of(trace: Trace, is_of_another: Callable[[int, str, int], bool]) -> Int64s:
+def strays_of(trace: Columns, is_of_another: Callable[[int, str, int], bool]) -> Int64s:
     """The rows of strays, and of what lies below them, in a trace that has not all requests.
 
     `is_of_another(row, key, at_ns)` tells whether a request that is not in it is known by a key first that the request
@@ -136,7 +135,7 @@ def strays_of(trace: Trace, is_of_another: Callable[[int, str, int], bool]) -> I
     return np.flatnonzero((owner != NONE) & (left == NONE))
 
 
-def _keys(trace: Trace) -> tuple[Int64s, Int64s, dict[str, int]]:
+def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
     """The rows that bear a key, the number of each one's, and the numbers of all keys."""
     keyed = trace.attributes.having(KEY)
     told = trace.attributes.values(KEY, keyed)
@@ -156,7 +155,7 @@ def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, In
     return found, times_ns[order][firsts]
 
 
-def _above(trace: Trace) -> Int32s:
+def _above(trace: Columns) -> Int32s:
     """The parent of each row, or its root where the parent was not kept and the root was."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
@@ -167,7 +166,7 @@ def _above(trace: Trace) -> Int32s:
 
 
 def _resolved(
-    trace: Trace, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
+    trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
     """The rows of requests, the place of each row among them, of each row that of its request, and how many spans with
     keys have none."""
@@ -199,7 +198,7 @@ class _Bound:
     """
 
     def __init__(
-        self, trace: Trace, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
+        self, trace: Columns, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
     ) -> None:
         keys, requests = pairs
         starts, ends = trace.start_ns[requests], trace.end_ns[requests]
@@ -222,7 +221,7 @@ class _Bound:
         self._ends, self._apart_ns = trace.end_ns, apart_ns
 
     def _named_from(
-        self, trace: Trace, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
+        self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
         """When each key begins to name its request: with that, or where another one is known by it first that went on
         after that, and had begun by the time that it was borne, right after that time."""
@@ -270,7 +269,7 @@ def _top(parts: Mapping[int, int], request: int) -> int:
     return request
 
 
-def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
+def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
     rows = trace.attributes.having(BATCH_KEYS)
     of_rows = [batch_keys(one) for one in trace.attributes.values(BATCH_KEYS, rows)]
     sizes = np.array([len(its) for its in of_rows], dtype=np.int64)
@@ -326,3 +325,115 @@ def batch_weights(told: Any, count: int) -> Sequence[int]:
         round(min(one, HEAVIEST) * THOUSANDTHS) if isinstance(one, (int, float)) and one > 0 else 0 for one in told
     ]
     return found if any(found) else alike
+
+
+# Sub-requests
+
+# A request in the tree of another one is one of its own if it bears a key that the request around it bears only in it.
+# A request without a key outside of such has the single key in it; several keys, of several requests in it, are theirs.
+# A stray is done for one request in the tree of another, where an engine's loop began in the context of the first one.
+
+
+def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
+    """The request of each row, with sub-requests, by that which is topmost, and by the keys that some rows bear."""
+    is_request = trace.of_kind("request")
+    inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
+    if not inner.any() or not len(keyed):
+        return owner
+    of = nearest(trace.parent, is_request)
+    is_theirs = inner[of[keyed]] & (of[keyed] != NONE)
+    if not is_theirs.any():
+        return owner
+    keys: dict[int, set[int]] = {}
+    for row, key in zip(np.where(of == NONE, owner, of)[keyed].tolist(), key_of.tolist(), strict=True):
+        keys.setdefault(row, set()).add(key)
+    is_own = is_request & ~inner
+    candidates = np.unique(of[keyed[is_theirs]])
+    for level in np.unique(trace.level[candidates]).tolist():
+        around = nearest(trace.parent, is_own)
+        within: dict[int, list[int]] = {}
+        for row in candidates[trace.level[candidates] == level].tolist():
+            within.setdefault(int(around[row]), []).append(row)
+        for outer, rows in within.items():
+            others = keys.get(outer, set())
+            found = [row for row in rows if not keys[row] & others]
+            if others or len({frozenset(keys[row]) for row in found}) > 1:
+                is_own[found] = True
+    own = nearest(trace.parent, is_own)
+    is_within = (own != NONE) & inner[own]
+    return np.where(is_within, own, owner).astype(np.int32)
+
+
+def are_strays(at_ns: int, start_ns: int, other_start_ns: int, other_end_ns: int) -> bool:
+    """Whether what bears a key in the tree of a request is of another one, which is known by that key first.
+
+    The request around it began at `start_ns`, is known by another key first, and bore this one first at a time at which
+    the other one had begun: had that one ended by then it is its key all the same if it began after the one around.
+    """
+    return other_start_ns <= at_ns and (other_end_ns > at_ns or other_start_ns >= start_ns)
+
+
+class FirstKeys:
+    """The requests of a trace by the keys that they were known by first: those in the trees of others, too, for parts
+    of a request lie in its tree or in their own."""
+
+    def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
+        near = nearest(trace.parent, trace.of_kind("request"))
+        self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
+        """Of each row the request that is nearest at or above it."""
+        borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
+        order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
+        self.borne, self.borne_keys = borne[order], keys[order]
+        """The rows of requests that bear keys, in the order of their begins, and the numbers of these."""
+        rows, firsts = np.unique(self.around[self.borne], return_index=True)
+        first = self.borne_keys[firsts]
+        self._first_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
+        self._first_of[rows] = first
+        order = np.lexsort((trace.start_ns[rows], first))
+        self.rows, self.keys = rows[order].astype(np.int64), first[order]
+        self.starts, self.ends = trace.start_ns[self.rows], trace.end_ns[self.rows]
+        self._reach = running_most(self.ends, self.keys)
+
+    def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
+        """Which of some requests were known by these keys first."""
+        return np.asarray(self._first_of[rows] == keys)
+
+    def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
+        """Which of some keys, each first borne at a time in a request that began then, and that is known by another one
+        first, are those of others: it is `are_strays` for all of them."""
+        begun = counts_up_to(self.keys, self.starts, keys, at_ns)
+        last = np.searchsorted(self.keys, keys) + begun - 1
+        if not len(self.keys):
+            return np.zeros(len(keys), dtype=np.bool_)
+        return np.asarray((begun > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
+
+
+def without_strays(
+    trace: Columns,
+    owner: Int32s,
+    first: FirstKeys,
+    elsewhere: Callable[[int, int, int], bool] | None = None,
+) -> Int32s:
+    """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
+
+    They bear the key by which another request was known first, and which the request around them, known by another one,
+    did not bear before that one began. Else it is a further name of the request around them, which handed it over.
+    `elsewhere` tells whether that other one is not in the trace, for the row of a request, the number of a key that is
+    not its first, and when it bore that first.
+    """
+    around = first.around[first.borne]
+    pairs, began, pair_of = np.unique(
+        np.stack([around, first.borne_keys]), axis=1, return_index=True, return_inverse=True
+    )  # fmt: skip
+    at_ns = trace.start_ns[first.borne[began]]
+    is_further = ~first.are_first(*pairs)
+    are_astray = is_further & first.are_of_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
+    if elsewhere is not None:
+        for at in np.flatnonzero(is_further & ~are_astray).tolist():
+            are_astray[at] = elsewhere(int(pairs[0, at]), int(pairs[1, at]), int(at_ns[at]))
+    if not are_astray.any():
+        return owner
+    is_stray = np.zeros(len(trace), dtype=np.bool_)
+    is_stray[first.borne] = are_astray[pair_of.reshape(-1)]
+    top = nearest(trace.parent, is_stray | (owner == np.arange(len(trace))))
+    return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import DeviceIntervals, Int64s, Trace
+from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, tops
 from instrument.trace.groups import distinct, places_of, ranked
 from instrument.trace.text import encode, encode_numbers, safe
 
 Column = NDArray[Any]
-Columns = Mapping[str, Column]
+Arrays = Mapping[str, Column]
 
 _WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
@@ -49,7 +52,7 @@ def summed(column: Column) -> Int64s:
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
-def in_order(trace: Trace) -> Int64s:
+def in_order(trace: Columns) -> Int64s:
     """The rows by begin, the longer ones first, then by id: parents come before their children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
@@ -60,7 +63,7 @@ def in_order(trace: Trace) -> Int64s:
     return order
 
 
-def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
+def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     """The columns of a file by name, and what is in its metadata beside them.
 
     Rows are put in the order of `in_order`.
@@ -114,7 +117,7 @@ def packed(trace: Trace) -> tuple[dict[str, Column], dict[str, Any]]:
     return columns, facts
 
 
-def _ranked_below(trace: Trace, column: Int64s) -> tuple[Column, Int64s]:
+def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     """Return the result of `ranked` for what most rows share with their parents: few are looked at."""
     shares = trace.parent != NONE
     if len(trace):
@@ -140,7 +143,7 @@ def _packed_intervals(its: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> d
     }
 
 
-def _packed_attributes(trace: Trace, order: Int64s) -> dict[str, Column]:
+def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     has = np.zeros(len(trace), dtype=np.bool_)
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
@@ -161,7 +164,7 @@ PLAIN = {str, int, bool}
 """Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
 
 
-def attribute_texts(trace: Trace, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
+def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
     """The JSON of the rows' attributes; most are the same as others', and are made into text once. Numbers that are not
     `finite` are texts in JSON that viewers read."""
     made: dict[object, str] = {}
@@ -268,46 +271,46 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) -> Trace:
-    """The trace of a file's columns. Raises `ValueError` and `LookupError` for what is damaged."""
-    span_id, start_ns = summed(columns["span_id_steps"]), summed(columns["start_ns_steps"])
-    total_ns = columns["total_ns"].astype(np.int64)
+def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
+    """The trace of a file's arrays. Raises `ValueError` and `LookupError` for what is damaged."""
+    span_id, start_ns = summed(arrays["span_id_steps"]), summed(arrays["start_ns_steps"])
+    total_ns = arrays["total_ns"].astype(np.int64)
     if len(span_id):
-        span_id, start_ns = span_id + columns["firsts"][0], start_ns + columns["firsts"][1]
+        span_id, start_ns = span_id + arrays["firsts"][0], start_ns + arrays["firsts"][1]
     count = len(span_id)
     dense = ("rows_to_parent", "thread", "task", "start_ns_steps", "total_ns", "children_ns", "site")
-    if {len(columns[name]) for name in dense} != {count}:
-        raise ValueError("its columns are of different lengths; it is damaged")
-    above = np.arange(count) - columns["rows_to_parent"]
+    if {len(arrays[name]) for name in dense} != {count}:
+        raise ValueError("its arrays are of different lengths; it is damaged")
+    above = np.arange(count) - arrays["rows_to_parent"]
     _refuse_outside(above, count)
-    _refuse_outside(columns["thread"], len(columns["thread_ids"]))
-    _refuse_outside(columns["task"], len(columns["task_ids"]))
-    is_top = columns["rows_to_parent"] == 0
+    _refuse_outside(arrays["thread"], len(arrays["thread_ids"]))
+    _refuse_outside(arrays["task"], len(arrays["task_ids"]))
+    is_top = arrays["rows_to_parent"] == 0
     errors, labels = _texts(facts["errors"]), _texts(facts["labels"])
-    return Trace(
+    return Columns(
         sites=tuple(sites),
         errors=errors,
         span_id=span_id,
-        parent_id=_with_rare(columns, "parent_id", np.where(is_top, 0, span_id[above])),
-        root_id=_with_rare(columns, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
-        thread_id=columns["thread_ids"].astype(np.int64)[columns["thread"]],
-        task_id=columns["task_ids"].astype(np.int64)[columns["task"]],
+        parent_id=_with_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
+        root_id=_with_rare(arrays, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
+        thread_id=arrays["thread_ids"].astype(np.int64)[arrays["thread"]],
+        task_id=arrays["task_ids"].astype(np.int64)[arrays["task"]],
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
-        active_ns=_with_rare(columns, "active_ns", total_ns.copy()),
-        self_ns=total_ns - columns["children_ns"],
-        site=columns["site"].astype(np.int32),
-        error=_with_rare(columns, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
-        clipped=_with_rare(columns, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
-        device=_unpacked_intervals(columns, start_ns, labels),
-        attributes=_unpacked_attributes(columns, count),
+        active_ns=_with_rare(arrays, "active_ns", total_ns.copy()),
+        self_ns=total_ns - arrays["children_ns"],
+        site=arrays["site"].astype(np.int32),
+        error=_with_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
+        clipped=_with_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
+        device=_unpacked_intervals(arrays, start_ns, labels),
+        attributes=_unpacked_attributes(arrays, count),
         remote={
             int(row): RemoteParent(
                 int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)
             )
             for row, trace_id, span_id, flags, is_local, in_server_span in facts["remote"]
         },
-        own_id=_with_rare(columns, "own_id", span_id.copy()) if "own_id" in columns else span_id,
+        own_id=_with_rare(arrays, "own_id", span_id.copy()) if "own_id" in arrays else span_id,
     )
 
 
@@ -322,34 +325,107 @@ def _refuse_outside(rows: Column, count: int) -> None:
         raise ValueError("it names what is in none of its tables; it is damaged")
 
 
-def _with_rare(columns: Columns, name: str, usual: Int64s) -> Int64s:
-    rows = summed(columns[f"{name}_row_steps"])
+def _with_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
+    rows = summed(arrays[f"{name}_row_steps"])
     _refuse_outside(rows, len(usual))
-    usual[rows] = columns[name]
+    usual[rows] = arrays[name]
     return usual
 
 
-def _unpacked_intervals(columns: Columns, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
-    row = summed(columns["device_row_steps"])
+def _unpacked_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
+    row = summed(arrays["device_row_steps"])
     _refuse_outside(row, len(start_ns))
-    begin_ns = start_ns[row] + columns["device_after_ns"]
+    begin_ns = start_ns[row] + arrays["device_after_ns"]
     return DeviceIntervals(
         row=row.astype(np.int32),
-        device=columns["device"].astype(np.int64),
-        stream=columns["device_stream"].astype(np.int64),
+        device=arrays["device"].astype(np.int64),
+        stream=arrays["device_stream"].astype(np.int64),
         start_ns=begin_ns,
-        end_ns=begin_ns + columns["device_total_ns"],
-        label=columns["device_label"].astype(np.int32),
-        uncertainty_ns=columns["device_uncertainty_ns"].astype(np.int64),
+        end_ns=begin_ns + arrays["device_total_ns"],
+        label=arrays["device_label"].astype(np.int32),
+        uncertainty_ns=arrays["device_uncertainty_ns"].astype(np.int64),
         labels=labels,
     )
 
 
-def _unpacked_attributes(columns: Columns, count: int) -> PackedAttributes:
-    rows, ends = summed(columns["attributes_row_steps"]), summed(columns["attributes_lengths"])
-    numbers, texts = columns["attributes"], columns["attributes_bytes"].tobytes()
+def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
+    rows, ends = summed(arrays["attributes_row_steps"]), summed(arrays["attributes_lengths"])
+    numbers, texts = arrays["attributes"], arrays["attributes_bytes"].tobytes()
     _refuse_outside(rows, count)
     _refuse_outside(numbers, len(ends))
     if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
         raise ValueError("its attributes are cut off; it is damaged")
     return PackedAttributes(count, rows, numbers, ends, texts)
+
+
+# Columns that grow
+
+
+MOST_KNOWN = 10_000
+"""Texts of attributes that are looked for among those that there are: where they differ this much, none comes twice."""
+
+
+def column(numbers: array[int]) -> Int64s:
+    """The numbers of an array of 64 bits, which does not grow from here on."""
+    return np.frombuffer(numbers, dtype=np.int64)
+
+
+def rank_of(order: NDArray[np.int64]) -> Int32s:
+    """Return the place of each row in an order."""
+    rank = np.empty(len(order), dtype=np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    return rank
+
+
+class GatheredAttributes:
+    """The attributes of rows as JSON, equal texts once. `refuse` raises for a text that has none."""
+
+    def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
+        self._refuse = refuse
+        self._known: dict[bytes, int] = {}
+        self._texts = bytearray()
+        self._ends = array("q")
+        self._rows = array("q")
+        self._numbers = array("q")
+
+    def add(self, row: int, text: bytes) -> None:
+        """Add the attributes of a row that has none yet."""
+        number = self._known.get(text)
+        if number is None:
+            if self._refuse is not None:
+                self._refuse(text)
+            number = len(self._ends)
+            self._texts += text
+            self._ends.append(len(self._texts))
+            if number < MOST_KNOWN:
+                self._known[text] = number
+        self._rows.append(row)
+        self._numbers.append(number)
+
+    def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
+        """Add the attributes of rows that have none yet: as they are, since such a text hardly comes twice."""
+        number = len(self._ends)
+        self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
+        del self._ends[number]  # where the first of them begins
+        self._texts += b"".join(texts)
+        self._rows.extend(rows)
+        self._numbers.extend(range(number, number + len(rows)))
+
+    def packed(self, rank: Int32s) -> PackedAttributes:
+        """The attributes of the rows by their rank."""
+        rows = rank[column(self._rows)]
+        order = np.argsort(rows, kind="stable")
+        numbers = column(self._numbers).astype(np.int32)[order]
+        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
+
+
+def written(attributes: Mapping[str, object]) -> bytes:
+    """Attributes as the text in which they are kept, without escapes that `having` would not see."""
+    try:
+        text = msgspec.json.encode(attributes)
+    except (ValueError, OverflowError):
+        text = b"null"
+    # Which would stand for numbers that JSON has not, such as those beyond all floats.
+    if b"null" not in text:
+        return text
+    return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")

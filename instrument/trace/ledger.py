@@ -27,9 +27,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import KEY, OUTCOME, Site
-from instrument.trace.columns import Bools, Int64s, Trace
-from instrument.trace.forest import NONE, and_above, nearest_above
+from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
+from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.forest import NONE, and_above, nearest, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered, running_most
 from instrument.trace.innermost import turns
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
@@ -98,7 +98,7 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
     return np.asarray(upto[0] - upto[1])
 
 
-def own_lengths(trace: Trace, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
+def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
     """The time that batches have for themselves, by the rows of the trace.
 
     `parts` are when each went on, by groups; `batch` and `device` are the row and the device of each group, of which
@@ -141,7 +141,7 @@ def own_lengths(trace: Trace, served: Served, parts: Unions, batch: Int64s, devi
     return np.asarray(Groups(its_batch, len(trace)).sums(lengths - lost), dtype=np.int64)
 
 
-def _nested(trace: Trace, served: Served) -> tuple[Int64s, Int64s]:
+def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
     """Return the rows of batches within another batch of the same thread and task, and the rows of the outer ones."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
@@ -182,7 +182,7 @@ class Turns(NamedTuple):
     length_ns: Int64s
 
 
-def turns_of(trace: Trace, joined: Joined) -> Turns:
+def turns_of(trace: Columns, joined: Joined) -> Turns:
     """What went on in each request, turn by turn, but for what is unknown."""
     work, batches = _work(trace, joined), _batches(trace, joined)
     between, inner = _between(trace, joined, work, batches), _sub_requests(trace, joined)
@@ -206,7 +206,7 @@ def turns_of(trace: Trace, joined: Joined) -> Turns:
     return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
 
 
-def _ranks(trace: Trace, between: Stretches, spans: Int64s) -> Int64s:
+def _ranks(trace: Columns, between: Stretches, spans: Int64s) -> Int64s:
     """Times between spans and then spans by when these began, also before the request; what begins and ends with a time
     between spans comes after it."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
@@ -224,14 +224,14 @@ def _ranks(trace: Trace, between: Stretches, spans: Int64s) -> Int64s:
     return ranks
 
 
-def served_stretches(trace: Trace, joined: Joined) -> tuple[Stretches, Stretches]:
+def served_stretches(trace: Columns, joined: Joined) -> tuple[Stretches, Stretches]:
     """The batches of each request, and what lies before and between them: of the latter `row` is 0 for the queue, 1 for
     a stall, 2 for transport. Both by request, batches in order of time."""
     batches = _batches(trace, joined)
     return batches, _between(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
-def ledger(trace: Trace, joined: Joined) -> Ledger:
+def ledger(trace: Columns, joined: Joined) -> Ledger:
     """What each request was spent on."""
     found = turns_of(trace, joined)
     rows = distinct(joined.served.batch)
@@ -268,7 +268,7 @@ class Moment(NamedTuple):
     pair: int
 
 
-def timeline(trace: Trace, joined: Joined, place: int) -> list[Moment]:
+def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     """All turns of one request in order, what is unknown among them: from its begin to its end without a gap.
 
     A turn in a batch is `SHARE`, whatever of it was the request's own.
@@ -316,13 +316,13 @@ class Stretches(NamedTuple):
     pair: Int64s
 
 
-def _clipped(trace: Trace, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Stretches:
+def _clipped(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Stretches:
     around = joined.rows[request]
     starts, ends = np.clip((trace.start_ns[row], trace.end_ns[row]), trace.start_ns[around], trace.end_ns[around])
     return Stretches(request, row, starts, ends, pair)
 
 
-def _work(trace: Trace, joined: Joined) -> Stretches:
+def _work(trace: Columns, joined: Joined) -> Stretches:
     """The phases of each request's own work, in whatever process."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
@@ -331,7 +331,7 @@ def _work(trace: Trace, joined: Joined) -> Stretches:
     return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
 
 
-def _sub_requests(trace: Trace, joined: Joined) -> Stretches:
+def _sub_requests(trace: Columns, joined: Joined) -> Stretches:
     """Requests that began within other ones, of which they are no parts."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
@@ -339,7 +339,7 @@ def _sub_requests(trace: Trace, joined: Joined) -> Stretches:
     return _clipped(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
 
 
-def _batches(trace: Trace, joined: Joined) -> Stretches:
+def _batches(trace: Columns, joined: Joined) -> Stretches:
     """The batches of each request, in their order."""
     pairs = np.flatnonzero(joined.served.request != NONE)
     its = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
@@ -349,7 +349,7 @@ def _batches(trace: Trace, joined: Joined) -> Stretches:
 
 
 def _between(
-    trace: Trace, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
+    trace: Columns, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
 ) -> Stretches:
     """Return the times before and between the batches of each request: `row` is 0 queue, 1 stall, 2 transport.
 
@@ -375,7 +375,7 @@ def _between(
     return Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
-def _handing_over(trace: Trace, joined: Joined) -> Stretches:
+def _handing_over(trace: Columns, joined: Joined) -> Stretches:
     """The spans that hand requests over, by request and begin: those that bear a key, but for the request's own and
     what its batches are below."""
     rows = trace.attributes.having(KEY)
@@ -392,7 +392,7 @@ def _handing_over(trace: Trace, joined: Joined) -> Stretches:
     return Stretches(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _handed_at(trace: Trace, handing: Stretches, which: Int64s, upto: Int64s) -> Int64s:
+def _handed_at(trace: Columns, handing: Stretches, which: Int64s, upto: Int64s) -> Int64s:
     """Return the times at which spans had handed their requests over. This is the end of a span, or its begin where it
     failed or went on after `upto`."""
     rows = handing.row[which]
@@ -402,7 +402,7 @@ def _handed_at(trace: Trace, handing: Stretches, which: Int64s, upto: Int64s) ->
 
 
 def _queued(
-    trace: Trace, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
+    trace: Columns, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
 ) -> _Part:
     """Return the queue of each request: from its handing over to its first batch.
 
@@ -422,7 +422,7 @@ def _queued(
     return requests, np.maximum(from_ns, begins), upto, 0
 
 
-def _given_up(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+def _given_up(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
     """Return the queues of failed requests that no batch served: from their handing over to their ends."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
@@ -436,7 +436,7 @@ def _given_up(trace: Trace, joined: Joined, handing: Stretches, batches: Stretch
     return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
 
 
-def _queued_again(trace: Trace, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+def _queued_again(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
     """Return the queues by further keys: from the handing over of a key to the first batch that has it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     handing, batches = (
@@ -468,7 +468,7 @@ def _queued_again(trace: Trace, joined: Joined, handing: Stretches, batches: Str
 
 
 def _handed_over(
-    trace: Trace, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
+    trace: Columns, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Transport: between a request's own threads and those of its batches, where work of its own tells when."""
     threads = distinct(trace.thread_id[distinct(joined.served.batch)])
@@ -526,3 +526,50 @@ def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
     fits = groups[before] == groups[order[wanted]]
     found[order[wanted]] = np.where(fits, before - count, NONE)
     return found
+
+
+# Device time of requests
+
+# The device time of a batch is that of its span and of all below it: of each device the union, and these added up. It
+# is given out as its wall is, without what batches within it had. Other spans of a request have theirs likewise.
+
+
+@dataclass(frozen=True)
+class DeviceLedger:
+    """`own_ns` and `shared_ns` of each request, by its place.
+
+    `batch_ns` is of each row, 0 of what is no batch, and `given_ns` of each pair of a batch and a request how much that
+    request is given: over those of a batch it adds up to what the batch had for itself.
+    """
+
+    own_ns: Int64s
+    shared_ns: Int64s
+    batch_ns: Int64s
+    given_ns: Int64s
+
+
+def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
+    """Return the device time of each request."""
+    its, served = trace.device, joined.served
+    timed = np.flatnonzero(its.timed)
+    is_batch = np.zeros(len(trace), dtype=np.bool_)
+    is_batch[trace.attributes.having(BATCH_KEYS)] = True
+    rows = its.row[timed]
+    batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
+    request = np.where(batch == NONE, joined.of[rows], NONE)
+    of_batches, owners, devices = _busy(trace, timed[batch != NONE], batch[batch != NONE])
+    batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
+    of_requests, requests, _ = _busy(trace, timed[request != NONE], request[request != NONE])
+    own = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
+    given = shares(served, own_lengths(trace, served, of_batches, owners, devices))
+    return DeviceLedger(
+        own.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given), batch_ns, given
+    )  # fmt: skip
+
+
+def _busy(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
+    """The unions of the intervals of each owner on each device, by groups, and the owner and the device of each."""
+    its = trace.device
+    groups, firsts = numbered(owners, its.device[intervals])
+    found = union_by_group(groups, its.start_ns[intervals], its.end_ns[intervals])
+    return found, owners[firsts], its.device[intervals[firsts]].astype(np.int64)

@@ -23,13 +23,12 @@ from instrument.errors import TraceError
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import OVERFLOW, Tally
-from instrument.trace.apart import ApartFile, Numbers, linked_ids
-from instrument.trace.columns import Bools, DeviceIntervals, Int64s, Trace
+from instrument.trace.apart import ApartFile, Numbers, linked_ids, processes_of
+from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import called, merged_facts, merged_processes, merged_tally
-from instrument.trace.unmerged import processes_of
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The clocks on which files may be put: the one that all processes of a machine have until it is started anew, and the
@@ -76,7 +75,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
     parts = [saved for group in groups for saved in group]
-    boots = {saved.facts.origin.boot for saved in parts}
+    boots = {saved.trace.origin.boot for saved in parts}
     if len(parts) == 1:
         return _only(parts[0])
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
@@ -87,12 +86,12 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
             "machine, or do not tell, nor how exact its wall clock was; take these with --clock wall, which may be "
             "seconds apart, or see each with --by process"
         )
-    if clock == WALL and (untold := [one for one in parts if not one.facts.origin.realtime_ns]):
+    if clock == WALL and (untold := [one for one in parts if not one.trace.origin.realtime_ns]):
         raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
     try:
-        before_ns = max(saved.facts.apart_ns for saved in parts)  # of files that are of several themselves
+        before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that are of several themselves
         made = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
-        runs = len({saved.facts.origin.run for saved in parts} - {""})
+        runs = len({saved.trace.origin.run for saved in parts} - {""})
         return Merged(made.saved, len(files), len(groups), runs, clock, apart_ns, made.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
@@ -101,8 +100,8 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
 def _only(saved: Saved) -> Merged:
     """One file, which stays as it is."""
     part = ApartFile(saved, 0, 0, 0)
-    part.row = np.arange(len(saved.columns))
-    return Merged(saved, 1, 1, int(bool(saved.facts.origin.run)), MONOTONIC, 0, [part])
+    part.row = np.arange(len(saved.trace.columns))
+    return Merged(saved, 1, 1, int(bool(saved.trace.origin.run)), MONOTONIC, 0, [part])
 
 
 SECONDS_NS = 10**9
@@ -115,7 +114,7 @@ SLEW = 500e-6
 def _apart_ns(files: Sequence[Saved]) -> int | None:
     """Return the distance of the wall clocks of two files at most, None where one is unknown."""
     bounds = []
-    for facts in (saved.facts for saved in files):
+    for facts in (saved.trace for saved in files):
         origin = facts.origin
         if not origin.wall_error_ns or not origin.realtime_ns:
             return None
@@ -186,27 +185,27 @@ class _Merge:
 
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
-        base_ns = groups[0][0].facts.origin.realtime_of(0)
+        base_ns = groups[0][0].trace.origin.realtime_of(0)
         self._absent: dict[tuple[int, int], int] = {}
         self._parts: list[ApartFile] = []
         first = 0
         for process, group in enumerate(groups):
-            newest = max((saved.facts for saved in group), key=attrgetter("end_ns"))
+            newest = max((saved.trace for saved in group), key=attrgetter("end_ns"))
             moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
             for saved in group:
                 self._parts.append(ApartFile(saved, process, first, moved_ns))
-                first += len(saved.columns)
+                first += len(saved.trace.columns)
         self.parts: Sequence[ApartFile] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merged_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
         tally = merged_tally(self._parts, self._numbers, columns, facts.threads)
         processes = merged_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
-        self.saved = Saved(columns, replace(facts, processes=processes), tally)
+        self.saved = Saved(replace(facts, processes=processes).with_columns(columns), tally)
 
     # ------------------------------------------------------------ spans
 
-    def _merged_columns(self, count: int) -> Trace:
+    def _merged_columns(self, count: int) -> Columns:
         parts = self._parts
         site = _joined_columns(self._numbers.sites_of(part) for part in parts)
         start_ns = _joined_columns(part.trace.start_ns + part.moved_ns for part in parts)
@@ -223,7 +222,7 @@ class _Merge:
         errors, error = _tables([(part.trace.errors, part.trace.error) for part in parts])
         parent_id, root_id = self._ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
-        return Trace(
+        return Columns(
             sites=self._numbers.sites,
             errors=errors,
             span_id=np.arange(1, len(order) + 1),
@@ -352,9 +351,9 @@ ENDED_THREADS = 0, "(ended threads)"
 def folded(files: Sequence[Saved]) -> Saved:
     """Recordings of processes that have ended, or what has been made of such before, as one. Raises `TraceError`."""
     saved = merge(files).saved
-    facts = saved.facts
-    columns, since_ns = _newest(saved.columns, SPANS_KEPT)
-    losses, lost = dict(facts.losses), len(saved.columns) - len(columns)
+    facts = saved.trace
+    columns, since_ns = _newest(saved.trace.columns, SPANS_KEPT)
+    losses, lost = dict(facts.losses), len(saved.trace.columns) - len(columns)
     if lost:
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
     samples = facts.samples[-SAMPLES_KEPT:]
@@ -366,7 +365,7 @@ def folded(files: Sequence[Saved]) -> Saved:
         threads={thread: name for thread, name in facts.threads.items() if thread in threads},
         losses=losses,
         # As they were said: named by process they would be more with each fold, and the names before them too.
-        notes=_few(list(dict.fromkeys(note for one in files for note in one.facts.notes if note != MORE_NOTES))),
+        notes=_few(list(dict.fromkeys(note for one in files for note in one.trace.notes if note != MORE_NOTES))),
         held_from_ns=max(facts.held_from_ns, since_ns),
         samples=samples,
         gpus=[gpu for gpu in facts.gpus if gpu.device in devices],
@@ -374,14 +373,14 @@ def folded(files: Sequence[Saved]) -> Saved:
         processes=(),
         died="",  # each was said as it happened; the run's report counts them
     )
-    return Saved(columns, facts, _of_ended_threads(saved.counted()))
+    return Saved(facts.with_columns(columns), _of_ended_threads(saved.counted()))
 
 
 def _few(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES]
 
 
-def _newest(trace: Trace, count: int) -> tuple[Trace, int]:
+def _newest(trace: Columns, count: int) -> tuple[Columns, int]:
     """The spans that ended last, with the sites and errors of them alone, and since when none is missing (0: ever)."""
     wanted, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
@@ -391,7 +390,7 @@ def _newest(trace: Trace, count: int) -> tuple[Trace, int]:
     return _with_used_sites(trace, wanted), since_ns
 
 
-def _with_used_sites(trace: Trace, wanted: Bools) -> Trace:
+def _with_used_sites(trace: Columns, wanted: Bools) -> Columns:
     few = trace.with_attributes(wanted)
     sites, site = np.unique(few.site, return_inverse=True)
     known = np.unique(few.error[few.error >= 0])

@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from instrument.recording import spans
 from instrument.recording.allocations import Allocations
-from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup
+from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, never_called
 from instrument.recording.tally import Tally
 from instrument.trace.apart import ApartFile, Numbers
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Columns
 from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
-from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import LIMIT_LINKS
-from instrument.trace.watched import ROW
+from instrument.trace.trace import MergedProcess, Trace
+from instrument.trace.watched import ROW, KernelColumns
 
 DEATHS_TOLD = 3
 """Processes without a goodbye that are named one by one."""
@@ -34,7 +33,7 @@ OF_ALL = ("system_cpu",)
 
 def called(saved: Saved) -> str:
     """Return the name of a process among others."""
-    origin = saved.facts.origin
+    origin = saved.trace.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
@@ -46,15 +45,15 @@ def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
 def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
     """Return the files of a process whose totals count every call once; none where they overlap in part."""
     found: list[ApartFile] = []
-    for part in sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns)):
-        if not found or part.saved.facts.end_ns > found[-1].saved.facts.end_ns:
+    for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
+        if not found or part.saved.trace.end_ns > found[-1].saved.trace.end_ns:
             found.append(part)
-    edges = [(part.saved.facts.start_ns, part.saved.facts.end_ns) for part in found]
+    edges = [(part.saved.trace.start_ns, part.saved.trace.end_ns) for part in found]
     is_apart = all(end_ns <= start_ns for (_, end_ns), (start_ns, _) in pairwise(edges))
     return found if is_apart else []
 
 
-def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
+def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the totals of all calls: those that were saved; where there are none, or they overlap, by the spans."""
     merged = Tally(threads)
     for its in _processes(parts):
@@ -77,43 +76,43 @@ def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Trace, t
     return merged
 
 
-def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> spans.Trace:
+def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
     """A trace without spans that knows what all of them know.
 
     Gauges of processes, and what torch.profiler saw in more than one, are left out; a note says so.
     """
     processes = list(_processes(parts))
-    newest = [max(its, key=lambda part: part.saved.facts.end_ns) for its in processes]
+    newest = [max(its, key=lambda part: part.saved.trace.end_ns) for its in processes]
     watched = list(filter(None, map(_watched, processes)))
     seen = _seen(watched[0], numbers) if len(watched) == 1 else {}
     losses: dict[str, int] = {}
     for part in newest:
-        for reason, count in part.saved.facts.losses.items():
+        for reason, count in part.saved.trace.losses.items():
             losses[reason] = losses.get(reason, 0) + count
-    services = dict.fromkeys(part.saved.facts.origin.service for part in parts)
-    held = [part.saved.facts.held_from_ns + part.moved_ns for part in parts if part.saved.facts.held_from_ns]
+    services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
+    held = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
     samples, left_out = _samples(parts, numbers, is_one=len(processes) == 1)
     notes = _notes(processes)
     if left_out or len(watched) > 1:
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
-    start_ns = min(part.saved.facts.start_ns + part.moved_ns for part in parts)
-    end_ns = max(part.saved.facts.end_ns + part.moved_ns for part in parts)
-    gpus = {numbers.device(gpu.device, part): gpu for part in parts for gpu in part.saved.facts.gpus}
-    return spans.Trace(
-        origin=replace(parts[0].saved.facts.origin, service=", ".join(services)),
+    start_ns = min(part.saved.trace.start_ns + part.moved_ns for part in parts)
+    end_ns = max(part.saved.trace.end_ns + part.moved_ns for part in parts)
+    gpus = {numbers.device(gpu.device, part): gpu for part in parts for gpu in part.saved.trace.gpus}
+    return Trace(
+        origin=replace(parts[0].saved.trace.origin, service=", ".join(services)),
         start_ns=start_ns,
         end_ns=end_ns,
         spans=[],
         threads=_threads(parts, numbers),
         losses=losses,
         notes=notes,
-        window=parts[0].saved.facts.window,
+        window=parts[0].saved.trace.window,
         cost=_cost(processes, end_ns - start_ns),
         held_from_ns=max(held, default=0),
         samples=samples,
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
         startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
-        died=_deaths([part.saved.facts for part in newest]),
+        died=_deaths([part.saved.trace for part in newest]),
         **seen,
     )
 
@@ -122,16 +121,16 @@ def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
     """The file of a process that has most of what torch.profiler saw, None where it saw nothing."""
 
     def length_ns(part: ApartFile) -> int:
-        first_ns, last_ns = part.saved.facts.watched or (0, -1)
+        first_ns, last_ns = part.saved.trace.watched or (0, -1)
         return last_ns - first_ns
 
-    some = [part for part in parts if part.saved.facts.watched is not None or part.saved.facts.flops]
+    some = [part for part in parts if part.saved.trace.watched is not None or part.saved.trace.flops]
     return max(some, key=length_ns, default=None)
 
 
 def merged_processes(
     parts: Sequence[ApartFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
-) -> Sequence[spans.MergedProcess]:
+) -> Sequence[MergedProcess]:
     """Return each process as a merged trace knows it.
 
     `absent` has the new ids of spans that no file has, by process and own id.
@@ -140,20 +139,20 @@ def merged_processes(
     processes = list(_processes(parts))
     watched = [part.process for part in filter(None, map(_watched, processes))]
     for its in processes:
-        newest = max((part.saved.facts for part in its), key=attrgetter("end_ns"))
+        newest = max((part.saved.trace for part in its), key=attrgetter("end_ns"))
         windows = list[Interval]()
-        for start_ns, end_ns in sorted((part.saved.facts.start_ns, part.saved.facts.end_ns) for part in its):
+        for start_ns, end_ns in sorted((part.saved.trace.start_ns, part.saved.trace.end_ns) for part in its):
             if windows and start_ns < windows[-1][1]:
                 windows[-1] = windows[-1][0], max(windows[-1][1], end_ns)
             else:
                 windows.append((start_ns, end_ns))
         process = its[0].process
         found.append(
-            spans.MergedProcess(
+            MergedProcess(
                 replace(
                     newest, spans=[], samples=(), gpus=(), kernels=(), allocations=(), watched=None, flops=(),
                     startup=None, start_ns=windows[0][0], processes=(),
-                    threads={own: name for part in its for own, name in part.saved.facts.threads.items()},
+                    threads={own: name for part in its for own, name in part.saved.trace.threads.items()},
                 ),
                 windows,
                 **numbers.of_process(process),
@@ -165,7 +164,7 @@ def merged_processes(
     return tuple(found)
 
 
-def _deaths(of_each: Sequence[spans.Trace]) -> str:
+def _deaths(of_each: Sequence[Trace]) -> str:
     """Return the ends of processes without a goodbye: the first and the newest, and the number of others."""
     told = [facts.died for facts in sorted(of_each, key=attrgetter("end_ns")) if facts.died]
     more = len(told) - DEATHS_TOLD
@@ -177,7 +176,7 @@ def _deaths(of_each: Sequence[spans.Trace]) -> str:
 
 def _before(its: Sequence[ApartFile], parts: Sequence[ApartFile]) -> str:
     """The name of a process as the names of its threads begin with it, "" where there is no other process."""
-    origin = its[0].saved.facts.origin
+    origin = its[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # whose threads are named by process already
     return f"{called(its[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
 
@@ -187,7 +186,7 @@ def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
     for its in _processes(parts):
         before = _before(its, parts)
         for part in its:
-            named = part.saved.facts.threads
+            named = part.saved.trace.threads
             for own in dict.fromkeys([*named, *np.unique(part.trace.thread_id).tolist()]):
                 names.setdefault(numbers.thread(own, part), before + (named.get(own) or f"thread {own}"))
     return names
@@ -199,21 +198,21 @@ def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
     A note is left out where another process has met its rule, or called its target.
     """
     parts = [part for its in processes for part in its]
-    at_work = {mark for part in parts for mark in part.saved.facts.own_notes.at_work}
+    at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     called_sites = {f"{site.module}:{site.qualname}" for part in parts for site in part.called_sites()}
     said: dict[str, list[str]] = {}
     uncalled: dict[str, None] = {}
     for its in processes:
         void = set[str]()
-        for own_notes in (part.saved.facts.own_notes for part in its):
+        for own_notes in (part.saved.trace.own_notes for part in its):
             void |= {note for mark, note in own_notes.waiting if mark in at_work}
             if own_notes.uncalled:
-                void.add(spans.never_called(own_notes.uncalled))
+                void.add(never_called(own_notes.uncalled))
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
-        for note in dict.fromkeys(note for part in its for note in part.saved.facts.notes if note not in void):
+        for note in dict.fromkeys(note for part in its for note in part.saved.trace.notes if note not in void):
             said.setdefault(note, []).append(called(its[0].saved))
     notes = [note if len(who) == len(processes) else f"{_few(who)}: {note}" for note, who in said.items()]
-    return [*notes, *([spans.never_called([*uncalled])] if uncalled else [])]
+    return [*notes, *([never_called([*uncalled])] if uncalled else [])]
 
 
 def _few(names: Sequence[str]) -> str:
@@ -227,9 +226,9 @@ def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | No
     costs, untold = list[Cost](), 0
     for its in processes:
         for part in _counting(its) or [max(its, key=lambda part: len(part.trace))]:
-            if part.saved.facts.cost is not None:
-                costs.append(part.saved.facts.cost)
-            elif part.saved.facts.origin.recorder != "other" and part.saved.tally is not None:
+            if part.saved.trace.cost is not None:
+                costs.append(part.saved.trace.cost)
+            elif part.saved.trace.origin.recorder != "other" and part.saved.tally is not None:
                 untold += part.saved.tally.calls  # of one that ended without a goodbye
     if not costs:
         return None
@@ -248,7 +247,7 @@ def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> t
     found: dict[tuple[str, int, int], Sample] = {}
     left_out = False
     for part in parts:
-        for sample in part.saved.facts.samples:
+        for sample in part.saved.trace.samples:
             if sample.device == HOST and not is_one and sample.name not in OF_ALL:
                 left_out = True
                 continue
@@ -260,7 +259,7 @@ def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> t
 
 def _seen(part: ApartFile, numbers: Numbers) -> dict[str, Any]:
     """Return the work that torch.profiler saw in one of the files, with its new devices and threads."""
-    facts, moved_ns = part.saved.facts, part.moved_ns
+    facts, moved_ns = part.saved.trace, part.moved_ns
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
     rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
     rows["device"] = numbers.devices(rows["device"], part)
@@ -281,7 +280,7 @@ def _seen(part: ApartFile, numbers: Numbers) -> dict[str, Any]:
 
 
 def _startup(part: ApartFile, numbers: Numbers) -> Startup | None:
-    found = part.saved.facts.startup
+    found = part.saved.trace.startup
     if found is None:
         return None
 

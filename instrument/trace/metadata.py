@@ -29,18 +29,17 @@ from instrument.recording.spans import (
     ImportTime,
     Interval,
     Kernel,
-    MergedProcess,
     Origin,
     OwnNotes,
     Sample,
     Site,
     Span,
     Startup,
-    Trace,
     told_fields,
 )
 from instrument.recording.tally import Tally, Totals
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
+from instrument.trace.trace import MergedProcess, Trace
 
 FORMAT = 5
 """Version of what is in the key. In 4, a tally did not tell running from waiting."""
@@ -239,7 +238,7 @@ class Metadata:
         self.sites = [_site(entry) for entry in facts["sites"]]
         self._facts = facts
 
-    def trace(self, spans: list[Span], samples: list[Sample]) -> Trace:
+    def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
         """The trace that has these spans and samples, and those samples that are no numbers."""
         facts = self._facts
         samples += [

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording import spans
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.spans import Origin
-from instrument.trace.columns import Int64s, Trace, device_intervals
+from instrument.recording.spans import Origin, Site
+from instrument.trace.columns import Columns, Int64s, device_intervals
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
-from instrument.trace.gathering import GatheredAttributes, written
+from instrument.trace.layout import GatheredAttributes, written
 from instrument.trace.of_rows import has_more, numbers_in
+from instrument.trace.trace import Trace
 
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
@@ -60,7 +60,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     lacking = sum(span_id not in details for span_id in rows["span_id"][has_more(rows)].tolist())
     if lacking:
         losses[NO_DETAIL] = lacking
-    facts = spans.Trace(
+    facts = Trace(
         origin=origin_of(header),
         start_ns=max(begin_ns, since_ns),
         end_ns=max(begin_ns, since_ns, end_ns),
@@ -76,7 +76,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     try:
         tally = mapped.tally() if since_ns <= begin_ns else None  # which is of all the time
         site_of = np.array(tree.site_of, np.int32)
-        return Saved(columns.trace(tree.sites, site_of, details, intervals), facts, tally)
+        return Saved(facts.with_columns(columns.trace(tree.sites, site_of, details, intervals)), tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
@@ -103,8 +103,8 @@ class _Columns:
         return np.concatenate([self._rows[name].astype(np.int64), np.array(of_open, np.int64)])
 
     def trace(
-        self, sites: list[spans.Site], site_of: Any, details: Mapping[int, Detail], intervals: NDArray[np.void]
-    ) -> Trace:
+        self, sites: list[Site], site_of: Any, details: Mapping[int, Detail], intervals: NDArray[np.void]
+    ) -> Columns:
         end_ns, count = self._end_ns, len(self._rows)
         span_id = self._column("span_id", [span.span_id for span in self._open])
         start_ns = self._column("start_ns", [span.start_ns for span in self._open])
@@ -135,7 +135,7 @@ class _Columns:
                 told[OPEN] = True
             if told:
                 attributes.add(row, written(told))
-        return Trace(
+        return Columns(
             sites=tuple(sites),
             errors=tuple(errors),
             span_id=span_id,

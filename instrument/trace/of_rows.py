@@ -12,13 +12,13 @@ from instrument.recording import memory_layout
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Taken, more_of, packed_row
 from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import AttributesOfRows, Bools, DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.self_times import self_times_of
 
 _SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
 ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.fields.items()])
-"""A row, as `instrument.recording.ring.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
+"""A row, as `instrument.recording.rows.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
 
 Rows = NDArray[Any]
 
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 def columns_of(
     taken: Taken, start_ns: int, end_ns: int, device_of: Callable[[Int64s], DeviceIntervals] | None = None
-) -> Trace:
+) -> Columns:
     """The spans that lie in or reach into the window, clipped to it; open ones end with it.
 
     `device_of` tells the device intervals of spans by their ids. What a clipped span was by itself is what remains of
@@ -65,7 +65,7 @@ def columns_of(
     starts = np.maximum(starts, start_ns)
     ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
     sites, site = _sites(taken, columns["node"])
-    found = Trace(
+    found = Columns(
         sites=sites,
         errors=tuple(more.errors),
         span_id=columns["span_id"],

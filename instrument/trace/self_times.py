@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import by_level
 from instrument.trace.intervals import lengths_by_group
 
 
-def self_times_of(trace: Trace, rows: Int64s) -> Int64s:
+def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
     """Return the total of some rows, each less the union of the children on its line, clipped to it."""
     wanted = np.zeros(len(trace), dtype=np.bool_)
     wanted[rows] = True
     return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & wanted[trace.parent])[rows]
 
 
-def waiting_times(trace: Trace) -> Int64s:
+def waiting_times(trace: Columns) -> Int64s:
     """Return the waiting part of each span's self time: the rest, once it has run while no child on its line ran.
 
     One that was active all the time has not waited.
@@ -32,7 +32,7 @@ def waiting_times(trace: Trace) -> Int64s:
     return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
 
 
-def stood_aside(trace: Trace) -> Bools:
+def stood_aside(trace: Columns) -> Bools:
     """Return True for generators that stood still for longer than they waited: others ran meanwhile."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
@@ -46,7 +46,7 @@ def stood_aside(trace: Trace) -> Bools:
     return np.asarray((stood_ns > 0) & (2 * (trace.total_ns - counted_ns) > stood_ns))
 
 
-def _of_children(trace: Trace, times_ns: Int64s) -> Int64s:
+def _of_children(trace: Columns, times_ns: Int64s) -> Int64s:
     """The sums of the times of each span's children on its line."""
     found = np.zeros(len(trace), dtype=np.int64)
     children = np.flatnonzero(trace.on_line_of_parent)
@@ -54,7 +54,7 @@ def _of_children(trace: Trace, times_ns: Int64s) -> Int64s:
     return found
 
 
-def _within_children(trace: Trace, which: Bools) -> Int64s:
+def _within_children(trace: Columns, which: Bools) -> Int64s:
     """Return the time of each span that is within some of its children."""
     children = np.flatnonzero(which)
     parents = trace.parent[children]

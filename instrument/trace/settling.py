@@ -16,15 +16,15 @@ import numpy as np
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, LinkedRequest, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
-from instrument.trace.columns import Bools, Trace
+from instrument.trace.columns import Bools, Columns
 from instrument.trace.forest import NONE, and_above, nearest, nearest_above
 from instrument.trace.gathered import OPEN, OPEN_NS, Gathered
 from instrument.trace.grafted import grafted, trace_id_of
 from instrument.trace.joined import join
-from instrument.trace.of_spans import spans_of
+from instrument.trace.request_steps import StepKinds
 from instrument.trace.stages import Stages, spans_of_stages, stages
-from instrument.trace.step_kinds import StepKinds
 from instrument.trace.tail_sampling import EndedRequest, are_sampled
+from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Decided, UnsettledRows
 
 DECISION_WAIT_NS = 2 * 10**9
@@ -168,7 +168,7 @@ class _Tick:
         """Rows that are dropped."""
         self._outcome: dict[int, Settled] = {}
 
-    def _with_traces(self, found: Trace) -> Trace:
+    def _with_traces(self, found: Columns) -> Columns:
         """Leave the trace of a key to the first request that had it, over all rounds."""
         named = {int(self._joined.rows[place]): keys[0] for place, keys in self._joined.keys.items()}
         remote = dict(found.remote)

@@ -26,13 +26,12 @@ import numpy as np
 
 from instrument.recording.generations import GENERATION, says_generation
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
-from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Stretches, served_stretches
-from instrument.trace.request_steps import Steps, last_of_firsts, prefills, steps_of, usual_ns
-from instrument.trace.step_kinds import Parts, StepKinds
+from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firsts, prefills, steps_of, usual_ns
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -97,7 +96,7 @@ class Stages:
             yield STALL, *one
 
 
-def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
+def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
     """The stages of each request that a batch serves, and that is there from its begin to its end.
 
     One that was given up in the queue has that alone.
@@ -155,7 +154,7 @@ def stages(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> list
     return found
 
 
-def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
+def queue_times(trace: Columns, joined: Joined) -> Mapping[int, int]:
     """Return the nanoseconds that requests waited in the queue, by their places: 0 where a served request did not wait.
 
     A request that no batch serves is in it only where it was given up in the queue.
@@ -165,7 +164,7 @@ def queue_times(trace: Trace, joined: Joined) -> Mapping[int, int]:
     return found | {place: end_ns - start_ns for place, (start_ns, end_ns) in _queues(between).items()}
 
 
-def _generating(trace: Trace, joined: Joined) -> set[int]:
+def _generating(trace: Columns, joined: Joined) -> set[int]:
     """The places of the requests of which a rule, or the service, says that a model generates something."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(np.flatnonzero(trace.of_sites([says_generation(dict(site.attributes)) for site in trace.sites])))
@@ -179,7 +178,7 @@ def _have_loops(parts: Parts, steps: Steps) -> Bools:
     return np.isin(steps.request[steps.first], several)
 
 
-def _streamed_ns(trace: Trace, rows: Int64s) -> Int64s:
+def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
     """When the first part of the answers of these requests was sent, of those that came in several parts."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
@@ -220,7 +219,7 @@ def _stalls(between: Stretches, place: Int64s, least_ns: Int64s) -> Mapping[int,
 class _Batches:
     """All batches by their begins, to be asked which of them took most of a time."""
 
-    def __init__(self, trace: Trace, joined: Joined) -> None:
+    def __init__(self, trace: Columns, joined: Joined) -> None:
         rows = np.unique(joined.served.batch)
         rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
         self._starts, self._ends = trace.start_ns[rows], trace.end_ns[rows]
@@ -243,12 +242,12 @@ class _Batches:
         return max(sums, key=lambda name: (sums[name], name), default="")
 
 
-def stage_spans(trace: Trace, joined: Joined, kinds: StepKinds | None = None) -> Mapping[int, list[Span]]:
+def stage_spans(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> Mapping[int, list[Span]]:
     """Return the spans of the stages of all requests, as `spans_of_stages` does."""
     return spans_of_stages(trace, joined, stages(trace, joined, kinds))
 
 
-def spans_of_stages(trace: Trace, joined: Joined, its_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
+def spans_of_stages(trace: Columns, joined: Joined, its_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
     """Return spans of stages by the row of their request, below which they hang, on the thread and task of that.
 
     They are numbered from the first number on that no span of the trace has.

@@ -22,9 +22,9 @@ from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAI
 from instrument.trace.text import clean, encode, encode_numbers, safe
 
 if TYPE_CHECKING:
-    from instrument.recording.spans import Trace as Facts
-    from instrument.trace.columns import Int64s, Trace
+    from instrument.trace.columns import Columns, Int64s
     from instrument.trace.joined import Joined
+    from instrument.trace.trace import Trace
 
 EXTRA = "instrument-sdk[query]"
 
@@ -58,7 +58,7 @@ left join (select span_id, map(list(name), list(value)) as attributes from attri
 order by s.start_ns, s.span_id
 """
 
-Columns = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 def duckdb() -> ModuleType:
@@ -70,13 +70,13 @@ def duckdb() -> ModuleType:
     return duckdb
 
 
-def opened(trace: Trace, facts: Facts, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
+def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
     """A connection to a database with the tables that the help of `query` lists, of all spans or of those in some rows;
     that of `attributes` where asked."""
     connection = duckdb().connect(":memory:")
     try:
         connection.execute("set enable_progress_bar = false")
-        for name, columns in _given(trace, facts, rows).items():
+        for name, columns in _given(facts, rows).items():
             connection.register(f"given_{name}", dict(columns))
             if name not in ("intervals", "spans"):
                 kinds = ", ".join(
@@ -86,7 +86,7 @@ def opened(trace: Trace, facts: Facts, *, attributes: bool = True, rows: Int64s 
         connection.execute(_INTERVALS)
         connection.execute(_SPANS)
         connection.execute("create table attributes (span_id bigint, name varchar, value varchar, number double)")
-        for columns in _attributes(trace, rows) if attributes else ():
+        for columns in _attributes(facts.columns, rows) if attributes else ():
             connection.register("given_attributes", dict(columns))
             connection.execute("insert into attributes from given_attributes")
             connection.unregister("given_attributes")
@@ -104,9 +104,9 @@ def closed_off(connection: Any) -> Any:
     return connection
 
 
-def frame(trace: Trace, facts: Facts) -> Any:
+def frame(trace: Trace) -> Any:
     """The spans as what DuckDB makes data frames of."""
-    return opened(trace, facts).sql(_WITH_INTERVALS)
+    return opened(trace).sql(_WITH_INTERVALS)
 
 
 _REQUESTS = """
@@ -128,9 +128,9 @@ _PARTS = {
 }
 
 
-def frame_of_requests(trace: Trace, facts: Facts, joined: Joined, found: Ledger) -> Any:
+def frame_of_requests(facts: Trace, joined: Joined, found: Ledger) -> Any:
     """The requests as what DuckDB makes data frames of: what the wall of each was spent on adds up to `total_ns`."""
-    span_id, names = trace.span_id[joined.rows], found.names
+    span_id, names = facts.columns.span_id[joined.rows], found.names
     columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in _PARTS.values()}
     is_phase = np.array([name not in _PARTS for name in names] or [False], dtype=np.bool_)[found.part]
     for number, name in enumerate(names):
@@ -138,7 +138,7 @@ def frame_of_requests(trace: Trace, facts: Facts, joined: Joined, found: Ledger)
         if name in _PARTS:
             columns[f"{_PARTS[name]}_ns"][found.request[its]] = found.time_ns[its]
     keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
-    connection = opened(trace, facts)
+    connection = opened(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
     phases = {
         "span_id": span_id[found.request[is_phase]],
@@ -157,17 +157,17 @@ def as_pandas(found: Any) -> Any:
     return frame.astype({name: of_texts for name, kind in kinds if kind == "VARCHAR"})
 
 
-def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> Path:
+def write_parquet(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write the spans as a Parquet file, each with its device intervals and attributes; whole, or not at all.
 
     Some spans at a time become a file of their own, so that not all of them are in memory as they will be in the file.
     """
-    target, order = Path(path), np.lexsort((trace.span_id, trace.start_ns))
+    target, order = Path(path), np.lexsort((trace.columns.span_id, trace.columns.start_ns))
     with atomic.replacing(target) as file, TemporaryDirectory() as folder:
         parts: list[str] = []
         for first in range(0, max(len(order), 1), ROWS_AT_ONCE):
             part = str(Path(folder, f"{len(parts)}.parquet"))
-            connection = opened(trace, facts, rows=order[first : first + ROWS_AT_ONCE])
+            connection = opened(trace, rows=order[first : first + ROWS_AT_ONCE])
             connection.execute(f"copy ({_WITH_INTERVALS}) to '{part}' (format parquet, compression snappy)")
             connection.close()
             parts.append(part)
@@ -183,8 +183,8 @@ def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> P
 _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "varchar"}
 
 
-def _given(trace: Trace, facts: Facts, rows: Int64s | None) -> dict[str, Columns]:
-    its = trace.device
+def _given(facts: Trace, rows: Int64s | None) -> dict[str, Arrays]:
+    trace, its = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
     samples = [one for one in facts.samples if one.value is not None]
@@ -233,7 +233,7 @@ def _texts(found: Any) -> NDArray[np.object_]:
     return column
 
 
-def _attributes(trace: Trace, rows: Int64s | None) -> Iterator[Columns]:
+def _attributes(trace: Columns, rows: Int64s | None) -> Iterator[Arrays]:
     """Yield the attributes of some rows at a time."""
     its = trace.attributes.rows()
     if rows is not None:
@@ -248,7 +248,7 @@ def _attributes(trace: Trace, rows: Int64s | None) -> Iterator[Columns]:
         )
 
 
-def _table_of(rows: list[tuple[int, str, Any]]) -> Columns:
+def _table_of(rows: list[tuple[int, str, Any]]) -> Arrays:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else encode_numbers(safe(value, finite=False))
 

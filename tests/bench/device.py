@@ -148,7 +148,7 @@ def compare(current: Any) -> None:
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.interval_ring import IntervalRing
+    from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
 
     def nothing() -> None: ...
@@ -197,7 +197,7 @@ def soak(current: Any, spans: int) -> None:
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.interval_ring import IntervalRing
+    from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
 
     recorder = Recorder(1 << 22)

@@ -37,7 +37,8 @@ TARGETS = {
 
 def make(count: int, in_tasks: bool) -> Any:
     """A service's trace: requests of steps of layers, on four threads, or in sixteen tasks at a time on one."""
-    from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+    from instrument.recording.spans import DeviceInterval, Origin, Site, Span
+    from instrument.trace.trace import Trace
 
     chance = random.Random(1)
     request = Site("POST /chat", "request" if in_tasks else "op", "chat.server", "handle", "server.py", 10)
@@ -94,10 +95,9 @@ def make(count: int, in_tasks: bool) -> Any:
 def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument import chrome
     from instrument.trace.counting import tally_of
-    from instrument.trace.of_spans import trace_of
 
     trace = make(count, in_tasks)
-    columns = trace_of(trace.spans)
+    columns = trace.columns
     started = time.perf_counter()
     tally = tally_of(columns, trace.threads)
     found = {"tally s": time.perf_counter() - started}
@@ -117,12 +117,11 @@ def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
 def write_recording(path: str, trace: Any, tally: Any) -> dict[str, float]:
     """What a recording costs: the columns of span objects, and to write and read these."""
     from instrument.trace import file
-    from instrument.trace.of_spans import trace_of
 
     count, found = len(trace.spans), dict[str, float]()
-    columns = trace_of(trace.spans)
+    columns = trace.columns
     works = {
-        "columns of spans": lambda: trace_of(trace.spans),
+        "columns of spans": lambda: trace.columns,
         "write .npz": lambda: file.write(f"{path}.npz", columns, trace, tally),
         "read .npz": lambda: file.load(f"{path}.npz"),
     }

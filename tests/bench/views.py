@@ -52,20 +52,11 @@ from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.allocations import Allocation
 from instrument.recording.lines import WIDTH
-from instrument.recording.spans import (
-    HOST,
-    DeviceInterval,
-    Flops,
-    Kernel,
-    Origin,
-    Site,
-    Span,
-    Trace,
-)
+from instrument.recording.spans import HOST, DeviceInterval, Flops, Kernel, Origin, Site, Span
 from instrument.report.summary import prepare
 from instrument.trace import file
-from instrument.trace.of_spans import trace_of as trace_of_spans
 from instrument.trace.self_times import self_times_of
+from instrument.trace.trace import Trace, columns_of_spans
 
 TARGET_S, TARGET_MB, TARGET_RECORDING_S, TARGET_RECORDING_MB, TARGET_LIVE_MS = 8.0, 600, 1.5, 400, 60
 LIVE_VIEWS = ("events", "classes", "ops", "instances", "cost")
@@ -115,7 +106,9 @@ def trace_of(count: int) -> Trace:
                 span.attributes = {"bytes": 65_536}
             spans.append(span)
     del spans[count:]
-    for span, self_ns in zip(spans, self_times_of(trace_of_spans(spans), np.arange(len(spans))).tolist(), strict=True):
+    for span, self_ns in zip(
+        spans, self_times_of(columns_of_spans(spans), np.arange(len(spans))).tolist(), strict=True
+    ):
         span.self_ns = self_ns
     end_ns = max(span.end_ns for span in spans)
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})

@@ -33,8 +33,8 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
-    Trace,
 )
+from instrument.trace.trace import Trace
 
 FILES = Path(__file__).with_name("files")
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -153,7 +153,7 @@ class DeviceLanes:
         lanes = [self._lane(device, stream, "") for device, stream in streams]
         site_names = [self._name(site.name) for site in trace.sites]
         return {
-            "start": its.start_ns[rows] - self._recording.facts.start_ns,
+            "start": its.start_ns[rows] - self._recording.trace.start_ns,
             "length": its.end_ns[rows] - its.start_ns[rows],
             "lane": np.array(lanes, dtype=np.int64),
             "name": np.array([*site_names, NONE], dtype=np.int64)[trace.site[row]],
@@ -163,7 +163,7 @@ class DeviceLanes:
 
     def _kernels(self) -> dict[str, Int64s]:
         """Return the work that torch.profiler saw."""
-        base_ns, kernels = self._recording.facts.start_ns, self._recording.facts.kernels
+        base_ns, kernels = self._recording.trace.start_ns, self._recording.trace.kernels
         found = [
             (one.start_ns - base_ns, one.end_ns - one.start_ns, self._lane(one.device, one.stream, "kernels"),
              self._name(one.name), NONE, NONE)
@@ -216,13 +216,13 @@ class DeviceLanes:
     def _gauges(self) -> list[dict[str, Any]]:
         """The readings of each gauge of each device, in the order of the known gauges."""
         found: dict[tuple[int, str], list[tuple[int, float]]] = {}
-        for one in self._recording.facts.samples:
+        for one in self._recording.trace.samples:
             if one.value is not None and np.isfinite(one.value):
                 found.setdefault((one.device, one.name), []).append((one.at_ns, float(one.value)))
         self._readings = {key: len(readings) for key, readings in found.items()}
         known = {name: place for place, name in enumerate(GAUGES)}
-        models = {gpu.device: gpu.model for gpu in self._recording.facts.gpus}
-        base_ns = self._recording.facts.start_ns
+        models = {gpu.device: gpu.model for gpu in self._recording.trace.gpus}
+        base_ns = self._recording.trace.start_ns
         gauges = []
         for device, name in sorted(found, key=lambda key: (key[0], known.get(key[1], len(known)), key[1])):
             readings = found[device, name]

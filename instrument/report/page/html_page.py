@@ -183,7 +183,7 @@ def page_document(
 
 
 def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
-    facts = recording.facts
+    facts = recording.trace
     origin = facts.origin
     began_ns = origin.realtime_of(facts.start_ns)
     is_known = 0 < began_ns < YEARS_NS and origin.realtime_ns != 0

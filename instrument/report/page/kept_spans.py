@@ -26,7 +26,7 @@ from instrument.report.request_life import places_of_request
 from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Int64s, Trace
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Members, places_of
 from instrument.trace.joined import Served
@@ -93,7 +93,7 @@ class Listed:
     `served` in batches.
     """
 
-    trace: Trace
+    trace: Columns
     what: str
     rows: Int64s
     of: Int64s
@@ -256,7 +256,7 @@ class KeptSpans:
         number = {place: at for at, place in enumerate(shown.tolist())}
         return {
             "site": column_text(self._site_of(rows)),
-            "start": steps_text(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "start": steps_text(trace.start_ns[rows] - self._recording.trace.start_ns),
             "wall": column_text(trace.total_ns[rows]),
             "error": self._errors_of(rows),
             "ids": list(map(str, trace.span_id[rows].tolist())),
@@ -290,7 +290,7 @@ class KeptSpans:
         parent = self.number_of[trace.parent[rows]]
         own = np.arange(len(rows))
         return {
-            "start": steps_text(trace.start_ns[rows] - self._recording.facts.start_ns),
+            "start": steps_text(trace.start_ns[rows] - self._recording.trace.start_ns),
             "length": column_text(trace.total_ns[rows]),
             "children": column_text(trace.total_ns[rows] - trace.self_ns[rows]),
             "site": column_text(self._site_of(rows)),
@@ -343,7 +343,7 @@ class KeptSpans:
 
     def _lanes(self) -> dict[str, Any]:
         """The names of threads, and of each lane its thread and the number of its task there, 0 for none."""
-        names, tasks = self._recording.facts.threads, dict[int, dict[int, int]]()
+        names, tasks = self._recording.trace.threads, dict[int, dict[int, int]]()
         threads: dict[int, int] = {}
         lanes = []
         for thread, task in self._lanes_and_spans[0]:

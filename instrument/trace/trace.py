@@ -1,24 +1,39 @@
-"""Span objects as columns, and columns as span objects: the way between what makes single spans and what takes many."""
+"""A trace: columns of spans, and the facts of the process that recorded them. A span is a view of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, overload
 
 import numpy as np
 
-from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
+from instrument.recording.allocations import Allocation
+from instrument.recording.spans import (
+    AttributeValue,
+    Cost,
+    DeviceInterval,
+    Flops,
+    Gpu,
+    Interval,
+    Kernel,
+    Origin,
+    OwnNotes,
+    Sample,
+    Site,
+    Span,
+    Startup,
+)
 from instrument.trace.columns import (
     Attributes,
     AttributesOfRows,
+    Columns,
     DeviceIntervals,
     ExtendedAttributes,
     Int32s,
     Int64s,
-    Trace,
 )
 from instrument.trace.forest import NONE
 
@@ -54,7 +69,7 @@ class LaterAttributes(Mapping[str, AttributeValue]):
         return repr(self._all())
 
 
-def trace_of(spans: Sequence[Span]) -> Trace:
+def columns_of_spans(spans: Sequence[Span]) -> Columns:
     """The columns of spans, in their order, at 1.2 us a span.
 
     Raises `ValueError` for spans that are no sound trace.
@@ -65,7 +80,7 @@ def trace_of(spans: Sequence[Span]) -> Trace:
     error_numbers = _numbered(map(attrgetter("error"), spans), errors)
     intervals, rows = _intervals(spans)
     columns = {name: _numbers(map(attrgetter(name), spans), len(spans)) for name in _NUMBERS}
-    return Trace(
+    return Columns(
         sites=tuple(sites),
         errors=tuple(error for error in errors if error is not None),
         **columns,
@@ -82,11 +97,11 @@ def trace_of(spans: Sequence[Span]) -> Trace:
     )  # fmt: skip
 
 
-def with_spans(trace: Trace, spans: Sequence[Span]) -> Trace:
+def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
     """The trace with further spans behind its rows, which have no device intervals and no remote parents."""
     if not spans:
         return trace
-    more = trace_of(spans)
+    more = columns_of_spans(spans)
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(trace, name), getattr(more, name)]) for name in (*_NUMBERS, "clipped", "own_id")
     }
@@ -144,7 +159,7 @@ ROWS_AT_ONCE = 20_000
 """Rows of which objects are made together: each number is an object of its own meanwhile."""
 
 
-def spans_of(trace: Trace, rows: Int64s | None = None) -> list[Span]:
+def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
     """Columns as objects, a span for each row, or for each of some, in their order."""
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
@@ -172,7 +187,7 @@ def spans_of(trace: Trace, rows: Int64s | None = None) -> list[Span]:
     return spans
 
 
-def _devices_of(trace: Trace, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
+def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
     """The intervals of each of some rows that has any, by its place among these."""
     its = trace.device
     begins, ends = np.searchsorted(its.row, rows), np.searchsorted(its.row, rows, side="right")
@@ -186,14 +201,14 @@ def _devices_of(trace: Trace, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceI
         yield place, tuple(interval for _, interval in group)
 
 
-class LaterSpans(Sequence[Span]):
+class SpanViews(Sequence[Span]):
     """The spans of columns, as objects that are made when somebody looks at them: of one place that one, else all,
     which stay.
 
     Whoever wants columns takes `columns`, which know nothing of what becomes of the objects.
     """
 
-    def __init__(self, columns: Trace) -> None:
+    def __init__(self, columns: Columns) -> None:
         self.columns = columns
         self._made: list[Span] | None = None
 
@@ -220,7 +235,7 @@ class LaterSpans(Sequence[Span]):
         return len(self.columns)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (list, LaterSpans)):
+        if not isinstance(other, (list, SpanViews)):
             return NotImplemented
         return self._all() == [*other]
 
@@ -230,6 +245,77 @@ class LaterSpans(Sequence[Span]):
         return repr(self._all())
 
 
-def columns_of_spans(spans: Sequence[Span]) -> Trace:
-    """The columns of spans, which are there where the spans are made of them. Raises `ValueError` as `trace_of`."""
-    return spans.columns if isinstance(spans, LaterSpans) else trace_of(spans)
+NO_NOTES = OwnNotes()
+
+
+@dataclass(frozen=True, slots=True)
+class MergedProcess:
+    """A process among those of a merged trace: its `facts`, which is a trace without spans, on its own clock.
+
+    `windows` are the parts of time of its files. The numbers that it gave to threads, devices, streams and absent spans
+    are by the merged ones. Times were moved by `moved_ns`. What torch.profiler saw is of the process that `is_watched`.
+    """
+
+    facts: Trace
+    windows: Sequence[Interval]
+    threads: Mapping[int, int]
+    devices: Mapping[int, int] = field(default_factory=dict)
+    streams: Mapping[int, int] = field(default_factory=dict)
+    absent: Mapping[int, int] = field(default_factory=dict)
+    moved_ns: int = 0
+    is_watched: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """Columns of spans as saved or collected, with all that is needed to judge what they can and cannot say.
+
+    `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span.
+    `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
+    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
+    device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
+    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
+    torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
+    operators that it saw beside the spans of ours. `startup` is of the process,
+    None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
+    `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
+    none where it is of one. `own_notes` says which `notes` hold for the process alone.
+    """
+
+    origin: Origin
+    start_ns: int
+    end_ns: int
+    spans: Sequence[Span]
+    threads: Mapping[int, str] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    window: int = 0
+    cost: Cost | None = None
+    samples: Sequence[Sample] = ()
+    gpus: Sequence[Gpu] = ()
+    held_from_ns: int = 0
+    kernels: Sequence[Kernel] = ()
+    allocations: Sequence[Allocation] = ()
+    watched: Interval | None = None
+    startup: Startup | None = None
+    flops: Sequence[Flops] = ()
+    died: str = ""
+    apart_ns: int = 0
+    processes: Sequence[MergedProcess] = ()
+    own_notes: OwnNotes = NO_NOTES
+    columns: Columns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make columns of a list of spans. Raises `ValueError` for spans that are no sound trace."""
+        its = self.spans if isinstance(self.spans, SpanViews) else SpanViews(columns_of_spans(self.spans))
+        self.spans, self.columns = its, its.columns
+
+    def with_columns(self, columns: Columns) -> Trace:
+        """Return the facts of this trace with other columns."""
+        return replace(self, spans=SpanViews(columns))
+
+    @property
+    def held(self) -> Interval:
+        """The part of the window of which every span is there that was kept: what shares of time can be told of."""
+        first = max(self.start_ns, self.held_from_ns)
+        return first, max(self.end_ns, first)
