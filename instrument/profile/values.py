@@ -302,14 +302,18 @@ _read_compared = one_or_more(_compared)
 def conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
-    read = []
+    names = "an attribute's name of at most 256 characters"
+    return tuple(Where(*pair) for pair in _pairs(node, ATTRIBUTE_SYNTAX, names, "name", _read_compared))
+
+
+def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a mapping, each of a syntax, and their values. Null counts as left out."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
-            if not re.fullmatch(ATTRIBUTE_SYNTAX, name):
-                key.note("an attribute's name of at most 256 characters", found=f"the name {clip(name)!r}")
+            if not re.fullmatch(syntax, name):
+                key.note(allowed, found=f"the {called} {clip(name)!r}")
             elif value.kind != "null":
-                read.append(Where(name, value.attempt(_read_compared)))
-    return tuple(read)
+                yield name, value.attempt(read)
 
 
 @shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
@@ -364,14 +368,8 @@ def seconds(node: YamlNode) -> int:
 def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", found="no mapping (not shown)")
-    headers = []
-    with node.document.all_or_nothing():
-        for name, (key, value) in node.pairs.items():
-            if not re.fullmatch(HEADER_NAME_SYNTAX, name):
-                key.note("letters, digits and !#$%&'*+.^_`|~-", found=f"the header name {clip(name)!r}")
-            elif value.kind != "null":
-                headers.append((name, value.attempt(_header_value)))
-    return tuple(headers)
+    names = "letters, digits and !#$%&'*+.^_`|~-"
+    return tuple(_pairs(node, HEADER_NAME_SYNTAX, names, "header name", _header_value))
 
 
 def _header_value(node: YamlNode) -> str:
