@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from instrument.errors import ProfileError
+from instrument.profile import model
 from instrument.profile import values as readers
 from instrument.profile.document import (
     REFERENCE,
@@ -39,47 +40,12 @@ from instrument.profile.document import (
     string,
     whole,
 )
-from instrument.profile.model import (
-    CLOCKS,
-    COMPRESSIONS,
-    COPY_FRAMEWORKS,
-    DIRECTIONS,
-    FRAMEWORKS,
-    KINDS,
-    PROTOCOLS,
-    RECORDED,
-    SERVERS,
-    SORT_KEYS,
-    STATES,
-    TIME_UNITS,
-    TRACEPARENT,
-    TRACER_OPTIONS,
-    VIEWS,
-    Argument,
-    Chrome,
-    Control,
-    CopyRule,
-    Device,
-    Export,
-    FrameworkRule,
-    FunctionRule,
-    LayerRule,
-    Limits,
-    Otlp,
-    Profile,
-    Prometheus,
-    Recordings,
-    RequestKeys,
-    RequestsRule,
-    Schedule,
-    Summary,
-)
 from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
 from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, sides, switched, traces_url
 from instrument.runtime.environment import settings
 
 
-def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> Profile:
+def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
     """Read a profile from a file. `environ` replaces `os.environ`.
 
     The file of a preset is read as a profile that only names it.
@@ -96,7 +62,7 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
     return loads(read_text(path), name=name, environ=environ)
 
 
-def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> Profile:
+def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> model.Profile:
     """Read a profile from text; `name` is the file in messages, `environ` replaces `os.environ`.
 
     Raises `ProfileError` with every mistake of the text.
@@ -113,13 +79,13 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     if document.problems:
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(given, "preset")}
-    profile = Profile(**values, source=name, origins=origins, shown={**document.shown, **given})
+    profile = model.Profile(**values, source=name, origins=origins, shown={**document.shown, **given})
     profile = switched(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
     # The last rule, so that one of the file's own that names the function says how it is recorded.
-    counted = FunctionRule((schedule.step,), kind="step", counted=True, text=f"schedule.step {schedule.step}")
+    counted = model.FunctionRule((schedule.step,), kind="step", counted=True, text=f"schedule.step {schedule.step}")
     return replace(profile, functions=(*profile.functions, counted))
 
 
@@ -132,7 +98,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
 """The keys of earlier versions, by section and name, with their replacements."""
 
 
-def with_engine(profile: Profile, package: str) -> Profile:
+def with_engine(profile: model.Profile, package: str) -> model.Profile:
     """Add the rules of functions and requests of an engine's preset to a profile, after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
@@ -231,7 +197,7 @@ def _part(section: str, build: Callable[..., Any]) -> Read:
 
 
 @shaped(section_shape("functions"))
-def _function_rule(node: YamlNode) -> FunctionRule:
+def _function_rule(node: YamlNode) -> model.FunctionRule:
     values = _fields(node, "functions")
     written = values.pop("match")
     match, exclude = sides(written)
@@ -241,12 +207,12 @@ def _function_rule(node: YamlNode) -> FunctionRule:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
     text = ", ".join(public_texts(node, "match"))
-    return FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
+    return model.FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
 
 
 @shaped(section_shape("functions.attributes"))
-def _argument(node: YamlNode) -> Argument:
-    argument = Argument(**_fields(node, "functions.attributes"))
+def _argument(node: YamlNode) -> model.Argument:
+    argument = model.Argument(**_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
@@ -255,16 +221,16 @@ def _request_keys(section: str, path: Read) -> Read:
     """Make a reader of a path, or of a mapping that has one."""
 
     @shaped({"anyOf": [SHAPES[path], section_shape(section)]})
-    def read(node: YamlNode) -> RequestKeys:
+    def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
-            return RequestKeys(**_fields(node, section))
-        return RequestKeys(path(node))
+            return model.RequestKeys(**_fields(node, section))
+        return model.RequestKeys(path(node))
 
     return read
 
 
 @shaped(section_shape("layers"))
-def _layer_rule(node: YamlNode) -> LayerRule:
+def _layer_rule(node: YamlNode) -> model.LayerRule:
     values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
     match, exclude = sides(written)
@@ -272,25 +238,25 @@ def _layer_rule(node: YamlNode) -> LayerRule:
         missing = "only patterns with '!' and no type" if written else "neither match nor type"
         node.refuse("a match, a type, or both", found=missing)
     text = ", ".join(public_texts(node, "match") + [f"type {' '.join(public_texts(node, 'type'))}"] * bool(types))
-    return LayerRule(match, exclude, line=node.line, text=text, **values)
+    return model.LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
 @shaped(section_shape("copies"))
-def _copy_rule(node: YamlNode) -> CopyRule:
-    rule = CopyRule(**_fields(node, "copies"))
-    of = "" if rule.frameworks == COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
+def _copy_rule(node: YamlNode) -> model.CopyRule:
+    rule = model.CopyRule(**_fields(node, "copies"))
+    of = "" if rule.frameworks == model.COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
 
-_FRAMEWORKS = f"auto, off, or a list of {', '.join(FRAMEWORKS)}"
-_framework = one_of(*FRAMEWORKS)
+_FRAMEWORKS = f"auto, off, or a list of {', '.join(model.FRAMEWORKS)}"
+_framework = one_of(*model.FRAMEWORKS)
 
 
 @shaped(section_shape("frameworks"))
-def _framework_rule(node: YamlNode) -> FrameworkRule:
+def _framework_rule(node: YamlNode) -> model.FrameworkRule:
     if node.kind != "mapping":
-        return FrameworkRule(_framework(node), line=node.line)
-    return FrameworkRule(**_fields(node, "frameworks"), line=node.line)
+        return model.FrameworkRule(_framework(node), line=node.line)
+    return model.FrameworkRule(**_fields(node, "frameworks"), line=node.line)
 
 
 @shaped(
@@ -301,14 +267,14 @@ def _framework_rule(node: YamlNode) -> FrameworkRule:
         ]
     }
 )
-def _frameworks(node: YamlNode) -> tuple[FrameworkRule, ...]:
+def _frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     if node.kind == "text" and node.text == "auto":
-        return tuple(FrameworkRule(name, auto=True, line=node.line) for name in FRAMEWORKS)
+        return tuple(model.FrameworkRule(name, auto=True, line=node.line) for name in model.FRAMEWORKS)
     if node.is_off:
         return ()
     if node.kind != "list":
-        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", "off", *FRAMEWORKS)))
-    rules: tuple[FrameworkRule, ...] = each(_framework_rule, _FRAMEWORKS)(node)
+        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", "off", *model.FRAMEWORKS)))
+    rules: tuple[model.FrameworkRule, ...] = each(_framework_rule, _FRAMEWORKS)(node)
     first: dict[str, int] = {}
     with node.document.all_or_nothing():
         for rule, item in zip(rules, node.items, strict=True):
@@ -319,37 +285,37 @@ def _frameworks(node: YamlNode) -> tuple[FrameworkRule, ...]:
 
 
 @shaped({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
-def _requests(node: YamlNode) -> tuple[RequestsRule, ...]:
+def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
-        return (RequestsRule(line=node.line),)
+        return (model.RequestsRule(line=node.line),)
     if node.is_off:
         return ()
     if node.kind != "mapping":
         node.refuse(
             f"auto, off, or a mapping of {', '.join(KEYS['requests'])}", near=nearest(node.text, ("auto", "off"))
         )
-    rule = RequestsRule(**_fields(node, "requests"), line=node.line)
+    rule = model.RequestsRule(**_fields(node, "requests"), line=node.line)
     if re.fullmatch(REQUEST_ATTRIBUTE_SYNTAX, rule.by) and rule.by not in rule.attributes:
         rule = replace(rule, attributes=(*rule.attributes, rule.by))
     return (rule,)
 
 
 @shaped({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
-def _schedule(node: YamlNode) -> Schedule:
+def _schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
-        return Schedule(**_fields(node, "schedule"))
+        return model.Schedule(**_fields(node, "schedule"))
     steps = each(whole(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", found=shown)
-    return Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
+    return model.Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
 
 
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 @shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
-def _otlp(node: YamlNode) -> Otlp | None:
+def _otlp(node: YamlNode) -> model.Otlp | None:
     """Read the collector; None for none, also where a variable asks for one that cannot be.
 
     With `auto` it is the collector that a variable names.
@@ -383,7 +349,7 @@ def _otlp(node: YamlNode) -> Otlp | None:
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
     if http and origin != "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT":
         endpoint = traces_url(endpoint, prefix=handed_on or origin == _BASE_VARIABLE)
-    return Otlp(endpoint, **values)
+    return model.Otlp(endpoint, **values)
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
@@ -391,16 +357,16 @@ def _is_written(node: YamlNode, name: str) -> bool:
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
-_exports = one_or_more(one_of(*(way.name for way in fields(Export))))
+_exports = one_or_more(one_of(*(way.name for way in fields(model.Export))))
 
 
 @shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})
-def _export(node: YamlNode) -> Export:
+def _export(node: YamlNode) -> model.Export:
     """Read the exports: a mapping of them, or the names of those with defaults."""
     if node.kind in ("text", "list"):
         ways = {name: (node, replace(node, where=node.path(name), kind="mapping", items=())) for name in _exports(node)}
         node = replace(node, kind="mapping", pairs=ways)
-    return Export(**_fields(node, "export"))
+    return model.Export(**_fields(node, "export"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,9 +388,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "": {
         "service": Key("service", string),
         "preset": Key("preset", one_of(*PRESETS)),
-        "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
-        "state": Key("state", one_of(*STATES)),
-        "clock": Key("clock", one_of(*CLOCKS)),
+        "tracer_option": Key("tracer_option", one_of(*model.TRACER_OPTIONS)),
+        "state": Key("state", one_of(*model.STATES)),
+        "clock": Key("clock", one_of(*model.CLOCKS)),
         "budget": Key("budget", readers.percent),
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
@@ -438,10 +404,10 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", readers.capture)),
-        "limits": Key("limits", _part("limits", Limits)),
-        "device": Key("device", _part("device", Device)),
+        "limits": Key("limits", _part("limits", model.Limits)),
+        "device": Key("device", _part("device", model.Device)),
         "agent": Key("agent", one_of("auto", "off")),
-        "control": Key("control", _part("control", Control)),
+        "control": Key("control", _part("control", model.Control)),
         "export": Key("export", _export),
     },
     "functions": {
@@ -449,7 +415,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
             "match", one_or_more(readers.function_pattern), required="module:qualname, or a list of such patterns"
         ),
         "name": Key("name", string),
-        "kind": Key("kind", one_of(*KINDS)),
+        "kind": Key("kind", one_of(*model.KINDS)),
         "phase": Key("phase", string),
         "device": Key("device", flag),
         "first_request": Key("first_request", flag),
@@ -474,7 +440,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "functions.attributes": {
         "argument": Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
-        "record": Key("record", one_of(*RECORDED)),
+        "record": Key("record", one_of(*model.RECORDED)),
         "name": Key("name", string),
     },
     "layers": {
@@ -484,19 +450,19 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "device": Key("device", flag),
     },
     "copies": {
-        "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
+        "directions": Key("directions", one_or_more(one_of(*model.DIRECTIONS))),
         "min_bytes": Key("min_bytes", readers.size("64KiB")),
-        "frameworks": Key("frameworks", one_or_more(one_of(*COPY_FRAMEWORKS))),
+        "frameworks": Key("frameworks", one_or_more(one_of(*model.COPY_FRAMEWORKS))),
     },
     "frameworks": {
-        "name": Key("name", _framework, required=f"one of {', '.join(FRAMEWORKS)}"),
+        "name": Key("name", _framework, required=f"one of {', '.join(model.FRAMEWORKS)}"),
     },
     "requests": {
-        "servers": Key("servers", one_or_more(one_of(*SERVERS))),
+        "servers": Key("servers", one_or_more(one_of(*model.SERVERS))),
         "ignore": Key("ignore", one_or_more(readers.path_pattern)),
         "name": Key("name", readers.request_name),
         "attributes": Key("attributes", one_or_more(readers.request_attribute)),
-        "traceparent": Key("traceparent", one_of(*TRACEPARENT)),
+        "traceparent": Key("traceparent", one_of(*model.TRACEPARENT)),
         "gen_ai": Key("gen_ai", one_or_more(readers.path_pattern)),
         "by": Key("by", readers.attribute_name),
         "at_most": Key("at_most", whole(1)),
@@ -537,14 +503,14 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export": {
         "recording": Key(
-            "recording", _unless_off(_part("export.recording", Recordings), "export.recording"), blank=True
+            "recording", _unless_off(_part("export.recording", model.Recordings), "export.recording"), blank=True
         ),
-        "chrome": Key("chrome", _unless_off(_part("export.chrome", Chrome), "export.chrome"), blank=True),
+        "chrome": Key("chrome", _unless_off(_part("export.chrome", model.Chrome), "export.chrome"), blank=True),
         "otlp": Key("otlp", _otlp, blank=True),
         "prometheus": Key(
-            "prometheus", _unless_off(_part("export.prometheus", Prometheus), "export.prometheus"), blank=True
+            "prometheus", _unless_off(_part("export.prometheus", model.Prometheus), "export.prometheus"), blank=True
         ),
-        "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
+        "summary": Key("summary", _unless_off(_part("export.summary", model.Summary), "export.summary"), blank=True),
     },
     "export.recording": {
         "path": Key("path", readers.recording_path),
@@ -554,10 +520,10 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export.otlp": {
         "endpoint": Key("endpoint", readers.url),
-        "protocol": Key("protocol", one_of(*PROTOCOLS)),
+        "protocol": Key("protocol", one_of(*model.PROTOCOLS)),
         "headers": Key("headers", readers.headers),
         "timeout": Key("timeout_ns", readers.duration("10s", least="1ms")),
-        "compression": Key("compression", one_of(*COMPRESSIONS)),
+        "compression": Key("compression", one_of(*model.COMPRESSIONS)),
         "certificate": Key("certificate", readers.readable_file),
         "client_certificate": Key("client_certificate", readers.readable_file),
         "client_key": Key("client_key", readers.readable_file),
@@ -567,11 +533,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export.summary": {
         "to": Key("to", readers.summary_target),
-        "views": Key("views", one_or_more(one_of(*VIEWS))),
-        "sorted_by": Key("sorted_by", one_of(*SORT_KEYS)),
+        "views": Key("views", one_or_more(one_of(*model.VIEWS))),
+        "sorted_by": Key("sorted_by", one_of(*model.SORT_KEYS)),
         "rows": Key("rows", whole(1)),
         "least": Key("least_ns", readers.duration("50us")),
-        "unit": Key("unit", one_of(*TIME_UNITS)),
+        "unit": Key("unit", one_of(*model.TIME_UNITS)),
         "per_thread": Key("per_thread", flag),
         "corrected": Key("corrected", flag),
         "skip_first": Key("skip_first", whole(0)),
@@ -580,7 +546,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 """The keys of a profile, by section."""
 
 
-def setting(profile: Profile, path: str) -> Any:
+def setting(profile: model.Profile, path: str) -> Any:
     """Return a setting by its path in the file, such as `limits.ring`; None where its section is off."""
     value: Any = profile
     section = ""
