@@ -325,7 +325,7 @@ LINES_AND_FILES = {
     "instrumentors": (11_192, 48),
     "native": (9_742, 28),
     "otlp": (5_247, 21),
-    "profile": (2_540, 8),
+    "profile": (2_504, 8),
     "proposal": (1_416, 5),
     "recorder": (2_598, 9),
     "recording": (4_015, 20),
