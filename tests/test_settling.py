@@ -28,8 +28,9 @@ from instrument.recording.spans import KEY, Site, Span
 from instrument.trace import stages as trace_stages
 from instrument.trace import tail_sampling, unsettled
 from instrument.trace.columns import Columns
+from instrument.trace.forest import NONE
 from instrument.trace.grafted import grafted
-from instrument.trace.joined import Joined, join, strays_of
+from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
 from instrument.trace.settling import Settling
 from instrument.trace.stages import stage_spans
@@ -510,8 +511,9 @@ def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_m
 
 def strays_in(run: Run) -> set[int]:
     """The spans that are done for one request in the tree of another one."""
-    columns, _ = of_files(run)
-    is_stray = strays_of(columns, lambda row, key, at_ns: False)
+    columns, joined = of_files(run)
+    in_requests = columns.owners(columns.of_kind("request")) != NONE
+    is_stray = np.flatnonzero(in_requests & (joined.owner == NONE))
     return {int(str(number)) for number in columns.attributes.values("number", is_stray)}
 
 

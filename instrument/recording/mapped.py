@@ -313,11 +313,6 @@ class Mapped:
         """How many rows each ring has ever had, by the number of the ring."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
-    def unread_share(self, places: Mapping[int, int]) -> float:
-        """The largest part of a ring that lies behind the place up to which it has been read: near 1 rows are lost."""
-        parts = [(ring.head - places.get(ring.number, 0)) / ring.capacity for ring in self._rings() if ring.capacity]
-        return max(parts, default=0.0)
-
     def rows(
         self, since: Mapping[int, int] | None = None, most: int = 1 << 62, *, before: tuple[int, int] = (0, 0)
     ) -> list[RingRows]:

@@ -11,7 +11,7 @@ and of none as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -118,21 +118,6 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
         served=served,
         unbound=unbound,
     )
-
-
-def strays_of(trace: Columns, is_of_another: Callable[[int, str, int], bool]) -> Int64s:
-    """The rows of strays, and of what lies below them, in a trace that has not all requests.
-
-    `is_of_another(row, key, at_ns)` tells whether a request that is not in it is known by a key first that the request
-    of the row bore first at that time.
-    """
-    owner = trace.owners(trace.of_kind("request"))
-    keyed, key_of, numbers = _keys(trace)
-    names = list(numbers)
-    owner = with_sub_requests(trace, owner, keyed, key_of)
-    first = FirstKeys(trace, owner, keyed, key_of)
-    left = without_strays(trace, owner, first, lambda row, key, at_ns: is_of_another(row, names[key], at_ns))
-    return np.flatnonzero((owner != NONE) & (left == NONE))
 
 
 def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
@@ -364,15 +349,6 @@ def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int6
     return np.where(is_within, own, owner).astype(np.int32)
 
 
-def are_strays(at_ns: int, start_ns: int, other_start_ns: int, other_end_ns: int) -> bool:
-    """Whether what bears a key in the tree of a request is of another one, which is known by that key first.
-
-    The request around it began at `start_ns`, is known by another key first, and bore this one first at a time at which
-    the other one had begun: had that one ended by then it is its key all the same if it began after the one around.
-    """
-    return other_start_ns <= at_ns and (other_end_ns > at_ns or other_start_ns >= start_ns)
-
-
 class FirstKeys:
     """The requests of a trace by the keys that they were known by first: those in the trees of others, too, for parts
     of a request lie in its tree or in their own."""
@@ -395,12 +371,15 @@ class FirstKeys:
         self._reach = running_most(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
-        """Which of some requests were known by these keys first."""
+        """Return True for requests that were known by these keys first."""
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Which of some keys, each first borne at a time in a request that began then, and that is known by another one
-        first, are those of others: it is `are_strays` for all of them."""
+        """Return True for keys of other requests, of keys that requests bore first at a time.
+
+        Such a request began at `start_ns` and is known by another key first. The key is another request's, which is
+        known by it first and had begun by then. Had that one ended by then, it began after the request around.
+        """
         begun = counts_up_to(self.keys, self.starts, keys, at_ns)
         last = np.searchsorted(self.keys, keys) + begun - 1
         if not len(self.keys):
@@ -408,29 +387,18 @@ class FirstKeys:
         return np.asarray((begun > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
 
 
-def without_strays(
-    trace: Columns,
-    owner: Int32s,
-    first: FirstKeys,
-    elsewhere: Callable[[int, int, int], bool] | None = None,
-) -> Int32s:
+def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
 
     They bear the key by which another request was known first, and which the request around them, known by another one,
     did not bear before that one began. Else it is a further name of the request around them, which handed it over.
-    `elsewhere` tells whether that other one is not in the trace, for the row of a request, the number of a key that is
-    not its first, and when it bore that first.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(
         np.stack([around, first.borne_keys]), axis=1, return_index=True, return_inverse=True
     )  # fmt: skip
     at_ns = trace.start_ns[first.borne[began]]
-    is_further = ~first.are_first(*pairs)
-    are_astray = is_further & first.are_of_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
-    if elsewhere is not None:
-        for at in np.flatnonzero(is_further & ~are_astray).tolist():
-            are_astray[at] = elsewhere(int(pairs[0, at]), int(pairs[1, at]), int(at_ns[at]))
+    are_astray = ~first.are_first(*pairs) & first.are_of_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
     if not are_astray.any():
         return owner
     is_stray = np.zeros(len(trace), dtype=np.bool_)
