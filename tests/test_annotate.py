@@ -25,7 +25,7 @@ from otlp_spans import ORIGIN
 import instrument
 from instrument import chrome
 from instrument.otlp import packing
-from instrument.recorder import annotation
+from instrument.recorder import span_attributes
 from instrument.recorder.core import NAMES_OF_PLACE
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
@@ -293,9 +293,9 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     with recorder.make_scope("scope"):
         recorder.annotate_innermost(user=Lazy(), users=[Lazy()], torn=Torn([1, 2]))
         recorder.annotate_innermost(Lazy())
-    assert annotation.name_of(Lazy()) is None
-    assert annotation.status_attributes(Lazy(), None, None) is None
-    assert annotation.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
+    assert span_attributes.name_of(Lazy()) is None
+    assert span_attributes.status_attributes(Lazy(), None, None) is None
+    assert span_attributes.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
     assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
     assert recorder.counts() == {"attributes of a kind that no span has": 3}
 

@@ -328,11 +328,11 @@ LINES_AND_FILES = {
     "profile": (2_504, 8),
     "proposal": (1_416, 5),
     "recorder": (2_598, 9),
-    "recording": (4_015, 20),
+    "recording": (4_010, 20),
     "report": (12_296, 46),
     "runtime": (2_503, 19),
     "sessions": (7_151, 33),
-    "trace": (8_760, 34),
+    "trace": (8_728, 34),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -361,7 +361,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 425, 731
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 422, 727
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

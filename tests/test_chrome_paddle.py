@@ -16,8 +16,8 @@ import pytest
 from instrument import chrome
 from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST
-from instrument.report.call_rows import CallTimes
 from instrument.report.memory_view import memory
+from instrument.report.operator_rows import CallTimes
 from instrument.report.operators_view import operators, user
 from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording

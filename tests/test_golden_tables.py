@@ -21,12 +21,12 @@ from paddle_golden import golden_trace
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally, Totals
-from instrument.report.call_rows import CallTimes
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.kernels_view import kernels
+from instrument.report.operator_rows import CallTimes
 from instrument.report.operators_view import operators, user
 from instrument.report.overview_view import overview
 from instrument.report.phases_view import phases

@@ -14,7 +14,7 @@ from paddle_golden import GOLDEN, golden_trace
 from raw_spans import above, changed, lies_in, points, timed, traces
 
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
-from instrument.report.call_rows import REMAINING, CallRow, CallTimes
+from instrument.report.operator_rows import REMAINING, CallRow, CallTimes
 from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, User, operators, user
 from instrument.report.overview_view import overview
 from instrument.report.table import LINE, columns

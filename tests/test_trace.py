@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import call_places
+import call_trees_by_hand
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.call_rows import every_place, place_tree
+from instrument.report.operator_rows import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
@@ -258,7 +258,7 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
 def facts(place: Any) -> list[Any]:
     """All that is known of a place, but for what is around it and below."""
     names = [
-        name for name in call_places.Place.__slots__
+        name for name in call_trees_by_hand.Place.__slots__
         if name not in ("children", "elsewhere", "parent", "site", "streams", "wanted")
     ]  # fmt: skip
     streams = {key: tuple(sums) for key, sums in sorted(place.streams.items())}
@@ -269,7 +269,7 @@ def facts(place: Any) -> list[Any]:
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.held if is_bounded else None
     ours = list(every_place(place_tree(trace.columns, kinds, window)))
-    theirs = list(call_places.every_place(call_places.call_tree(trace.spans, kinds, window)))
+    theirs = list(call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window)))
     assert list(map(facts, ours)) == list(map(facts, theirs))
     assert [one.parent and one.parent.site.key for one in ours] == [
         one.parent and one.parent.site.key for one in theirs

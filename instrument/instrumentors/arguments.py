@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from instrument import native
 from instrument.instrumentors.namespaces import isinstance_of
 from instrument.profile.model import Argument, FunctionRule, RequestKeys
-from instrument.recorder.annotation import (
+from instrument.recorder.span_attributes import (
     ALLOWED_KEYS,
     KEY_PART,
     NO_WEIGHTS,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
-from instrument.recorder import annotation, wrapping
+from instrument.recorder import span_attributes, wrapping
 from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import CallTree, shaped, tally_of
@@ -182,7 +182,7 @@ class SiteCore(Core):
     def rename_open(self, frame: Any, name: object) -> None:
         """Rename the span of a frame, or with None the innermost open one of this context. Never raises."""
         site = self.site_of_open(frame)
-        known = annotation.name_of(name)
+        known = span_attributes.name_of(name)
         if site is None:
             return
         if known is None:
@@ -196,7 +196,7 @@ class SiteCore(Core):
 
     def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
         """Set the status of a frame's span, or with None of the innermost open one of this context. Never raises."""
-        status = annotation.status_attributes(code, description, error_type)
+        status = span_attributes.status_attributes(code, description, error_type)
         if status is None:
             self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
         elif frame is None:
@@ -206,10 +206,10 @@ class SiteCore(Core):
 
     def bind_innermost(self, key: object) -> None:
         """Set the key of the request that the innermost open span serves."""
-        self.annotate_innermost(annotation.key_attributes(key, None, self._complain))
+        self.annotate_innermost(span_attributes.key_attributes(key, None, self._complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
-        return annotation.checked(attributes, more, self._complain)
+        return span_attributes.checked(attributes, more, self._complain)
 
     def _complain(self, what: str, words: str, kind: str = "") -> None:
         self.count(what)

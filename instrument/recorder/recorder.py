@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
-from instrument.recorder import annotation, core, wrapping
+from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
@@ -215,12 +215,12 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        own: dict[Any, Any] | None = annotation.of_scope(attributes, self._complain) if attributes else None
+        own: dict[Any, Any] | None = span_attributes.of_scope(attributes, self._complain) if attributes else None
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
-            keys = {KEY: key} if is_plain else annotation.key_attributes(key, batch, self._complain)
+            keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self._complain)
             own = {**own, **keys} if own else keys
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 

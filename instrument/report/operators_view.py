@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instrument.report.call_rows import (
+from instrument.report.flop_rows import FlopTable, flop_table
+from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
     CallTimes,
@@ -38,7 +39,6 @@ from instrument.report.call_rows import (
     place_tree,
     sorting,
 )
-from instrument.report.flop_rows import FlopTable, flop_table
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import LINE, columns, safe, section_title, share, shorten, six_digits
 from instrument.report.view import Options, Recording

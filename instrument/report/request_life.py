@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
-from instrument.recorder.annotation import key_text
+from instrument.recorder.span_attributes import key_text
 from instrument.report.endpoint_times import outcome_told
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import (
