@@ -276,8 +276,10 @@ def test_every_request_of_a_server_is_sent_once_as_of_the_process_that_served_it
         return case.ask(port)
 
     def ask_all(others: set[int]) -> None:
-        """Ask until every worker but the `others` has answered, then some more."""
-        while len(answered.keys() - others - {0}) < case.workers:
+        """Ask until every worker but the `others` has answered and those have gone, then some more."""
+        while len(answered.keys() - others - {0}) < case.workers or any(
+            Path(f"/proc/{pid}").exists() for pid in others
+        ):
             answered[ask()] += 1
         answered.pop(0, 0)  # nobody listened yet
         answered.update(asked_by_many(ask, 200))
@@ -285,7 +287,7 @@ def test_every_request_of_a_server_is_sent_once_as_of_the_process_that_served_it
     with begun(case, [word.format(port=port) for word in case.words], monkeypatch) as service:
         ask_all(set())
         if case.reload is not None:
-            before = set(answered)
+            before = answered.keys() - {0}
             case.reload(service.pid)
             ask_all(before)
         if not (case.beside or case.container):

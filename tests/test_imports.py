@@ -197,13 +197,17 @@ def test_a_fault_of_ours_does_not_reach_the_import(
     def fail(module: ModuleType) -> None:
         raise RuntimeError("ours")
 
+    def fail_to_choose(name: str) -> bool:
+        raise RuntimeError("ours")
+
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    undo = imports.install(lambda name: name == "made_module", fail)
+    undos = [imports.install(fail_to_choose, fail), imports.install(lambda name: name == "made_module", fail)]
     try:
         assert importlib.import_module("made_module").x == 1
     finally:
-        undo()
-    assert FAULTS.counts() == {"import hook": 1}
+        for undo in undos:
+            undo()
+    assert FAULTS.counts() == {"import hook": 2}
     FAULTS.clear()
 
 

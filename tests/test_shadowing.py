@@ -17,7 +17,8 @@ import statistics, token
 print("done", calendar.X, statistics.X, token.X)
 """
 OF_MODULES = (
-    "token platform types queue statistics calendar secrets random code profile trace email string numbers select"
+    "token platform types queue statistics calendar secrets random code profile trace email string numbers select gc "
+    "dataclasses typing"
 )
 COMMAND = str(Path(sys.executable).with_name("instrument"))
 

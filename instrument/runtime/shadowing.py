@@ -31,8 +31,14 @@ def guard(folders: Iterable[str] = ()) -> None:
             break
         before.append(entry)
     names = {name.partition(".")[0] for folder in {*folders, *before} for name in _names_in(folder)}
-    if shadowed := (names & sys.stdlib_module_names) - sys.modules.keys():
+    shadowed = (names & sys.stdlib_module_names).difference(sys.builtin_module_names)
+    if shadowed := {name for name in shadowed if not _is_standard(sys.modules.get(name))}:
         sys.meta_path.insert(0, _Guard(shadowed))
+
+
+def _is_standard(module: ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return module is not None and (file is None or file.startswith(_STANDARD))
 
 
 def _names_in(folder: str) -> list[str]:
@@ -55,12 +61,28 @@ def folder_of_main() -> str:
     return ""
 
 
+class Loaded:
+    """Loads a module that has been loaded before: its code does not run again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
 class _Guard:
     """Finds the shadowed modules in the standard library where our code imports them. First on `sys.meta_path`."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
+        self._standard: dict[str, ModuleType] = {}
         self._loaded: set[str] = set()
+        self.of_service = {name: sys.modules.pop(name) for name in shadowed if name in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -69,19 +91,28 @@ class _Guard:
             return None
         if not _is_for_us(sys._getframe(1)):
             self.release()
+            if fullname in self.of_service:
+                spec = PathFinder.find_spec(fullname)
+                if spec is not None:
+                    spec.loader = Loaded(self.of_service.pop(fullname))  # type: ignore[assignment]
+                return spec
             return None
         if fullname not in self._shadowed:
             return None
         self._loaded.add(fullname)
-        spec: ModuleSpec | None = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
+        spec = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
         if spec is None:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)  # of another system
+        if known := self._standard.get(fullname):
+            spec.loader = Loaded(known)  # type: ignore[assignment]
         return spec
 
     def release(self) -> None:
-        """Leave the names to the service, which imports its own by them."""
+        """Leave the names to the service, which has or imports its own by them."""
         while self._loaded:
-            sys.modules.pop(self._loaded.pop(), None)
+            name = self._loaded.pop()
+            if module := sys.modules.pop(name, None):
+                self._standard[name] = module  # ours are not loaded again
 
 
 def release() -> None:
@@ -89,6 +120,8 @@ def release() -> None:
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()
+            sys.modules.update(finder.of_service)
+            finder.of_service.clear()
 
 
 def _is_for_us(frame: FrameType | None) -> bool:

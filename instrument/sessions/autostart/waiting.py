@@ -155,7 +155,9 @@ class Wait:
             spec = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if loaded is not None:
-                    spec.loader = _Loaded(loaded)
+                    from instrument.runtime.shadowing import Loaded
+
+                    spec.loader = Loaded(loaded)
                     loaded.__spec__ = spec  # the import system goes by that of a module that is there by now
                 return spec  # type: ignore[no-any-return]
         return None
@@ -168,20 +170,6 @@ class Wait:
             return False
         _start()
         return True
-
-
-class _Loaded:
-    """Loads a module that the session has imported as it began: it is not run again."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._spec = module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
 
 
 _waiting: Wait | None = None
