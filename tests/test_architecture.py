@@ -322,7 +322,7 @@ LINES_AND_FILES = {
     "cli": (2_405, 20),
     "compat": (1_367, 6),
     "device": (3_699, 13),
-    "instrumentors": (11_192, 48),
+    "instrumentors": (11_189, 48),
     "native": (9_742, 28),
     "otlp": (5_247, 21),
     "profile": (2_504, 8),

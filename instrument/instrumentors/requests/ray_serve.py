@@ -2,8 +2,7 @@
 
 We stand where a replica hands a request to the deployment's code, after it has decided to take it: a try that it
 rejects is no request. Requests over HTTP are named by method and route, prefix included; calls through a handle by
-deployment and method. A proxy hands on what its replicas record, and Ray's agent talks to Ray alone: their servers
-record nothing.
+deployment and method. The servers of proxies, of Ray's agent and of its dashboard record nothing.
 """
 
 from __future__ import annotations
@@ -141,13 +140,9 @@ def _method(told: tuple[Any, Any]) -> str:
 
 
 def _read(told: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    return (_method(told), None, None, None), _headers(told[1]), {}
-
-
-def _headers(metadata: Any) -> dict[bytes, bytes]:
-    """The caller's trace, which a handle sends where Ray's own tracing is on."""
-    context = getattr(metadata, "tracing_context", None) or {}
-    return {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
+    context = getattr(told[1], "tracing_context", None) or {}  # a handle sends it where Ray's own tracing is on
+    headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
+    return (_method(told), None, None, None), headers, {}
 
 
 class _Answer(asgi.Http):
@@ -171,4 +166,6 @@ RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
     "ray.serve.batching": _batching,
     "ray.serve._private.proxy": _silent("GenericProxy"),  # the actor itself is sent to its process by value
     "ray.dashboard.modules.reporter.reporter_agent": _silent("ReporterAgent"),
+    "ray.dashboard.http_server_head": _silent("HttpServerDashboardHead"),
+    "ray.dashboard.subprocesses.module": _silent("SubprocessModule"),  # the dashboard asks each twice a second
 }
