@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from instrument.otlp.export_facts import UNMETERED, ExportFacts
@@ -14,6 +16,24 @@ from instrument.recording.export_place import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Span
 from instrument.trace.settling import Settled, Settling
+from instrument.trace.trace import spans_of
+
+
+def sent_spans(settled: Settled) -> list[Span]:
+    """Return the spans that are sent, each with the trace of its tree and with the requests that it serves."""
+    trace = settled.trace
+    if trace is None:
+        return []
+    remote = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
+    spans = spans_of(trace)
+    for row, span in enumerate(spans):
+        span.remote, span.links = remote.get(span.root_id), tuple(settled.links.get(row, ()))
+    return spans
+
+
+def trees_of(settled: Settled) -> list[list[Span]]:
+    """Return the same, tree after tree."""
+    return [list(its) for _, its in groupby(sent_spans(settled), attrgetter("root_id"))]
 
 
 class Kept:
@@ -42,8 +62,8 @@ class Kept:
         """What the first recording lost, by reason."""
         return Counter(self.rows.counts)
 
-    def settle(self, **how: Any) -> dict[int, Settled]:
-        """Read on and settle what has ended."""
+    def settle(self, **how: Any) -> dict[int, list[list[Span]]]:
+        """Read on and settle what has ended; return the trees that are kept, by the place of their recording."""
         for reader in self.readers:
             reader.read()
             while reader.has_more:
@@ -52,14 +72,15 @@ class Kept:
             reader.rows.read_ns = max([reader.rows.read_ns, *reader.rows.rows["end_ns"].tolist()])
         now_ns = max(time.monotonic_ns(), *(reader.rows.read_ns for reader in self.readers))
         found = self.settling.settle(now_ns, **{"at_once": True, **how})
+        trees = {place: trees_of(its) for place, its in found.items()}
         while self.settling.has_more:
             for place, more in self.settling.settle(now_ns, **{"at_once": True, **how}).items():
-                found.setdefault(place, Settled()).trees += more.trees
-        return found
+                trees.setdefault(place, []).extend(trees_of(more))
+        return trees
 
     def read(self, **how: Any) -> list[list[Span]]:
         """Return the trees of the first recording that were kept since the last time, in the order of their ends."""
-        trees = self.settle(**how).get(0, Settled()).trees
+        trees = self.settle(**how).get(0, [])
         return sorted(trees, key=lambda tree: tree[0].end_ns)
 
     def take(self) -> None:

@@ -7,16 +7,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from instrument.otlp.exporter import Exporter
+from instrument.otlp.packing import Ids, linked_spans
+from instrument.otlp.span_queue import Source
 from instrument.recording.remote_parents import link_of
 from instrument.recording.spans import Origin, Site, Span
 from instrument.trace.by_process import linked_requests, rows_by_process, where_began
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
-from instrument.trace.trace import Trace, spans_of, with_spans
+from instrument.trace.trace import Trace, columns_of_spans, spans_of, with_spans
 
 SECOND = 10**9
 ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
@@ -35,6 +39,47 @@ def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list
     return [
         span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i % 2_999, **facts)
         for i in range(spans)
+    ]
+
+
+def offer(exporter: Exporter, spans: Sequence[Span], source: Source | None = None) -> bool:
+    """Hand over spans of one process, packed at once. Returns True unless the exporter is closed."""
+    source = source or exporter.own
+    links = {row: linked_spans(one.links, source.ids) for row, one in enumerate(spans) if one.links}
+    exporter.submit_rows(source, columns_of_spans(spans), np.arange(len(spans)), links=links)
+    return not exporter._queue.is_closed
+
+
+def messages_of(
+    spans: Sequence[Span], ids: Ids | None = None, origin: Origin = ORIGIN, threads: Mapping[int, str] | None = None
+) -> list[Any]:
+    """Return the official messages of spans of one process, each followed by those of its device intervals."""
+    ids = ids or Ids()
+    source = Source(ids, origin, lambda: threads or {}, dict)
+    links = {row: linked_spans(one.links, ids) for row, one in enumerate(spans) if one.links}
+    bodies = source.requests(columns_of_spans(spans), np.arange(len(spans)), 1 << 30, links=links)
+    return [
+        message
+        for body in bodies
+        for of_resource in ExportTraceServiceRequest.FromString(body.data).resource_spans
+        for of_scope in of_resource.scope_spans
+        for message in of_scope.spans
+    ]
+
+
+def identify(spans: Sequence[Span], ids: Ids) -> list[tuple[int, int, int, Span]]:
+    """Return the ids of the trace, the span and the parent, 0 for none, of spans without device intervals."""
+    return [
+        (*(int.from_bytes(one, "big") for one in (message.trace_id, message.span_id, message.parent_span_id)), span)
+        for message, span in zip(messages_of(spans, ids), spans, strict=True)
+    ]  # fmt: skip
+
+
+def links_of(span: Span, ids: Ids) -> list[tuple[int, int, str]]:
+    """Return the ids of the trace and of the span, and the state, of what a span is linked to."""
+    return [
+        (int.from_bytes(one.trace_id, "big"), int.from_bytes(one.span_id, "big"), one.trace_state)
+        for one in messages_of([span], ids)[0].links
     ]
 
 

@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from otlp_spans import ORIGIN
+from otlp_spans import ORIGIN, messages_of
 
 import instrument
 from instrument import chrome
-from instrument.otlp import packing
 from instrument.recorder import span_attributes
 from instrument.recorder.core import NAMES_OF_PLACE
 from instrument.recording.spans import (
@@ -54,8 +52,7 @@ def attributes(recorder: Any) -> dict[str, dict[str, object]]:
 
 
 def exported(spans: list[Span]) -> list[Any]:
-    packed = packing.request_of(b"", packing.pack(spans, packing.Ids(), ORIGIN, {}))
-    return list(ExportTraceServiceRequest.FromString(packed).resource_spans[0].scope_spans[0].spans)
+    return messages_of(spans)
 
 
 def said(message: Any) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
-from otlp_spans import spans_by_process
+from otlp_spans import links_of, messages_of, spans_by_process
 from test_ledger import (
     ACCEPT,
     API,
@@ -33,7 +32,7 @@ from test_ledger import (
 )
 
 from instrument.cli import main
-from instrument.otlp.packing import Ids, links_of, pack
+from instrument.otlp.packing import Ids
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.trace import file
@@ -377,7 +376,7 @@ def test_links_of_a_batch_are_what_a_collector_reads() -> None:
     spans, ids = spans_of(grafted(trace, joined)), Ids()
     for row, its in linked_requests(trace, joined).items():
         spans[row].links = its
-    packed = [ScopeSpans.FromString(one).spans[0] for one in pack(spans, ids, Origin(1, "", 0, 10**18), {})]
+    packed = messages_of(spans, ids, Origin(1, "", 0, 10**18))
     step = packed[8]
     assert [(link.trace_id, link.span_id) for link in step.links] == [
         (ids.trace_id(number).to_bytes(16, "big"), ids.span_id(number).to_bytes(8, "big")) for number in (1, 5)
@@ -429,5 +428,5 @@ def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     found = {span.site.name: span for span in its}
     ids = Ids()
     [link] = links_of(found["worker.handle"], ids)
-    assert (link.trace_id, link.span_id) == (ids.of(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
+    assert link[:2] == (ids.of(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
     assert links_of(found["POST /chat"], ids) == []

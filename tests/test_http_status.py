@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 from kept import Kept
+from otlp_spans import messages_of
 from otlp_spans import span as span_of
 
-from instrument.otlp.packing import attributes_of
 from instrument.profile.model import Capture
 from instrument.recorder.outcomes import ANSWERS, STATUS
 from instrument.recorder.wrapping import wrap
-from instrument.recording.spans import OUTCOME, Site
+from instrument.recording.spans import OUTCOME, Site, Span
 
 REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")
+
+
+def attributes_of(span: Span) -> dict[str, Any]:
+    (message,) = messages_of([span])
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in message.attributes}
 
 
 def made_up(module: str, name: str, answer: str | int, status: int) -> BaseException:
@@ -80,7 +85,7 @@ def test_an_answer_from_500_on_is_an_error_that_bears_its_status(recorder: Any, 
     assert (request.error, work.error, kept) == ("Own", "Own", ["handle"])
     assert request.attributes == {STATUS: status}
     assert errors_counted(recorder) == 2
-    assert attributes_of(request, {})[STATUS] == status
+    assert attributes_of(request)[STATUS] == status
 
 
 @pytest.mark.parametrize(
@@ -288,4 +293,4 @@ def test_what_is_broken_off_from_outside_has_not_failed_and_says_how_it_ended(
 
 
 def test_the_status_goes_to_the_collector_by_opentelemetrys_name() -> None:
-    assert attributes_of(span_of(REQUEST, attributes={STATUS: 404}), {})["http.response.status_code"] == 404
+    assert attributes_of(span_of(REQUEST, attributes={STATUS: 404}))["http.response.status_code"] == 404

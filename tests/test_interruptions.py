@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -105,8 +106,13 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
     is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
     found = interruptions_of(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
     live = Interruptions()
-    live.note(span for span, is_its in zip(spans, is_one.tolist(), strict=True) if is_its)
-    live.hit(spans)
-    for row in np.flatnonzero(~is_one).tolist():
-        hits = {one.span_id for one in spans[row].interruptions}
-        assert {one.span_id for one in found.get(row, ())} == hits
+    live.attach(trace.with_attributes(is_one))  # as those of a moment before
+    _, hits = live.attach(trace.with_attributes(~is_one))
+    _, at_once = Interruptions().attach(trace)
+    assert ids_by_row(at_once) == ids_by_row(found)
+    rows = np.flatnonzero(~is_one)
+    assert {int(rows[row]): its for row, its in ids_by_row(hits).items()} == ids_by_row(found)
+
+
+def ids_by_row(hits: Mapping[int, Sequence[Span]]) -> dict[int, set[int]]:
+    return {row: {one.span_id for one in its} for row, its in hits.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from otlp_collectors import Behave, Handler, collecting, drip, refuse_with, swallow, take
 from otlp_receiver import Receiver, free_port, receiver
-from otlp_spans import ORIGIN, SECOND, span
+from otlp_spans import ORIGIN, SECOND, offer, span
 
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
@@ -88,7 +88,7 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
     samples = [sample(name, value, HOST if name in hosts else 1) for name, value in values.items()]
     samples.sort(key=lambda s: (s.device, s.name))
     with exporting(Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)) as exporter:
-        exporter.offer([span()])
+        offer(exporter, [span()])
         metrics_of(exporter).offer(samples, [GPU])
         assert exporter.flush(60 * SECOND).complete
         assert metrics_of(exporter).sent == len(samples)
@@ -227,7 +227,7 @@ def test_a_collector_without_a_place_for_metrics_says_so_once_and_spans_go_on(st
     with collecting(take, metrics=refuse_with(status)) as server, exporting(server.settings) as exporter:
         for number in range(3):
             metrics_of(exporter).offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
-            exporter.offer([span(span_id=number + 1, root_id=number + 1)])
+            offer(exporter, [span(span_id=number + 1, root_id=number + 1)])
             assert exporter.flush(60 * SECOND).complete
         assert server.taken == ["op"] * 3
         assert server.tries == 4, "three times spans, once metrics"
@@ -256,7 +256,7 @@ def test_a_collector_that_serves_spans_alone_by_grpc_gets_no_more_metrics() -> N
         with exporting(Otlp(f"http://127.0.0.1:{port}", "grpc", timeout_ns=5 * SECOND)) as exporter:
             for number in range(2):
                 metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
-                exporter.offer([span(span_id=number + 1, root_id=number + 1)])
+                offer(exporter, [span(span_id=number + 1, root_id=number + 1)])
                 assert exporter.flush(60 * SECOND).complete
             (note,) = metrics_of(exporter).notes()
             assert "the collector takes none" in note
@@ -288,7 +288,7 @@ def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_fo
         exporter.flush(60 * SECOND)
         assert metrics_of(exporter).losses() == {f"samples of gauges {fate} by the OTLP export": 1}
         assert metrics_of(exporter).notes()[0].startswith("export.otlp: metrics did not get through: ")
-        exporter.offer([span()])
+        offer(exporter, [span()])
         assert exporter.flush(60 * SECOND).complete
         assert server.taken == ["op"]
 

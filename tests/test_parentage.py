@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 from kept import Kept
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from otlp_spans import ORIGIN
+from otlp_spans import links_of, messages_of
 from trees import tree_of
 
 from instrument import chrome
@@ -262,8 +261,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
         assert (batch.parent_id, batch.root_id) == (0, batch.span_id)
         assert batch.attributes == {LINK: (first.span_id, first.span_id)}
     ids = packing.Ids()
-    packed = packing.request_of(b"", [piece for tree in trees.trees for piece in packing.pack(tree, ids, ORIGIN, {})])
-    messages = ExportTraceServiceRequest.FromString(packed).resource_spans[0].scope_spans[0].spans
+    messages = [message for tree in trees.trees for message in messages_of(tree, ids)]
     assert len(messages) == len(spans)
     linked = [message for message in messages if message.links]
     assert sorted(message.name for message in linked) == 4 * ["batch"]
@@ -306,7 +304,7 @@ def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder:
     ids = packing.Ids()
     batch = max((span for span in recorder.spans() if span.site.name == "batch"), key=lambda span: span.start_ns)
     first = min((span for span in recorder.spans() if span.site.name == "request"), key=lambda span: span.start_ns)
-    assert packing.links_of(batch, ids) == [(0xABC << 64, ids.span_id(first.span_id), "")]
+    assert links_of(batch, ids) == [(0xABC << 64, ids.span_id(first.span_id), "")]
 
 
 def test_a_trace_file_keeps_the_link(recorder: Any, tmp_path: Path) -> None:
@@ -318,7 +316,7 @@ def test_a_trace_file_keeps_the_link(recorder: Any, tmp_path: Path) -> None:
     loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     (linked,) = (span for span in loaded.spans if LINK in span.attributes)
     assert (linked.site.name, linked.parent_id, list(linked.attributes[LINK])) == ("batch", 0, [first, first])
-    assert len(packing.links_of(linked, packing.Ids())) == 1
+    assert len(links_of(linked, packing.Ids())) == 1
 
 
 @pytest.mark.parametrize("how", ["call", "scope", "coroutine", "generator", "request", "record"])

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from kept import Kept
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from otlp_spans import ORIGIN
+from otlp_spans import messages_of
 from programs import Machine, Tracked, program, recursive
 from raw_spans import counted
 
@@ -111,8 +110,7 @@ def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...
     roots = {ids.trace_id(span.span_id): span.site.name for span in spans}
     edges: list[Edge] = []
     for tree in trees:
-        packed = packing.request_of(b"", packing.pack(tree, ids, ORIGIN, {}))
-        for message in ExportTraceServiceRequest.FromString(packed).resource_spans[0].scope_spans[0].spans:
+        for message in messages_of(tree, ids):
             own, parent = int.from_bytes(message.span_id, "big"), int.from_bytes(message.parent_span_id, "big")
             links = [names[int.from_bytes(link.span_id, "big")] for link in message.links]
             for link in message.links:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from otlp_collectors import collecting, take
-from otlp_spans import ORIGIN, SECOND, tree
+from otlp_spans import ORIGIN, SECOND, offer, tree
 from requests.utils import get_environ_proxies, select_proxy
 
 from instrument.otlp import Exporter, senders
@@ -35,7 +35,7 @@ def deliver(settings: Otlp) -> Delivery:
     exporter = Exporter(settings, ORIGIN, dict)
     exporter.start()
     try:
-        exporter.offer(tree(2))
+        offer(exporter, tree(2))
         return exporter.flush(60 * SECOND)
     finally:
         exporter.stop(SECOND)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from otlp_receiver import receiver
+from otlp_spans import links_of
 
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.traceparent import w3c
-from instrument.otlp.packing import Ids, links_of
+from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.remote_parents import remote_of

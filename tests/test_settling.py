@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from otlp_spans import spans_by_process
+from kept import sent_spans
+from otlp_spans import identify, links_of, spans_by_process
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 
-from instrument.otlp.packing import Ids, identify, links_of
+from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Where
 from instrument.recording.lines import Lines
 from instrument.recording.mapped import ROWS
@@ -251,8 +252,8 @@ def by_agent(run: Run, every_ns: int = S // 2, sample: float = 1.0, where: tuple
     def settle(now_ns: int, *, is_last: bool = False) -> None:
         for place, found in settled.settle(now_ns, is_last=is_last, asks_queues=True).items():
             its = (front, engine)[place]
-            its.sent += [span for spans in found.trees for span in spans]
-            its.derived += [span for spans in found.derived for span in spans]
+            its.sent += sent_spans(found)
+            its.derived += found.derived
             for one in found.served:
                 assert one.own.span_id not in its.queued
                 its.queued[one.own.span_id] = one.queue_ns
@@ -313,7 +314,7 @@ def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
     for its in (front, engine):
         for span in its.sent:
             if links := links_of(span, its.ids):
-                yield span.span_id, [known[one.trace_id, one.span_id] for one in links]
+                yield span.span_id, [known[trace_id, span_id] for trace_id, span_id, _ in links]
 
 
 @pytest.mark.parametrize(
@@ -631,6 +632,6 @@ def test_requests_in_the_tree_of_another_one_have_stages_of_their_own(is_keyed: 
     assert sent == {one: parent for one, parent in parents.items() if one in {span.span_id for span in run.engine}}
     batches = [span for span in engine.sent if span.site is EXECUTE]
     assert all(
-        {link.trace_id for link in links_of(span, engine.ids)} == {front.ids.trace_id(top.span_id)} for span in batches
+        {link[0] for link in links_of(span, engine.ids)} == {front.ids.trace_id(top.span_id)} for span in batches
     )
     assert {span.span_id for span in batches} == set(links)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from otlp_collectors import collecting, take
-from otlp_spans import ORIGIN, SECOND, THREADS, tree
+from otlp_spans import ORIGIN, SECOND, THREADS, offer, tree
 
 import instrument
 from instrument.otlp import Exporter
@@ -127,7 +127,7 @@ def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
         for number in range(2):
             throw_into("instrument-otlp", SystemExit)
             wait_until(lambda: sum(FAULTS.counts().values()) > number)  # noqa: B023 - called at once
-            exporter.offer(tree(10, 100 * number))
+            offer(exporter, tree(10, 100 * number))
             wait_until(lambda: exporter.counts()["pending"] == 0)
         assert exporter.flush(60 * SECOND).complete
         assert len(server.taken) == 20
@@ -140,7 +140,7 @@ def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
 def test_a_flush_says_nothing_is_settled_while_the_thread_that_sends_is_gone() -> None:
     with collecting(take) as server:
         exporter = Exporter(server.settings, ORIGIN, lambda: THREADS)
-        exporter.offer(tree(10))  # it has not been started
+        offer(exporter, tree(10))  # it has not been started
         delivery = exporter.flush(0)
         assert (delivery.settled, delivery.complete, delivery.pending) == (False, False, 10)
         exporter.start()

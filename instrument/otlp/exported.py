@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, facts_from
@@ -23,6 +25,7 @@ from instrument.otlp.exposition import Metered
 from instrument.otlp.interval_join import DeviceTimes
 from instrument.otlp.kept_files import KeptFiles
 from instrument.otlp.metering import Metering
+from instrument.otlp.packing import linked_spans
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording import export_place
@@ -44,6 +47,7 @@ from instrument.runtime.unpatched import RLock
 from instrument.trace.interruptions import Interruptions
 from instrument.trace.of_memory import origin_of, saved_of
 from instrument.trace.settling import Settled, Settling
+from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 FACTS_S = 1.0
@@ -191,26 +195,29 @@ class Exported:
         reading = self._reading
         if reading is None:
             return
-        spans = [span for tree in settled.trees for span in tree]
-        reading.times.join(spans, self._mapped.settled_ns() or NOTHING_TO_COME)
         reading.threads = self._mapped.threads()
-        trees = reading.interruptions.attach(settled.trees)
-        for tree in trees:
-            reading.metering.note_kept(tree)
         for one in settled.served:
             reading.metering.count_served(one)
+        trace, rows = settled.trace, np.zeros(0, np.int64)
+        if trace is not None:
+            trace = reading.times.join(trace, self._mapped.settled_ns() or NOTHING_TO_COME)
+            rows, hits = reading.interruptions.attach(trace)
+            is_first = trace.of_kind("request") & (trace.span_id == trace.root_id)
+            for request in spans_of(trace, rows[is_first[rows]]):
+                reading.metering.note_kept(request)
         with self._lock:
-            intervals = sum(len(span.device) for span in spans)
+            intervals = 0 if trace is None else len(trace.device)
             reading.base["intervals"] += intervals
-            reading.base["kept"] += sum(map(len, trees)) + intervals
+            reading.base["kept"] += len(rows) + intervals
             self.note_read(settled_ns)
-        for tree in trees:
-            if self._sends:
-                self._exporter.offer(tree, reading.source)
-            if self.files is not None:
-                self.files.put(tree, reading.source)
-        for tree in settled.derived if self._sends else ():
-            self._exporter.offer(tree, reading.derived)
+        if trace is not None and self._sends:
+            links = {row: linked_spans(its, reading.source.ids) for row, its in settled.links.items()}
+            self._exporter.submit_rows(reading.source, trace, rows, links=links, interruptions=hits)
+        if trace is not None and self.files is not None:
+            self.files.put(spans_of(trace, rows), reading.source)
+        if settled.derived and self._sends:
+            stages = columns_of_spans(settled.derived)
+            self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
         self.note_settled()
 
     def write_kept(self, *, at_once: bool) -> None:
@@ -334,18 +341,15 @@ class Exported:
 
     def send(self, spans: Sequence[Span]) -> None:
         """Send spans that were passed before."""
-        reading, trees = self._reading, defaultdict[int, list[Span]](list)
-        if reading is None:
+        reading = self._reading
+        if reading is None or not spans:
             return
-        for span in spans:
-            trees[span.root_id].append(span)
         with self._lock:
             intervals = sum(len(span.device) for span in spans)
             reading.base["intervals"] += intervals
             reading.base["kept"] += len(spans) + intervals
             self.note_read()
-        for tree in trees.values():
-            self._exporter.offer(tree, reading.source)
+        self._exporter.submit_rows(reading.source, columns_of_spans(spans), np.arange(len(spans)))
         self.note_settled()
 
     @property

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Body, Ids, halves_of, linked_spans
+from instrument.otlp.packing import Body, Ids, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
     detected_attributes,
@@ -24,13 +22,14 @@ from instrument.otlp.resource import (
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, sender_for
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
 from instrument.otlp.tracer import suppress_instrumentation
-from instrument.recording.spans import Origin, Span
+from instrument.recording.spans import Origin
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Pace, Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 if TYPE_CHECKING:
     from instrument.profile.model import Otlp
+    from instrument.trace.columns import Columns, Int64s
 
 REQUEST_BYTES = 512 << 10
 """A request's limit before compression: there are receivers that refuse 1 MiB."""
@@ -43,8 +42,6 @@ to single spans. What it refuses then is given up as it is, until it has taken a
 HOLD_LIMIT_S = 300.0
 """The longest that a collector may have all spans wait by one answer. They wait in the queue, within its bound."""
 
-_BATCH_SPANS, UNPACKED_SPANS = 2_000, 20_000
-"""The spans that are packed and sent without delay, and the most that wait to be packed by the thread that sends."""
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
 _QUIET_NS = 60 * 10**9
@@ -118,9 +115,8 @@ class Exporter:
         self.own = Source(Ids(), origin, self._threads, self.resource)
         self._metered: tuple[Source, ...] = ()
         self._telling: Source | None = None
+        self._are_metrics_late = False
         self._queue = RequestQueue()
-        self._offered: deque[tuple[Sequence[Span], int, Source]] = deque()
-        self._unpacked = 0
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -240,75 +236,27 @@ class Exporter:
             sender.close()
         return self.flush(0)
 
-    def offer(self, spans: Sequence[Span], source: Source | None = None) -> bool:
-        """Hand over one kept tree, of another process where its source is given. It is packed with others later.
+    def submit_rows(self, source: Source, trace: Columns, rows: Int64s, **facts: Any) -> None:
+        """Pack rows of a trace that are of one process, and hand them over. `facts` are those of `SpanPacker`.
 
-        True if it will be sent unless newer ones push it out. Never waits for a lock, and never raises. Any span with
-        the root's `remote` gives a part of a tree its trace.
+        Never raises: rows that cannot be packed are counted as failed, and do not stop others.
         """
-        if not spans:
-            return False
-        source = source or self.own
-        try:
-            intervals = sum([len(span.device) for span in spans])
-            size = len(spans) + intervals
-            self._queue.expect(size, source, intervals)
-            self._offered.append((spans, size, source))
-            self._unpacked += size
-            if self._unpacked >= UNPACKED_SPANS:
-                self._pack_offered()
-            elif self._unpacked >= _BATCH_SPANS:
-                self.hurry()
-        except Exception as fault:  # our own fault is counted, not raised into the service
-            FAULTS.note("offer of spans to the OTLP exporter", fault)
-            return False
-        return not self._queue.is_closed
-
-    def _pack_offered(self) -> None:
-        """Pack the trees that were offered, those of one source together."""
-        trees: dict[Source, list[tuple[Sequence[Span], int]]] = {}
-        self._unpacked = 0
-        while self._offered:
-            spans, size, source = self._offered.popleft()
-            trees.setdefault(source, []).append((spans, size))
-        for source, its in trees.items():
-            together = [*chain.from_iterable(spans for spans, _ in its)], sum(size for _, size in its)
-            if not self._pack_trees(*together, source, is_last=len(its) == 1):
-                for spans, size in its:  # one tree that cannot be packed does not stop the others
-                    self._pack_trees(spans, size, source, is_last=True)
-
-    def _pack_trees(self, spans: Sequence[Span], size: int, source: Source, *, is_last: bool) -> bool:
-        """Pack spans that were counted as so many, and hand them over. Returns False where that fails."""
-        try:
-            bodies = self._packed(spans, source)
-        except Exception as fault:
-            if is_last:
-                self._queue.fail(size, source, f"{type(fault).__name__}: {fault}")
-                FAULTS.note("packing of spans", fault)
-            return False
-        packed = sum(body.spans for body in bodies)
-        if packed != size:  # a device interval came late
-            self._queue.expect(packed - size, source, packed - size)
-        for body in bodies:
-            self._queue.offer(body, source, is_expected=True)
-        return True
-
-    def _packed(self, spans: Sequence[Span], source: Source) -> list[Body]:
-        import numpy as np
-
-        from instrument.trace.trace import columns_of_spans
-
         pace = Pace() if self._is_beside_service else None
-        # Columns hold 64 bits with a sign, of which ids are made without it.
-        spans = [one if one.span_id < 1 << 63 else replace(one, span_id=one.span_id - (1 << 64)) for one in spans]
-        links = {row: linked_spans(span.links, source.ids) for row, span in enumerate(spans) if span.links}
-        hits = {row: span.interruptions for row, span in enumerate(spans) if span.interruptions}
-        trace, rows, bodies = columns_of_spans(spans), np.arange(len(spans)), []
-        for body in source.requests(trace, rows, self._request_bytes, links=links, interruptions=hits):
-            bodies.append(body)
-            if pace is not None and self._stop_at_ns == _NEVER_NS:
-                pace.rest()
-        return bodies
+        bodies = []
+        try:
+            for body in source.requests(trace, rows, self._request_bytes, **facts):
+                bodies.append(body)
+                if pace is not None and self._stop_at_ns == _NEVER_NS:
+                    pace.rest()
+        except Exception as fault:  # our own fault is counted, not raised into the service
+            if (half := len(rows) // 2) > 0:
+                self.submit_rows(source, trace, rows[:half], **facts)
+                self.submit_rows(source, trace, rows[half:], **facts)
+                return
+            spans = len(rows) + sum(row in rows for row in trace.device.row.tolist())
+            self._queue.fail(spans, source, f"{type(fault).__name__}: {fault}")
+            FAULTS.note("packing of spans", fault)
+        self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
         """Hand over packed requests, of another process where its source is given.
@@ -353,9 +301,9 @@ class Exporter:
                 settled = reply.get(timeout=min(max(0, end_ns - time.monotonic_ns()) / 1e9, TIMEOUT_MAX))
             except Empty:
                 break  # the time is up; the counts say how far it came
-            if self._stop_at_ns != _NEVER_NS or not self._metrics_wait():
+            if self._stop_at_ns != _NEVER_NS or not (self._are_metrics_late and self._metrics_wait()):
                 break
-            settled = False  # metrics that did not get through are sent again
+            settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
         settled = settled and not self._queue.is_pending(newest)
         counts = self.counts()
@@ -406,7 +354,6 @@ class Exporter:
 
     def counts(self) -> Mapping[str, int]:
         """The fates of all spans so far, see `RequestQueue.counts`."""
-        self._pack_offered()
         return self._queue.counts()
 
     def after_fork_in_child(self) -> None:
@@ -442,7 +389,6 @@ class Exporter:
         sender.close()
 
     def _send_queue(self, sender: Sender) -> None:
-        self._pack_offered()
         while True:
             with self._queue.lock:
                 request = self._queue.take() if self._serves(sender) else None
@@ -530,6 +476,7 @@ class Exporter:
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
         left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
         verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
+        self._are_metrics_late = verdict.is_late
         if verdict.wait_s:
             self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         return verdict

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Protocol
 
-from instrument.recording.spans import DeviceInterval, Span
+import numpy as np
+
+from instrument.recording.spans import DeviceInterval
+from instrument.trace.columns import Columns
+from instrument.trace.trace import device_columns
 
 SETTLE_NS = 2 * 10**9
 """How long spans wait for their device times before they are sent without."""
@@ -28,7 +33,7 @@ class Intervals(Protocol):
 
 
 class DeviceTimes:
-    """Joins spans with their device times. Used by one thread.
+    """Joins rows with their device times. Used by one thread.
 
     `untimed` counts the spans that were sent before it was known whether they have any.
     """
@@ -44,16 +49,18 @@ class DeviceTimes:
         if not self._known or self._known[-1][1] != known:
             self._known.append((time.monotonic_ns(), known))
 
-    def join(self, spans: Sequence[Span], settled_ns: int) -> None:
-        """Give spans their intervals, which are all there of those that had ended by `settled_ns`.
+    def join(self, trace: Columns, settled_ns: int) -> Columns:
+        """Return the rows with their intervals, which are all there of those that had ended by `settled_ns`.
 
-        Of many at once: each time goes through all intervals since the first of these spans began.
+        Of many at once: each time goes through all intervals since the first of these rows began.
         """
-        asking = {span.span_id: span for span in spans if span.site.device}
-        if not asking:
-            return
-        first_ns = min(span.start_ns for span in asking.values())
+        asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
+        if not len(asking):
+            return trace
+        first_ns = int(trace.start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._known) if at_ns <= first_ns), 0)
-        for span_id, intervals in self._intervals().of(asking, since).items():
-            asking[span_id].device = intervals
-        self.untimed += sum(not span.device and span.end_ns > settled_ns for span in asking.values())
+        row_of = dict(zip(trace.span_id[asking].tolist(), asking.tolist(), strict=True))
+        found = sorted((row_of[span_id], its) for span_id, its in self._intervals().of(row_of.keys(), since).items())
+        timed = np.array([row for row, its in found if its], np.int64)
+        self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, timed)] > settled_ns))
+        return replace(trace, device=device_columns(found)) if len(timed) else trace

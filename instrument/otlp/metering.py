@@ -176,11 +176,9 @@ class Metering:
             request.own, request.queue_ns, request.batch_size, request.kept, streams=request.is_generation
         )
 
-    def note_kept(self, spans: Sequence[Span]) -> None:
-        """A tree is about to be sent: the request that comes first in it is an exemplar."""
-        first = spans[0]
-        if first.site.kind == "request" and first.span_id == first.root_id:
-            self._meter.note_kept(first, *self._facts.ids.of(first))
+    def note_kept(self, request: Span) -> None:
+        """A request that comes first in its tree is about to be sent: it is an exemplar."""
+        self._meter.note_kept(request, *self._facts.ids.of(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
         """The recording is about to be read: what has ended by now will have been met once it was read up to now."""

@@ -25,7 +25,7 @@ from instrument.recording.remote_parents import (
     LinkedRequest,
     remote_of,
 )
-from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, DeviceInterval, Origin, Site, Span
+from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""
@@ -45,7 +45,6 @@ HAS_IS_REMOTE = 0x100
 INTERNAL_KIND, SERVER_KIND = b"\x30\x01", b"\x30\x02"
 _MASK = (1 << 64) - 1
 _pack_double = struct.Struct("<cd").pack
-_pack_times = struct.Struct("<BQBQ").pack  # each number after its tag: 0x39 start, 0x41 end
 
 _MEMCPY_KINDS = {
     "h2d": "MemcpyHostToDevice",
@@ -121,37 +120,6 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-Identified = tuple[int, int, int, int, str, Span, DeviceInterval | None]
-"""Trace id, span id, parent id (0: none), OTLP flags and the trace's state, of a span or of what it had on a device."""
-
-
-def identify(spans: Sequence[Span], ids: Ids) -> Iterator[Identified]:
-    """Each span and, right after it, its device intervals, with their ids.
-
-    A request within other work is the root of its trace: what it lies in is of another trace, and perhaps not kept.
-    """
-    remotes = {span.root_id: span.remote for span in spans if span.remote is not None}
-    known: dict[int, int] = {}
-    root_id = -1
-    for span in spans:
-        if span.root_id != root_id:
-            root_id = span.root_id
-            remote = remotes.get(root_id)
-            trace_id = ids.trace_id(root_id) if remote is None else remote.trace_id
-            state = "" if remote is None else remote.state
-            flags = HAS_IS_REMOTE | (1 if remote is None else remote.flags & 0xFF)
-        own = known[span.span_id] = ids.span_id(span.span_id)
-        if span.parent_id and span.span_id != root_id:
-            yield trace_id, own, known.get(span.parent_id) or ids.span_id(span.parent_id), flags, state, span, None
-        elif remote is None or not remote.span_id:
-            yield trace_id, own, 0, flags, state, span, None
-        else:
-            flags_of_root = flags if remote.is_local else flags | IS_REMOTE
-            yield trace_id, own, remote.span_id, flags_of_root, state, span, None
-        for interval in span.device:
-            yield trace_id, ids.device_span_id(), own, flags, state, span, interval
-
-
 class LinkedSpan(NamedTuple):
     """A span that another one is linked to, as a collector knows it, and the state of its trace."""
 
@@ -170,17 +138,6 @@ def linked_spans(requests: Sequence[LinkedRequest], ids: Ids) -> list[LinkedSpan
         trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
         found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
     return found
-
-
-def links_of(span: Span, ids: Ids) -> list[LinkedSpan]:
-    """What a span is linked to: the ended span that its task or thread came from, or its caller's, and the requests
-    that it serves as a batch."""
-
-    def linked(span_id: int, root_id: int) -> LinkedSpan:
-        return LinkedSpan(ids.trace_id(root_id), ids.span_id(span_id))
-
-    cause = cause_of(span.attributes, linked) if span.attributes else None
-    return [*([] if cause is None else [cause]), *linked_spans(span.links, ids)]
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
@@ -216,22 +173,6 @@ def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mappi
     return events, len(interruptions) - len(kept)
 
 
-def is_server(span: Span) -> bool:
-    """Whether it is the one server span of a request: not below another one of ours or of another tracer here."""
-    if span.site.kind != "request" or span.span_id != span.root_id:
-        return False
-    return span.remote is None or not span.remote.in_server_span
-
-
-def attributes_of(span: Span, threads: Mapping[int, str]) -> dict[str, object]:
-    """All attributes of a span as the collector gets them, by OpenTelemetry's names where it has one.
-
-    What a span was given wins over what its site was given; the names that this room fills itself win over both.
-    """
-    thread = thread_attributes(span.thread_id, threads.get(span.thread_id))
-    return {**site_attributes(span.site), **thread, **_span_attributes(span)}
-
-
 def device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
@@ -239,12 +180,6 @@ def device_attributes(
     found = _given(site.kind, (*site.attributes, *attributes.items()))
     found = {key: found[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in found}
     return found | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
-
-
-def attributes_of_interval(span: Span, interval: DeviceInterval) -> dict[str, object]:
-    """All attributes of a device interval of this span as the collector gets them."""
-    found = device_attributes(span.site, span.attributes, interval.device, interval.stream, interval.label)
-    return {**found, "instrument.device.uncertainty_ns": interval.uncertainty_ns}
 
 
 def device_name(site: Site) -> str:
@@ -270,16 +205,6 @@ def site_attributes(site: Site) -> dict[str, object]:
 def thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
     """Return the attributes that all spans of a thread share."""
     return {"thread.id": thread_id} if name is None else {"thread.id": thread_id, "thread.name": name}
-
-
-def _span_attributes(span: Span) -> dict[str, object]:
-    found = own_attributes(span.site, span.attributes, span.error, span.clipped)
-    found["instrument.self_ns"] = span.self_ns
-    if span.active_ns != span.end_ns - span.start_ns:
-        found["instrument.active_ns"] = span.active_ns
-    if span.task_id:
-        found["instrument.task_id"] = span.task_id
-    return found
 
 
 def own_attributes(
@@ -334,30 +259,6 @@ def plain(value: object) -> object:
     return f"<{type(value).__name__}>"
 
 
-def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, str]) -> Iterator[bytes]:
-    """Each span and device interval as one entry of `ScopeSpans.spans`.
-
-    Costs 2 to 4 us a span with 8 to 12 attributes, a tenth of the official objects and encoder.
-    """
-    offset_ns = origin.realtime_ns - origin.monotonic_ns
-    for trace_id, own, parent, flags, state, span, interval in identify(spans, ids):
-        times = interval or span
-        body = (
-            b"\x0a\x10",
-            trace_id.to_bytes(16, "big"),
-            b"\x12\x08",
-            own.to_bytes(8, "big"),
-            pack_text(b"\x1a", state) if state else b"",
-            b"\x22\x08" + parent.to_bytes(8, "big") if parent else b"",
-            _pack_times(0x39, times.start_ns + offset_ns, 0x41, times.end_ns + offset_ns),
-            _pack_flags(flags),
-            _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
-            _pack_events(span, offset_ns) if interval is None and span.interruptions else b"",
-            b"".join(map(pack_link, links_of(span, ids))) if interval is None else b"",
-        )
-        yield pack_field(b"\x12", b"".join(body))
-
-
 def pack_resource(attributes: Mapping[str, object]) -> bytes:
     """The resource of a request: what all its spans share."""
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
@@ -407,16 +308,6 @@ def version() -> str:
     return str(sys.modules["instrument"].__version__)
 
 
-def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
-    tail, static = _pack_site(span.site)
-    measured = _span_attributes(span)
-    if span.attributes and not static.isdisjoint(measured):
-        tail = _pack_tail(span.site, measured)
-    kind = SERVER_KIND if is_server(span) else INTERNAL_KIND
-    facts = tail + kind + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
-    return facts + pack_status(status_of(span.error, span.attributes))
-
-
 def pack_status(status: tuple[bool, str] | None) -> bytes:
     """The status of a span as a field, nothing for None."""
     if status is None:
@@ -431,49 +322,12 @@ def pack_event(time_ns: int, name: str, attributes: Mapping[str, object]) -> byt
     return pack_field(b"\x5a", body)
 
 
-def _pack_events(span: Span, offset_ns: int) -> bytes:
-    events, dropped = events_of(span.interruptions)
-    packed = [pack_event(at_ns + offset_ns, name, facts) for at_ns, name, facts in events]
-    return b"".join(packed) + (b"\x60" + varint(dropped) if dropped else b"")
-
-
 @lru_cache(maxsize=16_384)
 def pack_link(link: LinkedSpan) -> bytes:
     """A link of a span as a field: batches are linked to the same requests again and again."""
     ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
     ids += pack_text(b"\x1a", link.state) if link.state else b""
     return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", HAS_IS_REMOTE))
-
-
-def _pack_device_facts(span: Span, interval: DeviceInterval) -> bytes:
-    return (
-        pack_text(b"\x2a", device_name(span.site))
-        + INTERNAL_KIND
-        + pack_attributes(attributes_of_interval(span, interval))
-    )
-
-
-@lru_cache(maxsize=16_384)
-def _pack_site(site: Site) -> tuple[bytes, frozenset[str]]:
-    """The constant tail of a site's spans, and the names of the attributes in it."""
-    return _pack_tail(site, ()), frozenset(site_attributes(site))
-
-
-def _pack_tail(site: Site, without: Iterable[str]) -> bytes:
-    facts = site_attributes(site)
-    for key in without:
-        facts.pop(key, None)
-    return pack_text(b"\x2a", site.name) + pack_attributes(facts)
-
-
-@lru_cache(maxsize=1024)
-def _pack_thread(thread_id: int, name: str | None) -> bytes:
-    return pack_attributes(thread_attributes(thread_id, name))
-
-
-@lru_cache(maxsize=512)
-def _pack_flags(flags: int) -> bytes:
-    return b"\x85\x01" + struct.pack("<I", flags)
 
 
 def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:

@@ -43,7 +43,8 @@ _PARTIAL_SUCCESS = re.compile(
 class Response:
     """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
 
-    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long.
+    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long,
+    `is_late` that it gave no answer of either kind in time.
     """
 
     taken: bool
@@ -51,6 +52,7 @@ class Response:
     too_large: bool = False
     refused: bool = False
     wait_s: float = 0.0
+    is_late: bool = False
     reason: str = ""
 
 
@@ -105,7 +107,7 @@ class Sender(ABC):
                 reason = f"{reason}, asks to wait for {round(asked_s, 1):g} s"
                 return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
             if wait_s >= left_s():
-                return Response(False, reason=reason)
+                return Response(False, is_late=True, reason=reason)
             pause(wait_s)
             back_off_s *= 2
 

@@ -94,16 +94,12 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A packed request on its way, or a part of one. `number` counts the requests in the order of being offered.
-
-    One that `is_expected` was counted before it was packed. Without data it is that count.
-    """
+    """A packed request on its way, or a part of one. `number` counts the requests in the order of being offered."""
 
     data: bytes
     spans: int
     source: Source
     number: int = 0
-    is_expected: bool = False
 
 
 class RequestQueue:
@@ -125,15 +121,10 @@ class RequestQueue:
         """The number of the newest request."""
         self._counts = dict.fromkeys((*FATES, "intervals", "requests"), 0)
 
-    def offer(self, body: Body, source: Source, *, is_expected: bool = False) -> bool:
+    def offer(self, body: Body, source: Source) -> bool:
         """Hand over one request, without waiting. True if it will be sent unless newer ones push it out."""
-        self._put(QueuedRequest(body.data, body.spans, source, is_expected=is_expected))
+        self._put(QueuedRequest(body.data, body.spans, source))
         return not self.is_closed
-
-    def expect(self, spans: int, source: Source, intervals: int = 0) -> None:
-        """Count spans that will be packed, device intervals among them, or take back some of that count."""
-        self._counts["intervals"] += intervals
-        self._put(QueuedRequest(b"", spans, source))
 
     def _put(self, request: QueuedRequest) -> None:
         self._inbox.append(request)
@@ -211,9 +202,9 @@ class RequestQueue:
         self._counts["requests"] += 1
 
     def fail(self, spans: int, source: Source, reason: str) -> None:
-        """Spans that were expected cannot be packed."""
+        """Spans cannot be packed."""
         with self.lock:
-            self._take_in()
+            self._expect(spans, source)
             self.reason = reason
             self._count(source, "failed", spans)
 
@@ -233,18 +224,19 @@ class RequestQueue:
         """With the lock: move what was offered to the queue, and keep the queue within its bound."""
         while self._inbox:
             request = self._inbox.popleft()
-            if not request.is_expected:
-                for counts in (self._counts, request.source.counts):
-                    counts["offered"] += request.spans
-                    counts["pending"] += request.spans
-            if not request.data:
-                continue
+            self._expect(request.spans, request.source)
             self.newest += 1
             request.number = self.newest
             self._queue.append(request)
             self._queued_bytes += len(request.data)
             while self._queue and (self.is_closed or self._queued_bytes > QUEUE_BYTES):
                 self._drop_oldest()
+
+    def _expect(self, spans: int, source: Source) -> None:
+        """With the lock: some spans of a source are on their way."""
+        for counts in (self._counts, source.counts):
+            counts["offered"] += spans
+            counts["pending"] += spans
 
     def _drop_oldest(self) -> None:
         request = self._remove_oldest()

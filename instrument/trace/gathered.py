@@ -17,6 +17,7 @@ from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, rows_of
+from instrument.trace.groups import numbered
 from instrument.trace.of_rows import numbers_in
 from instrument.trace.unsettled import NO_DETAIL, UnsettledRows, detail_of_open
 
@@ -66,16 +67,14 @@ class Gathered:
         error = np.full(count, NONE, np.int32)
         for row, number in self._error_rows:
             error[row] = number
-        _, thread = np.unique(
-            np.stack([self.member.astype(np.int64), self.own_thread]), axis=1, return_inverse=True
-        )  # fmt: skip
+        thread, _ = numbered(self.member.astype(np.int64), self.own_thread)
         self.trace = Columns(
             sites=tuple(self._sites),
             errors=tuple(self._errors),
             span_id=np.arange(1, count + 1),
             parent_id=parent_id,
             root_id=root_id,
-            thread_id=thread.reshape(-1).astype(np.int64) + 1,
+            thread_id=thread.astype(np.int64) + 1,
             task_id=columns["task"],
             start_ns=columns["start_ns"],
             end_ns=columns["end_ns"],

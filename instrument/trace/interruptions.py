@@ -6,10 +6,15 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from instrument.recording.spans import Span, is_blocked_loop, is_interruption
+import numpy as np
+
+from instrument.recording.spans import Span, is_interruption
+from instrument.trace.by_process import interruptions_of
+from instrument.trace.columns import Columns, Int64s
+from instrument.trace.trace import spans_of, with_spans
 
 NEWEST = 1_000
 """Interruptions of a process that are kept for the spans that end after them."""
@@ -21,35 +26,14 @@ class Interruptions:
     def __init__(self) -> None:
         self._newest: list[Span] = []
 
-    def attach(self, trees: Iterable[list[Span]]) -> list[list[Span]]:
-        """Return the trees without interruptions, those in their spans and those before noted as what hit these."""
-        found: list[list[Span]] = []
-        left: list[list[Span]] = []
-        for spans in trees:
-            (found if len(spans) == 1 and is_interruption(spans[0].site) else left).append(spans)
-        self.note(spans[0] for spans in found)
-        if self._newest:
-            for spans in left:
-                self.hit(spans)
-        return left
-
-    def note(self, spans: Iterable[Span]) -> None:
-        """Keep interruptions, the newest of all."""
-        found = list(spans)
-        if found:
-            self._newest = sorted([*self._newest, *found], key=attrgetter("end_ns"))[-NEWEST:]
-
-    def hit(self, spans: Sequence[Span]) -> None:
-        """Note at requests and at roots what interrupted them."""
-        for span in spans:
-            if span.site.kind == "request" or span.span_id == span.root_id:
-                span.interruptions = self._hitting(span)
-
-    def _hitting(self, span: Span) -> tuple[Span, ...]:
-        found = []
-        for one in reversed(self._newest):
-            if one.end_ns <= span.start_ns:
-                break
-            if one.start_ns < span.end_ns and (one.thread_id == span.thread_id or not is_blocked_loop(one.site)):
-                found.append(one)
-        return tuple(reversed(found))
+    def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
+        """Return the rows without interruptions, and by row those that hit it, of this trace and of those before."""
+        alone = trace.of_sites([is_interruption(site) for site in trace.sites])
+        if alone.any():
+            _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
+            alone &= (sizes == 1)[trees.reshape(-1)]
+        rows, own = np.flatnonzero(~alone), np.flatnonzero(alone)
+        found = with_spans(trace, self._newest)
+        hits = interruptions_of(found, rows, np.concatenate([own, np.arange(len(trace), len(found))]))
+        self._newest = sorted([*self._newest, *spans_of(trace, own)], key=attrgetter("end_ns"))[-NEWEST:]
+        return rows, hits

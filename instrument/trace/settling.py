@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, LinkedRequest, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
-from instrument.trace.columns import Bools, Columns
+from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.forest import NONE, and_above, nearest, nearest_above
 from instrument.trace.gathered import OPEN, OPEN_NS, Gathered
 from instrument.trace.grafted import grafted, trace_id_of
@@ -52,7 +53,7 @@ MOST_TRACES = 50_000
 DERIVED = 3 << 62
 STAGES_BITS = 5
 """Spans of stages have numbers that no recorder gives and no device interval has: those of their requests and of their
-places among the stages of these."""
+places among the stages of these, as 64 bits with a sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,15 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome for one process: trees and spans of stages to send, and the requests that batches served."""
+    """The outcome for one process: rows and spans of stages to send, and the requests that batches served.
 
-    trees: list[list[Span]] = field(default_factory=list)
-    derived: list[list[Span]] = field(default_factory=list)
+    The rows of `trace` have the ids of the process, tree after tree, the root of each first. `links` has the requests
+    that each row serves as a batch.
+    """
+
+    trace: Columns | None = None
+    links: Mapping[int, Sequence[LinkedRequest]] = field(default_factory=dict)
+    derived: list[Span] = field(default_factory=list)
     served: list[ServedRequest] = field(default_factory=list)
 
 
@@ -166,6 +172,10 @@ class _Tick:
         """Rows that are sent."""
         self._gone = np.zeros(count, np.bool_)
         """Rows that are dropped."""
+        self._root_id: Int64s = np.zeros(count, np.int64)
+        self._callers: list[RemoteParent] = []
+        self._caller_of: Int64s = np.full(count, NONE)
+        """The ids of the roots of rows that are sent, and the number of each one's caller, `NONE` for none."""
         self._outcome: dict[int, Settled] = {}
 
     def _with_traces(self, found: Columns) -> Columns:
@@ -189,11 +199,11 @@ class _Tick:
         self._settle_others()
         decided = kept | passed if asks_queues else kept
         its_stages = self._stages(decided) if decided else []
-        sent = self._send()
-        self._send_stages(its_stages, sent)
+        self._send()
+        self._send_stages(its_stages)
         if asks_queues:
             self._count_served(its_stages, kept, passed)
-        self._release(kept, passed, sent, served)
+        self._release(passed, served)
         return self._outcome
 
     def _of(self, member: int) -> Settled:
@@ -428,60 +438,89 @@ class _Tick:
 
     # ---------------------------------------------------------------- sending
 
-    def _send(self) -> dict[int, Span]:
-        """Make the spans of the rows that are sent; return them by row."""
+    def _send(self) -> None:
+        """Find the ids with which the rows that are sent go, and put these rows into the outcome of their process."""
         gathered, found = self._gathered, self._found
-        parent = found.parent
+        parent, count = found.parent, len(self._unit)
         crosses = parent != NONE
         crosses[crosses] = gathered.member[parent[crosses]] != gathered.member[crosses]
         crosses &= gathered.trace.parent != parent  # only what was moved
         top = nearest(parent, crosses & (found.root_id != found.span_id))
-        links, began, unknown = self._links(), self._where_began(), self._of_unknown()
-        callers: dict[int, RemoteParent] = {}
-        sent: dict[int, Span] = {}
-        rows = np.flatnonzero(self._out)
         apart = self._out & ~self._are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
         for number in np.unique(gathered.member[apart]).tolist():
             self._members[number].note_sent_apart(gathered.own[apart & (gathered.member == number)].tolist())
-        for row, span in zip(rows.tolist(), spans_of(found, rows), strict=True):
-            sent[row] = span
-            unit, piece, above = int(self._unit[row]), int(top[row]), int(parent[row])
-            own = int(gathered.own[row])
-            span.span_id, span.thread_id = own, int(gathered.own_thread[row])
-            span.parent_id = (
-                int(gathered.own[above]) if above != NONE and not crosses[row] else int(gathered.own_parent[row])
-            )
-            if piece != NONE:
-                span.root_id = int(gathered.own[piece])
-                if piece not in callers:
-                    callers[piece] = self._caller(piece, unit)
-                span.remote = callers[piece]
-            elif unit != NONE:
-                span.root_id, span.remote = int(gathered.own[unit]), found.remote.get(unit)
-            else:
-                span.root_id = int(gathered.own_root[row])
-                decided = self._member(row).decided.get(span.root_id)
-                if decided is not None:
-                    span.root_id, span.remote = decided.root_id, decided.remote
-            if piece == NONE and row in unknown:
-                span.root_id, span.remote = unknown[row]
-            elif apart[row] and piece == NONE and not (above != NONE and self._out[above]):
-                span.parent_id, span.root_id = 0, own  # what is above it stays where it is
-            span.links = links.get(row, ())
-            if row in began and LINK not in span.attributes:
-                span.attributes = {**span.attributes, **began[row]}
-        for row, span in sent.items():
-            self._name_cause(self._member(row), span)
-        by_tree: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
-        for row, span in sent.items():
-            key = (int(gathered.member[row]), span.root_id)
-            by_tree.setdefault(key, []).append((span.span_id != span.root_id, span.end_ns, row))
-        for (member, root_id), its in by_tree.items():
-            self._of(member).trees.append([sent[row] for _, _, row in sorted(its)])
-            remote = sent[its[0][2]].remote
-            if remote is not None:
-                self._members[member].note_trace(root_id, remote.trace_id)
-        return sent
+        rows = np.flatnonzero(self._out)
+        own, unit, piece, above = gathered.own[rows], self._unit[rows], top[rows], parent[rows]
+        stays = (above != NONE) & ~crosses[rows]
+        parent_id = np.where(stays, gathered.own[above], gathered.own_parent[rows])
+        of_unit = np.where(unit != NONE, gathered.own[unit], gathered.own_root[rows])
+        root_id = np.where(piece != NONE, gathered.own[piece], of_unit)
+        callers, number_of = list(found.remote.values()), np.full(count + 1, NONE)
+        number_of[np.fromiter(found.remote, np.int64, len(callers))] = np.arange(len(callers))
+        caller = number_of[unit]
+        pieces = np.unique(piece[piece != NONE])
+        number_of[pieces] = len(callers) + np.arange(len(pieces))
+        callers += [self._caller(one) for one in pieces.tolist()]
+        caller = np.where(piece != NONE, number_of[piece], caller)
+        for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
+            decided = self._member(int(rows[at])).decided.get(int(root_id[at]))
+            if decided is not None:
+                root_id[at], caller[at] = decided.root_id, NONE
+                if decided.remote is not None:
+                    caller[at], callers = len(callers), [*callers, decided.remote]
+        alone = apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
+        for row, (root, remote) in self._of_unknown().items():
+            if piece[at := int(np.searchsorted(rows, row))] == NONE:
+                root_id[at], caller[at], alone[at] = root, len(callers), False
+                callers.append(remote)
+        parent_id[alone], root_id[alone] = 0, own[alone]  # what is above them stays where it is
+        self._root_id[rows], self._caller_of[rows] = root_id, caller
+        self._callers = callers
+        attributes, links = self._sent_attributes(rows), self._links()
+        order = np.lexsort((rows, found.end_ns[rows], own != root_id, root_id, gathered.member[rows]))
+        bounds = np.searchsorted(gathered.member[rows][order], np.arange(len(self._members) + 1)).tolist()
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            its = order[begin:end]
+            if not len(its):
+                continue
+            picked = rows[its]
+            first = np.flatnonzero(np.diff(root_id[its], prepend=NONE))
+            remotes = {
+                at: callers[one]
+                for at, one in zip(first.tolist(), caller[its[first]].tolist(), strict=True)
+                if one != NONE
+            }
+            for at, remote in remotes.items():
+                self._members[number].note_trace(int(root_id[its[at]]), remote.trace_id)
+            settled = self._of(number)
+            settled.trace = Columns(
+                sites=found.sites, errors=found.errors, span_id=own[its], parent_id=parent_id[its],
+                root_id=root_id[its], thread_id=gathered.own_thread[picked], task_id=found.task_id[picked],
+                start_ns=found.start_ns[picked], end_ns=found.end_ns[picked], active_ns=found.active_ns[picked],
+                self_ns=found.self_ns[picked], site=found.site[picked], error=found.error[picked],
+                clipped=found.clipped[picked], device=DeviceIntervals.none(),
+                attributes=AttributesOfRows({
+                    at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
+                }),
+                remote=remotes,
+            )  # fmt: skip
+            settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
+
+    def _sent_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
+        """Return the attributes of the rows that are sent and have any, with links to what they came from."""
+        found = self._found
+        having = np.asarray(found.attributes.rows(), np.int64)
+        attributes = {row: found.attributes[row] for row in having[self._out[having]].tolist()}
+        for row, link in self._where_began().items():
+            if self._out[row] and LINK not in attributes.get(row, {}):
+                attributes[row] = {**attributes.get(row, {}), **link}
+        for row in [row for row, its in attributes.items() if LINK in its and LINK_TRACE_ID not in its]:
+            cause = attributes[row][LINK]
+            if isinstance(cause, tuple | list) and len(cause) == 2:
+                trace_id = self._member(row).traces.get(int(cause[1]))
+                if trace_id is not None:  # the trace that the tree of the cause was sent with
+                    attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
+        return attributes
 
     def _of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
         """Return the root and the trace of rows below a key that no request here is known by, where a run has such."""
@@ -502,20 +541,13 @@ class _Tick:
                 its[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
         return its
 
-    def _caller(self, piece: int, unit: int) -> RemoteParent:
+    def _caller(self, piece: int) -> RemoteParent:
         """Return what the topmost span of a piece of a request lies below, in another process."""
+        unit = int(self._unit[piece])
         given = self._found.remote.get(unit)
         flags, state = (1, "") if given is None else (given.flags, given.state)
         above = int(self._found.parent[piece])
         return RemoteParent(self._trace_id(unit), self._span_id(above), flags, state=state)
-
-    def _name_cause(self, member: UnsettledRows, span: Span) -> None:
-        """Link a span to the trace that the tree of its cause was sent with."""
-        cause = span.attributes.get(LINK) if span.attributes else None
-        if isinstance(cause, tuple | list) and len(cause) == 2 and LINK_TRACE_ID not in span.attributes:
-            trace_id = member.traces.get(int(cause[1]))
-            if trace_id is not None:
-                span.attributes = {**span.attributes, LINK_TRACE_ID: f"{trace_id:032x}"}
 
     def _links(self) -> Mapping[int, tuple[LinkedRequest, ...]]:
         """Return the requests that each batch serves and that are not dropped, as a collector knows them."""
@@ -561,18 +593,20 @@ class _Tick:
         found = stages(self._found, joined, self._settling.kinds)
         return [one for one in found if theirs[one.place]]
 
-    def _send_stages(self, its_stages: Sequence[Stages], sent: Mapping[int, Span]) -> None:
+    def _send_stages(self, its_stages: Sequence[Stages]) -> None:
         """Make spans of the stages of requests that are sent."""
-        wanted = [one for one in its_stages if int(self._joined.rows[one.place]) in sent]
+        gathered = self._gathered
+        wanted = [one for one in its_stages if self._out[self._joined.rows[one.place]]]
         if not wanted:
             return
         for row, spans in sorted(spans_of_stages(self._found, self._stage_view, wanted).items()):
-            first = sent[row]
+            own, number = int(gathered.own[row]), self._caller_of[row]
             for place, span in enumerate(spans):
-                span.span_id = DERIVED | (first.span_id << STAGES_BITS | place) & (1 << 62) - 1
-                span.parent_id, span.root_id = first.span_id, first.root_id
-                span.thread_id, span.task_id, span.remote = first.thread_id, first.task_id, first.remote
-            self._of(int(self._gathered.member[row])).derived.append(spans)
+                span.span_id = (DERIVED | (own << STAGES_BITS | place) & (1 << 62) - 1) - (1 << 64)
+                span.parent_id, span.root_id = own, int(self._root_id[row])
+                span.thread_id, span.task_id = int(gathered.own_thread[row]), int(self._found.task_id[row])
+                span.remote = None if number == NONE else self._callers[number]
+            self._of(int(gathered.member[row])).derived += spans
 
     def _count_served(self, its_stages: Sequence[Stages], kept: set[int], passed: set[int]) -> None:
         """Note the time in the queue of each request that batches served, kept or not."""
@@ -597,15 +631,15 @@ class _Tick:
 
     # ---------------------------------------------------------------- releasing
 
-    def _release(
-        self, kept: set[int], passed: set[int], sent: Mapping[int, Span], served: Mapping[int, Sequence[int]]
-    ) -> None:
+    def _release(self, passed: set[int], served: Mapping[int, Sequence[int]]) -> None:
         """Drop settled rows, but those that say whose other rows are."""
         gathered, found = self._gathered, self._found
         for row in np.flatnonzero(self._is_root & (self._out | self._gone)).tolist():
             member, own = self._member(row), int(gathered.own[row])
-            span = sent.get(row)
-            decided = Decided(False, own, None) if span is None else Decided(True, span.root_id, span.remote)
+            decided = Decided(False, own, None)
+            if self._out[row]:
+                number = self._caller_of[row]
+                decided = Decided(True, int(self._root_id[row]), None if number == NONE else self._callers[number])
             member.decide(own, decided)
             member.early.discard(own)
         says_keys = self._is_root.copy()

@@ -143,6 +143,12 @@ def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
     return list(chain.from_iterable(of_spans)), np.repeat(np.arange(len(spans), dtype=np.int32), counts)
 
 
+def device_columns(found: Sequence[tuple[int, Sequence[DeviceInterval]]]) -> DeviceIntervals:
+    """Return the intervals of rows as columns. The rows are in order."""
+    rows = np.repeat(np.array([row for row, _ in found], np.int32), [len(its) for _, its in found])
+    return _columns_of([*chain.from_iterable(its for _, its in found)], rows)
+
+
 def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceIntervals:
     labels: dict[str, int] = {}
     device, stream, start_ns, end_ns, uncertainty_ns = (
