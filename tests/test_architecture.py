@@ -324,7 +324,7 @@ LINES_AND_FILES = {
     "device": (3_699, 13),
     "instrumentors": (11_189, 48),
     "native": (9_742, 28),
-    "otlp": (5_247, 21),
+    "otlp": (5_051, 21),
     "profile": (2_504, 8),
     "proposal": (1_416, 5),
     "recorder": (2_598, 9),
@@ -332,7 +332,7 @@ LINES_AND_FILES = {
     "report": (12_296, 46),
     "runtime": (2_543, 19),
     "sessions": (7_139, 33),
-    "trace": (8_728, 34),
+    "trace": (8_751, 34),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
@@ -361,7 +361,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 422, 727
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 420, 725
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 
