@@ -269,7 +269,7 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
         started = time.process_time()
         try:
             try:
-                saved = chrome.load_columns(path)
+                saved = chrome.read(path)
                 chrome.load(path)
             except TraceError:
                 found["refused"] += 1

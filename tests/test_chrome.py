@@ -339,9 +339,9 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
 ) -> None:
     path = chrome.dump(tmp_path / "trace.json", nest([Site(f"f{number}") for number in range(40)]))
     loaded, tally = chrome.load(path)
-    again, make_tally = chrome.read(path)
-    assert [span.span_id for span in again.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
-    assert rows_of(make_tally()) == rows_of(tally)
+    again = chrome.read(path)
+    assert [span.span_id for span in again.trace.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
+    assert rows_of(again.counted()) == rows_of(tally)
     monkeypatch.setattr(file, "LIMIT_LINKS", 820)
     chrome.read(path)
     monkeypatch.setattr(file, "LIMIT_LINKS", 779)
@@ -359,7 +359,7 @@ def test_what_recurs_is_read_however_often_and_deep_it_does(tmp_path: Path, monk
     original = nest([Site("walk")] * 40)
     for known in (counted(original.spans), None):
         path = chrome.dump(tmp_path / "trace.json", original, known)
-        saved = chrome.load_columns(path)
+        saved = chrome.read(path)
         assert rows_of(saved.counted()) == rows_of(counted(original.spans))
         again = file.load(file.dump(tmp_path / "trace.npz", saved.trace, known))
         assert rows_of(again.counted()) == rows_of(saved.counted())

@@ -351,7 +351,7 @@ def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
     path = tmp_path / "other.json"
     for name in ("flops", "correlation", "x", "é", "stack"):
         assert (name in loaded(path, args).attributes) == (name in expected)
-        assert len(chrome.load_columns(path).trace.columns.attributes.having(name)) == (name in expected)
+        assert len(chrome.read(path).trace.columns.attributes.having(name)) == (name in expected)
     assert copy.deepcopy(loaded(path, args)).attributes == expected
     assert pickle.loads(pickle.dumps(loaded(path, args))).attributes == expected
     span = loaded(path, args)

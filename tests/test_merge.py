@@ -317,7 +317,7 @@ def test_a_merged_file_beside_those_that_it_was_made_of_counts_no_span_again(
     if way == "recording":
         merged = file.load(file.dump(folder / "m.npz", merged.trace, merged.tally))
     elif way == "chrome":
-        merged = chrome.load_columns(chrome.dump(folder / "m.json", merged.trace, merged.tally))
+        merged = chrome.read(chrome.dump(folder / "m.json", merged.trace, merged.tally))
     expected = numbers(files)
     assert numbers([*files, merged]) == expected
     assert numbers([merged, *files]) == expected
@@ -375,7 +375,7 @@ def test_each_process_of_a_merged_trace_is_one_to_viewers(tmp_path: Path) -> Non
     assert Counter((one["pid"], one["tid"]) for one in events if one["ph"] == "b") == {
         (pid, tid): 1 for pid, _ in processes for tid in (7, 8)
     }
-    again = chrome.load_columns(path)
+    again = chrome.read(path)
     assert told(again.trace.spans) == told(merged.trace.spans)
     assert again.trace.threads == merged.trace.threads
 

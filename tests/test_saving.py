@@ -223,7 +223,7 @@ def test_a_host_that_is_interrupted_ends_by_the_signal_all_the_same(export: str)
     done = subprocess.run(words, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGINT
     (path,) = Path.cwd().glob("a.*")
-    assert len((file.load(path) if path.suffix == ".npz" else chrome.load_columns(path)).trace.columns) == 1
+    assert len((file.load(path) if path.suffix == ".npz" else chrome.read(path)).trace.columns) == 1
 
 
 RUN = """

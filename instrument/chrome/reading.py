@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -49,18 +49,12 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
     Raises `TraceError` for whatever cannot be read.
     """
-    trace, make_tally = read(path, limit_bytes=limit_bytes)
-    return trace, make_tally()
+    saved = read(path, limit_bytes=limit_bytes)
+    return saved.trace, saved.counted()
 
 
-def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
+def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read as `load` does, but count a tally that the file does not have when it is asked for: a fifth of the time."""
-    saved = load_columns(path, limit_bytes=limit_bytes)
-    return saved.trace, saved.counted
-
-
-def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read as `load` does, with the spans as columns, and no object for any of them."""
     with _refusals(path):
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
@@ -205,11 +199,6 @@ def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
-
-
-def join_saved(saved: Saved, beside: Saved) -> Saved:
-    """Join two files as `join` does, with no object for any span."""
-    return replace(saved, trace=join(saved.trace, beside.trace))
 
 
 def join(trace: Trace, beside: Trace) -> Trace:

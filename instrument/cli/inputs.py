@@ -94,7 +94,7 @@ def saved_in(path: str) -> Saved:
     from instrument import chrome
     from instrument.trace import file
 
-    return file.load(path) if file.is_recording(path) else chrome.load_columns(path)
+    return file.load(path) if file.is_recording(path) else chrome.read(path)
 
 
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:

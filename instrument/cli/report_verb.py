@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,5 +215,5 @@ def _recording(path: str, beside: str | None) -> Recording:
 
     saved = saved_in(path)
     if beside:
-        saved = chrome.join_saved(saved, saved_in(beside))
+        saved = replace(saved, trace=chrome.join(saved.trace, saved_in(beside).trace))
     return Recording.of_saved(saved)

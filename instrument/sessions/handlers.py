@@ -132,7 +132,7 @@ class Window:
         return made(views, self._recording(beside), self._options(options))
 
     def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
-        trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside)[0])
+        trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside).trace)
         return Recording.of_trace(trace)
 
     def _options(self, asked: Mapping[str, Any]) -> Options:

@@ -473,7 +473,7 @@ class Recorded:
         window_ns = self._lasted_ns()
         return view.Recording(
             self.tally,
-            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
+            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),

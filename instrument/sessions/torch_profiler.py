@@ -352,7 +352,7 @@ class Seen:
         return replace(joined, notes=[*joined.notes, *notes])
 
     def _joined(self, trace: Trace) -> Trace:
-        beside, _ = chrome.read(Path(self._folder, "window.json"))
+        beside = chrome.read(Path(self._folder, "window.json")).trace
         moved_ns = self._moved_ns(trace, beside)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
         # On our clock by the marks: the wall clock may have been set since the session began.

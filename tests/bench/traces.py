@@ -97,15 +97,14 @@ def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument.trace.counting import tally_of
 
     trace = make(count, in_tasks)
-    columns = trace.columns
     started = time.perf_counter()
-    tally = tally_of(columns, trace.threads)
+    tally = tally_of(trace.columns, trace.threads)
     found = {"tally s": time.perf_counter() - started}
     for suffix in (".json", ".json.gz"):
         best = best_processor = float("inf")
         for _ in range(3):
             started, processor = time.perf_counter(), time.process_time()
-            written = chrome.write(path + suffix, columns, trace, tally)
+            written = chrome.dump(path + suffix, trace, tally)
             best = min(best, time.perf_counter() - started)
             best_processor = min(best_processor, time.process_time() - processor)
         found[f"write {suffix}"] = best / count * 1e6
@@ -117,12 +116,13 @@ def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
 def write_recording(path: str, trace: Any, tally: Any) -> dict[str, float]:
     """What a recording costs: the columns of span objects, and to write and read these."""
     from instrument.trace import file
+    from instrument.trace.trace import columns_of_spans
 
-    count, found = len(trace.spans), dict[str, float]()
-    columns = trace.columns
+    spans = [*trace.spans]
+    count, found = len(spans), dict[str, float]()
     works = {
-        "columns of spans": lambda: trace.columns,
-        "write .npz": lambda: file.write(f"{path}.npz", columns, trace, tally),
+        "columns of spans": lambda: columns_of_spans(spans),
+        "write .npz": lambda: file.dump(f"{path}.npz", trace, tally),
         "read .npz": lambda: file.load(f"{path}.npz"),
     }
     for what, work in works.items():
