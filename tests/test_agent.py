@@ -39,10 +39,10 @@ PATIENT = """
 import os, sys
 
 if "IMPATIENT" not in os.environ and "instrument.sessions.membership" in sys.modules:
-    from instrument.sessions import gauge_watch, handover, membership, session
+    from instrument.sessions import gauge_watch, handover, leaving, membership
 
     membership.ALIVE_S = gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
-    session.EXIT_LIMIT_NS = 60 * 10**9
+    leaving.EXIT_LIMIT_NS = 60 * 10**9
 """
 """What all processes of a test's runs begin with: a machine with other work is no agent that is slow or gone."""
 
@@ -760,8 +760,8 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
 def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> None:
     Path("main.py").write_text(
         "import subprocess, sys, engine\n"
-        "from instrument.sessions import deadline, session\n"
-        "deadline.LEAST_S = session.EXIT_LIMIT_NS = 0\n"
+        "from instrument.sessions import deadline, leaving\n"
+        "deadline.LEAST_S = leaving.EXIT_LIMIT_NS = 0\n"
         "engine.step(1)\n"
         "helper = 'import engine; print(engine.step(1), flush=True); engine.hang(600)'\n"
         "worker = subprocess.Popen([sys.executable, '-c', helper], stdout=subprocess.PIPE)\n"

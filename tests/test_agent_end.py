@@ -41,9 +41,9 @@ while not os.path.exists("over") and time.monotonic() < end:
 BURSTS = """
 import time
 from engine import serve
-from instrument.sessions import session
+from instrument.sessions import leaving
 
-session.LAST_SETTLE_S = session.UNSEEN_S = 60  # a machine with other work is no agent that is stopped
+leaving.UNSEEN_S = 60  # a machine with other work is no agent that is stopped
 
 for x in range(5000):
     serve(x)
@@ -169,16 +169,16 @@ def test_processes_whose_agent_was_killed_are_one_report_and_a_mere_parent_is_no
 WORKERS_ONE_BY_ONE = """
 import os, sys
 from engine import serve
-from instrument.sessions import session
+from instrument.sessions import leaving
 
 for x in range(2):
     if os.fork() == 0:
         serve(x)
-        session.EXIT_LIMIT_NS = (2 if x == 0 else 600) * 10**9
+        leaving.EXIT_LIMIT_NS = (2 if x == 0 else 600) * 10**9
         sys.exit()
     os.wait()
 serve(2)
-session.EXIT_LIMIT_NS = 600 * 10**9
+leaving.EXIT_LIMIT_NS = 600 * 10**9
 """
 
 

@@ -20,7 +20,7 @@ from test_agent_export import SERVICE, profile
 from test_handover import agent, begin, collector, listener, serve
 
 from instrument.runtime import run_folder
-from instrument.sessions import deadline, session
+from instrument.sessions import deadline, leaving
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.membership import ALIVE_S, Membership
 
@@ -49,17 +49,17 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
 
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(session, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
     monkeypatch.setattr(Membership, "await_word", answer)
     running = begin(collector, ", summary: {to: stderr}")
     serve(3)
-    until(lambda: running._threads.have_begun)
+    until(lambda: running.threads.have_begun)
     monkeypatch.setattr(Deadline, "left_s", lambda self, most_s=99.0: spend(left_s(self, most_s)))
     monkeypatch.setattr(Deadline, "last_s", spend_last)
     running.stop()
     told = capsys.readouterr().err
     assert "that of the run" in told
-    assert sum(waits) <= session.EXIT_LIMIT_NS / 1e9, waits
+    assert sum(waits) <= leaving.EXIT_LIMIT_NS / 1e9, waits
 
 
 def test_a_wait_has_no_more_than_the_deadline_leaves_and_a_last_one_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +99,6 @@ def test_an_end_is_over_in_time_beside_an_agent_and_a_collector_that_hang(
         else:  # nobody is left to remove it
             shutil.rmtree(run_folder.found()[0].parent)
     assert service.returncode == -signal.SIGTERM
-    assert took_s < 2 * session.EXIT_LIMIT_NS / 1e9
+    assert took_s < 2 * leaving.EXIT_LIMIT_NS / 1e9
     assert "Summary of shop" in errors
     assert "Not kept: 1010 " in errors

@@ -127,7 +127,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Session]]:
 
 def settled(running: Session) -> list[Span]:
     """The spans, once their device times are known."""
-    timing = running._timing
+    timing = running.recorded.timing
     assert timing is not None
     end, now_ns = time.monotonic() + 60, time.monotonic_ns()
     while not timing.is_settled(now_ns):
@@ -460,7 +460,7 @@ def test_what_a_pair_costs_is_what_it_is_said_to(card: Card, session: Any) -> No
         return (time.perf_counter_ns() - begin_ns) / count
 
     best_ns = min(spent_ns() for _ in range(20))
-    timing = running._timing
+    timing = running.recorded.timing
     assert timing is not None
     print(f"{best_ns:.0f} ns a span are seen, {timing.pair_ns:.0f} ns a pair are told")
     assert 0 < timing.pair_ns < 20 * best_ns
@@ -500,7 +500,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
     end.record()
 torch.cuda.synchronize()
 now_ns = time.monotonic_ns()
-while not running._timing.is_settled(now_ns):
+while not running.recorded.timing.is_settled(now_ns):
     time.sleep(0.002)
 ours_ms = sum(p.end_ns - p.start_ns for s in running.trace().spans if s.site.name == "side" for p in s.device) / 1e6
 assert abs(ours_ms / begin.elapsed_time(end) - 1) < 0.05, (ours_ms, begin.elapsed_time(end))

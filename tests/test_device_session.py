@@ -65,7 +65,7 @@ def session(torch: Any) -> Iterator[Callable[..., Session]]:
 
 def settled(running: Session) -> Any:
     """What the session holds once the device times of everything up to now are known."""
-    timing = running._timing
+    timing = running.recorded.timing
     assert timing is not None
     end = time.monotonic() + 240
     now_ns = time.monotonic_ns()
@@ -331,7 +331,7 @@ def test_the_profile_says_whether_the_lock_is_kept(torch: Any, session: Any, tex
     with instrument.scope("work", device=True):
         torch.work(100 * MS)
     assert shown(settled(running)) == "work [exclusive 100 ms]"
-    assert running._timing.timer.driver.holds_gil is held
+    assert running.recorded.timing.timer.driver.holds_gil is held
 
 
 def test_spans_go_to_the_collector_with_their_device_times(torch: Any, session: Any) -> None:
@@ -393,7 +393,7 @@ def test_a_signal_at_the_end_of_a_span_leaves_no_pair_under_way(torch: Any, sess
                 raises(int(signal.SIGUSR1))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    (context,) = running._timing.timer.resolver.contexts.values()
+    (context,) = running.recorded.timing.timer.resolver.contexts.values()
     assert counted(lambda: len(context.free) == context.made and not any(context.under_way.values()))
 
 
@@ -459,7 +459,7 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
     with instrument.scope("open", device=True):
         with instrument.scope("work", device=True):
             torch.work(MS)
-        resolver = running._timing.timer.resolver
+        resolver = running.recorded.timing.timer.resolver
         assert counted(lambda: resolver.asleep)
         fake_driver.forget_calls()
         began = time.monotonic()
@@ -487,7 +487,7 @@ def test_others_are_told_up_to_when_device_times_are_known(torch: Any, session: 
     with instrument.scope("more work", device=True):
         torch.work(100 * MS)
     now_ns = time.monotonic_ns()
-    running._timing.await_settled(now_ns, time.monotonic() + 60)
+    running.recorded.timing.await_settled(now_ns, time.monotonic() + 60)
     assert mapped.settled_ns() >= now_ns
     assert len(mapped.intervals()) == 2
     instrument.stop()
@@ -521,7 +521,7 @@ with instrument.scope("default", device=True):
 with instrument.scope("named", stream=stream):
     there.copy_to_host(stream=stream)
 now = time.monotonic_ns()
-while not running._timing.is_settled(now):
+while not running.recorded.timing.is_settled(now):
     time.sleep(0.01)
 for span in sorted(running.trace().spans, key=lambda span: span.span_id):
     facts = dict(span.site.attributes)
@@ -569,9 +569,9 @@ with instrument.scope("request", kind="request"):
         with instrument.scope("decode", device=True):
             torch.work(20_000_000)
     now = time.monotonic_ns()
-    while not running._timing.is_settled(now):
+    while not running.recorded.timing.is_settled(now):
         time.sleep(0.01)
-    while not running._gauges.samples(0, time.monotonic_ns()):
+    while not running.recorded.gauges.samples(0, time.monotonic_ns()):
         time.sleep(0.01)
     print("settled", flush=True)
     time.sleep(600)

@@ -181,10 +181,11 @@ if {cuda}:
         with instrument.scope("forward", device=True):
             torch.work(1000)
     now_ns, end = time.monotonic_ns(), time.monotonic() + 60
-    while not session._timing.is_settled(now_ns):
+    while not session.recorded.timing.is_settled(now_ns):
         assert time.monotonic() < end
         time.sleep(0.001)
-    print(sum(row.totals.device_ns > 0 for row in session.tally().rows()), type(session._timing.timer.driver).__name__)
+    driver = session.recorded.timing.timer.driver
+    print(sum(row.totals.device_ns > 0 for row in session.tally().rows()), type(driver).__name__)
 print(*[note for note in session.notes() if "device" in note], sep="\\n")
 instrument.stop()
 assert fake.synchronised() == 0
@@ -254,7 +255,7 @@ session = start("p.yaml")
 torch.work(1000)
 with instrument.scope("forward", device=True):
     torch.work(1000)
-print(type(session._timing.timer.driver).__name__, fake.counts().live_events >= 2)
+print(type(session.recorded.timing.timer.driver).__name__, fake.counts().live_events >= 2)
 sys.stdout.flush()
 pid = os.fork()
 if pid == 0:

@@ -257,7 +257,7 @@ def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def settled(running: Session) -> Any:
-    timing = running._timing
+    timing = running.recorded.timing
     assert timing is not None
     end, now_ns = time.monotonic() + 60, time.monotonic_ns()
     while not timing.is_settled(now_ns):

@@ -162,7 +162,7 @@ def test_gauges_calls_losses_and_cost_are_told_by_the_names_that_they_have_in_pr
         with instrument.scope("work"):
             pass
     session = instrument.session()
-    while not session._gauges.samples(0, 1 << 62):
+    while not session.recorded.gauges.samples(0, 1 << 62):
         pass
     assert min(of("process_memory_usage_bytes").values()) > 1e6
     assert max(of("instrument_cost_seconds_total", instrument_part="probes").values()) > 0
@@ -225,7 +225,7 @@ def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypa
     start("requests: auto")
     serve("/items", 200, 2)
     assert sum(of(f"{REQUESTS}_count").values()) == 2
-    with instrument.session()._lock.held(), ThreadPoolExecutor(1) as other:
+    with instrument.session().exporting.lock.held(), ThreadPoolExecutor(1) as other:
         serve("/items", 200, 2)
         assert sum(other.submit(of, f"{REQUESTS}_count").result(120).values()) == 2
     assert sum(of(f"{REQUESTS}_count").values()) == 4
@@ -256,7 +256,7 @@ def test_openmetrics_has_exemplars_of_the_traces_that_are_kept() -> None:
             text = instrument.prometheus(openmetrics=True)
             (family,) = [one for one in parsed(text) if one.name == REQUESTS]
             found = [sample for sample in family.samples if sample.exemplar]
-        ids = instrument.session().ids()
+        ids = instrument.session().recorded.ids()
         kept = {
             f"{ids.span_id(span.span_id):016x}": span for span in RECORDER.spans() if span.error and not span.parent_id
         }

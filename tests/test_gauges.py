@@ -592,7 +592,7 @@ def test_the_host_is_read_without_any_gpu_where_the_profile_asks_for_it(monkeypa
     # The machine's clock ticks every 10 ms, so that between two readings it may not have moved.
     assert {s.name for s in samples if s.value is None} <= {"system_cpu"}
     assert session.cost().thread_ns > 0
-    first = session.start_ns
+    first = session.recorded.start_ns
     assert session.trace(first, first + 1).samples == []
 
 

@@ -20,6 +20,7 @@ from instrument import Profiler, chrome, export_chrome, export_otlp, print_summa
 from instrument.errors import ProfileError
 from instrument.profile.keys import loads
 from instrument.sessions.handlers import WINDOWS_LIMIT, InBackground, Window
+from instrument.sessions.recorded import Recorded
 
 
 @pytest.fixture(autouse=True)
@@ -390,10 +391,10 @@ def test_a_window_that_is_kept_tells_the_same_when_its_session_has_ended_and_ano
 
 def test_windows_that_nobody_keeps_are_never_made_into_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = instrument.Session.trace_of
+    real = Recorded.trace_of
     monkeypatch.setattr(
-        "instrument.sessions.session.Session.trace_of",
-        lambda session, stretch: (made.append(stretch.window), real(session, stretch))[1],
+        "instrument.sessions.recorded.Recorded.trace_of",
+        lambda recorded, stretch: (made.append(stretch.window), real(recorded, stretch))[1],
     )
     with Profiler(schedule=schedule(record=1), on_trace_ready=lambda window: None) as profiler:
         steps(profiler, 5)

@@ -26,8 +26,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.runtime import packets, run_folder
-from instrument.sessions import handover, session_threads
-from instrument.sessions import session as session_module
+from instrument.sessions import handover, leaving, session_threads
 from instrument.sessions.generation import Generations
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
@@ -121,7 +120,9 @@ def test_the_end_waits_no_longer_for_an_agent_that_takes_no_notice(collector: Co
     serve(3)
     write(place, seen=1)
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(session._flush_by_agent(math.inf, 0.05)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: found.append(session.exporting.flush_by_agent(math.inf, 0.05)), daemon=True
+    )
     waiting.start()
     waiting.join(120)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(False, 2)]
@@ -132,7 +133,9 @@ def test_the_end_waits_for_an_agent_whose_exporter_has_yet_to_begin(collector: C
     session = begin(collector)
     serve(3)
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(session._flush_by_agent(math.inf, 0.05)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: found.append(session.exporting.flush_by_agent(math.inf, 0.05)), daemon=True
+    )
     waiting.start()
     waiting.join(0.2)
     assert not found
@@ -148,14 +151,14 @@ def test_the_end_waits_for_no_agent_that_has_gone(collector: Collector, agent: s
     serve(3)
     connection, _ = agent.accept()
     connection.close()
-    assert session._flush_by_agent(math.inf, 0.05)[1] == 3
+    assert session.exporting.flush_by_agent(math.inf, 0.05)[1] == 3
 
 
 def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
     collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
-    monkeypatch.setattr(session_module, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
     monkeypatch.setattr(session_threads, "START_DELAY_S", 0)
     begin(collector)
     place = taken()
@@ -182,13 +185,13 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
     monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
     session = begin(collector)
     serve(1)
-    while not session._threads.have_begun:
+    while not session.threads.have_begun:
         time.sleep(0.001)
     session.stop()
     may_begin.set()
     assert have_begun.wait(60)
     assert session._membership.joins == 1
-    assert session._generations.control is None
+    assert session.generations.control is None
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["nobody reads it", "the agent reads it"])
@@ -287,11 +290,11 @@ def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector,
     with joined:
         serve(2)
         spans = session.trace().spans
-        assert session.unsent(spans) == []
+        assert session.exporting.unsent(spans) == []
         while "window" not in (message := packets.receive(joined)[0] or {}):
             pass
         assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
     session._membership.close()
     with pytest.raises(ExportError, match="asked the agent of the run to send 2 spans of a window"):
-        session.unsent(spans)
+        session.exporting.unsent(spans)
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2

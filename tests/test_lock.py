@@ -7,7 +7,7 @@ import signal
 import threading
 from types import FrameType
 
-from instrument.sessions.lock import SessionLock
+from instrument.sessions.exporting import SessionLock
 
 
 def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> None:

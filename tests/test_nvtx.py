@@ -267,7 +267,7 @@ def test_what_times_spans_on_a_device_goes_on_for_those_that_ask(hear: Hear) -> 
             def resume(self): told.append(f"{self.site.name} resumes")
             def end(self, ring, index, span_id, start_ns, end_ns): told.append(f"{self.site.name} ends")
 
-        session._timing._ranges.time_by(lambda site, attributes, span_id: told.append(site.name) or Pair(site))
+        session.recorded.timing._ranges.time_by(lambda site, attributes, span_id: told.append(site.name) or Pair(site))
 
         @profiled("tokens", device=True)
         def tokens():

@@ -404,7 +404,7 @@ def test_a_child_sends_its_own_gauges_and_none_of_its_parent() -> None:
             code = 1
             try:
                 until(lambda: session.trace().samples)
-                inherited = [one for one in session.trace().samples if one.at_ns < session.start_ns]
+                inherited = [one for one in session.trace().samples if one.at_ns < session.recorded.start_ns]
                 names = [thread.name for thread in threading.enumerate()]
                 instrument.stop()
                 code = 0 if not inherited and "instrument-nvml" in names else 1

@@ -348,7 +348,7 @@ with instrument.scope("POST /infer", kind="request"):
     mlserver.parallel.dispatcher.Dispatcher().dispatch_request(message)
 session = instrument.session()
 print(sorted(row.path[-1].name for row in session.tally().rows() if row.path[-1].kind != "user" or row.path[-1].module))
-print("/v2/health/*" in session.profile.requests[0].ignore, session.generation)
+print("/v2/health/*" in session.profile.requests[0].ignore, session.recorded.generation)
 print([note for note in session.notes() if "mlserver" in note])
 if sys.argv[1:]:
     session.reload("changed.yaml")

@@ -376,7 +376,7 @@ def test_a_bad_profile_leaves_the_old_one_running_and_is_noted(bad: str) -> None
     with pytest.raises(ProfileError):
         instrument.reload()
     assert work().first is wrapped
-    assert (session.generation, "reloaded:first" in session.profile.functions[0].match) == (1, True)
+    assert (session.recorded.generation, "reloaded:first" in session.profile.functions[0].match) == (1, True)
     assert any("the profile of generation 1 stays in force: " in note for note in session.notes())
     write("profile.yaml", 'functions: [{match: "reloaded:second"}]')
     assert instrument.reload().attached == ("reloaded:second",)
@@ -401,7 +401,7 @@ def test_a_fault_while_rules_change_puts_the_old_ones_back(monkeypatch: pytest.M
     monkeypatch.undo()
     assert module.first is wrapped
     assert module.second is second
-    assert session.generation == 1
+    assert session.recorded.generation == 1
 
 
 def test_reload_without_a_session_without_a_file_and_after_the_end_says_so() -> None:
@@ -464,10 +464,10 @@ def test_a_file_that_is_replaced_or_written_in_place_is_followed() -> None:
     module = work()
     original = module.second
     write("new.yaml", WATCHED + 'functions: [{match: "reloaded:second"}]').rename("profile.yaml")
-    wait_for(lambda: session.generation == 2)
+    wait_for(lambda: session.recorded.generation == 2)
     assert module.second is not original
     write("profile.yaml", WATCHED)
-    wait_for(lambda: session.generation == 3)
+    wait_for(lambda: session.recorded.generation == 3)
     assert module.second is original
 
 
@@ -645,7 +645,7 @@ def test_hostile_requests_are_answered_with_an_error_and_change_nothing(sent: by
         caller.sendall(sent)
         answer = json.loads(said(caller))
     assert answer.get("error") or answer["other"]
-    assert session.generation == 1
+    assert session.recorded.generation == 1
     assert generation_told() == 1
 
 
@@ -670,11 +670,11 @@ def test_slow_silent_and_countless_callers_keep_nobody_else_waiting() -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             flooding.sendall(b"x" * (64 << 20))
         assert generation_told() == 1
-        assert session._generations.control is not None
-        assert len(session._generations.control._callers) <= CALLERS
+        assert session.generations.control is not None
+        assert len(session.generations.control._callers) <= CALLERS
         for caller in slow:  # their time is up by now, or their place was taken
             said(caller)
-    wait_for(lambda: not session._generations.control._callers)  # type: ignore[union-attr]
+    wait_for(lambda: not session.generations.control._callers)  # type: ignore[union-attr]
 
 
 def test_a_caller_that_does_not_read_its_answer_is_dropped_when_its_time_is_up() -> None:
@@ -682,7 +682,7 @@ def test_a_caller_that_does_not_read_its_answer_is_dropped_when_its_time_is_up()
     with connected(own_socket()) as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         caller.sendall(b'{"reload": null}\n')
-        wait_for(lambda: session._generations.control and not session._generations.control._callers)
+        wait_for(lambda: session.generations.control and not session.generations.control._callers)
 
 
 def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -797,7 +797,7 @@ def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themse
             try:
                 attached = {verdict.target for verdict in session.selection.verdicts()}
                 session.reload(profiles[1])
-                told = generation_told() == session.generation
+                told = generation_told() == session.recorded.generation
                 module.handle(1)
                 whole = calls(session) == {"first": 1} and attached
                 instrument.stop()

@@ -123,7 +123,7 @@ def test_no_text_of_a_file_makes_a_line_of_a_report_longer_than_a_screen(tmp_pat
     for kind in ("request", "phase", "copy", "comm"):
         with instrument.scope(f"{kind} of it", kind=kind):
             pass
-    instrument.session().count_loss("lost things", 3)
+    instrument.session().exporting.count_loss("lost things", 3)
     path = instrument.dump(tmp_path / "trace.json")
     instrument.stop()
     document = path.read_text()

@@ -117,7 +117,11 @@ def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrum
     (call,) = [span for span in RECORDER.spans() if span.site.name == "call"]
     told = remote_of(sent["traceparent"].encode())
     assert told is not None
-    assert (told.trace_id, told.span_id, told.flags) == (int(TRACE, 16), session.ids().span_id(call.span_id), 1)
+    assert (told.trace_id, told.span_id, told.flags) == (
+        int(TRACE, 16),
+        session.recorded.ids().span_id(call.span_id),
+        1,
+    )
     instrument.inject(sent := {})
     assert sent == {}
 
@@ -138,7 +142,7 @@ def test_what_opentelemetry_sends_and_makes_continues_the_request(session: instr
 
     serve(calls, {})
     span = request_of(session)
-    trace_id, own = session.ids().of(span)
+    trace_id, own = session.recorded.ids().of(span)
     told = remote_of(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id) == (trace_id, own)

@@ -331,7 +331,7 @@ def test_only_what_another_process_has_at_work_is_left_out() -> None:
 def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
     session = instrument.start(loads(text, environ={}))
     assert session is not None
-    assert (session._threads.own is not None) == bool(text)
+    assert (session.threads.own is not None) == bool(text)
 
 
 def test_a_run_within_another_of_the_same_process_is_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_events_count_every_call_while_the_views_of_spans_say_what_the_rings_hol
     held = session.trace().held
     assert next(line for line in text.splitlines() if line.startswith("request")).split()[1] == "3000"
     assert re.search(r"Spans: the newest \d+ are held, none is missing from [\d.]+ s to [\d.]+ s; of all that", text)
-    assert session.start_ns < held[0] < held[1]
+    assert session.recorded.start_ns < held[0] < held[1]
 
 
 def test_a_session_whose_rings_hold_everything_says_so() -> None:
@@ -313,7 +313,7 @@ def test_no_span_is_missing_from_the_time_on_that_a_trace_calls_held(threads: in
         one.join()
     trace = session.trace()
     assert trace.losses["spans overwritten by newer ones"] > 0
-    assert session.start_ns < trace.held_from_ns < trace.end_ns
+    assert session.recorded.start_ns < trace.held_from_ns < trace.end_ns
     later = [span for span in trace.spans if span.end_ns > trace.held_from_ns]
     # The clock was read just after each end: of the span that ends at the edge it may lie on the other side.
     assert sum(end_ns > trace.held_from_ns for end_ns in ends) - len(later) in (0, 1)
@@ -373,7 +373,7 @@ def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
     busy, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with session._lock.held():
+        with session.exporting.lock.held():
             busy.set()
             done.wait(240)
 
@@ -389,7 +389,7 @@ def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
 def test_the_wall_clock_that_spans_are_sent_by_is_renewed_when_it_has_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.otlp.span_queue.CLOCK_RENEWAL_NS", 0)
     session = begin("export: {otlp: {endpoint: 'http://127.0.0.1:9'}}")
-    exporter = session._exporter
+    exporter = session.recorded.exporter
     assert exporter is not None
     before = exporter.origin
     session.flush(0)
@@ -558,7 +558,7 @@ def test_a_child_never_writes_over_its_parents_file_though_the_path_has_no_proce
 def test_a_fork_while_another_thread_stops_the_session_leaves_the_child_without_one() -> None:
     session = begin(CHROME)
     request()
-    session._threads.stopping.set()
+    session.threads.stopping.set()
     child = os.fork()
     if child == 0:
         request()
@@ -669,7 +669,7 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
     monkeypatch.setattr(Cursor, "read", lambda _: looks.append(None) or [])
     session = begin(profile)
     request(3)
-    session._pump()
+    session.exporting.pump()
     assert bool(looks) == are_read
 
 
@@ -679,14 +679,14 @@ def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_
     reason = Ticks(RECORDER).start(0)
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
-    session._ticks.check(time.monotonic_ns() + CHECK_NS)
+    session.recorded.ticks.check(time.monotonic_ns() + CHECK_NS)
     instrument.stop()
     before_ns = time.monotonic_ns()
     now_ns = RECORDER.now_ns()
     assert before_ns - 10**6 < now_ns < time.monotonic_ns() + 10**6
     spans = RECORDER.spans()
     assert len(spans) == 6
-    assert all(session.start_ns - 50_000 < span.start_ns <= span.end_ns for span in spans)
+    assert all(session.recorded.start_ns - 50_000 < span.start_ns <= span.end_ns for span in spans)
 
 
 def test_a_request_inside_a_span_of_the_services_own_tracer_becomes_its_child_at_the_collector() -> None:

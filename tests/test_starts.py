@@ -103,7 +103,7 @@ def test_a_later_process_takes_the_profile_and_the_costs_of_probes_from_the_firs
         code = (
             "import sys, engine; from instrument.sessions import process; "
             "session = process.session(); print(session.profile.service, 'yaml' in sys.modules, "
-            "bool(session.account.costs.by_shape), session.digest)"
+            "bool(session.account.costs.by_shape), session.recorded.digest)"
         )
         for more in ({}, {"SHOP_NAME": "mall"}, {}):
             print(subprocess.run([sys.executable, "-c", code], env={**os.environ, **more},

@@ -183,9 +183,9 @@ for _ in range(2):
     gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
     sent += 100
     end = time.monotonic() + 240
-    while session._exporter.counts()["exported"] < sent and time.monotonic() < end:
+    while session.recorded.exporter.counts()["exported"] < sent and time.monotonic() < end:
         gevent.sleep(0.05)  # without being asked to
-    assert session._exporter.counts()["exported"] == sent, session._exporter.counts()
+    assert session.recorded.exporter.counts()["exported"] == sent, session.recorded.exporter.counts()
 gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
 delivery = instrument.flush(60)
 assert (delivery.settled, delivery.exported, delivery.pending) == (True, 300, 0), delivery

@@ -62,7 +62,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
             torch = torch_beside(session, OPERATORS_ALONE, state)
             if torch is not None:
                 torch.begin()
-            _run = _Run(session, state, tracer_option, now_ns, session.start_ns >= now_ns, torch)
+            _run = _Run(session, state, tracer_option, now_ns, session.recorded.start_ns >= now_ns, torch)
             if torch is not None and torch.is_at_work:
                 _run.since_ns = time.monotonic_ns()
 

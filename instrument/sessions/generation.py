@@ -196,6 +196,15 @@ class Generations:
         self._engines: list[str] = []
         """The packages of engines whose rules were taken on."""
 
+    def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
+        """Do something of which a child would be left with half, such as an import, if that can be had."""
+        held = self.lock.acquire(timeout=FORK_WAIT_S)
+        try:
+            prepare()
+        finally:
+            if held:
+                self.lock.release()
+
     def after_fork_in_child(self) -> None:
         """No reload is under way here, whatever the parent was about."""
         self.lock, self._hearing = RLock(), RLock()

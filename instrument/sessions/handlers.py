@@ -278,26 +278,26 @@ class _ToCollector:
     def _send(self, window: Window) -> None:
         trace, session = window.own_trace(), window.session
         settings = self._settings_for(session)
-        is_shared = session.sends_to(settings.endpoint)
+        is_shared = session.exporting.sends_to(settings.endpoint)
         if is_shared:
             trace = session.trace_of(window.recorded)  # the session knows nothing of steps: its trees begin below them
         spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
         self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
         if is_shared:
-            spans = session.unsent(spans)
+            spans = session.exporting.unsent(spans)
         if not spans:
             return
         exporter = self._exporter
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
-        exporter.origin, exporter.own.ids, self._threads = trace.origin, session.ids(), trace.threads
+        exporter.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_bodies_of(spans, trace.columns, exporter))
         missing = size - (delivery.exported - before)
         if missing > 0:
-            session.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
+            session.exporting.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
             raise ExportError(
                 f"asked to send {size} spans to the OpenTelemetry collector, {missing} did not reach it"
                 f"{f' ({delivery.reason})' if delivery.reason else ''}"
@@ -385,7 +385,7 @@ class Backlog:
 
     def _give_up(self, windows: Sequence[Window], why: str) -> None:
         for window in windows:
-            window.session.count_loss("windows of loops that were not written", 1)
+            window.session.exporting.count_loss("windows of loops that were not written", 1)
             self._fail(f"{window} was given up", ExportError(f"{why}; record fewer steps, or write to a faster place"))
 
     def _run(self) -> None:

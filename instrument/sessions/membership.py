@@ -26,8 +26,10 @@ from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
-from instrument.sessions.recorded import NOTE_TOLD, NOTES_TOLD, Recorded
+from instrument.sessions.published_facts import NOTE_TOLD, NOTES_TOLD, PublishedFacts
+from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving, templates
+from instrument.sessions.session_threads import SessionThreads
 
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
@@ -332,17 +334,16 @@ class RunFacts:
     def __init__(
         self,
         session: Recorded,
+        facts: PublishedFacts,
         saving: Saving,
         gauges: Callable[[], Mapping[str, Any] | None],
-        *,
-        is_of_run: bool,
-        has_threads: Callable[[], bool],
+        threads: Callable[[], SessionThreads],
     ) -> None:
         self._session = session
+        self._facts = facts
         self._saving = saving
         self._gauges = gauges
-        self._is_of_run = is_of_run
-        self._has_threads = has_threads
+        self._threads = threads
 
     def at_join(self) -> dict[str, Any]:
         session, saving = self._session, self._saving
@@ -358,15 +359,15 @@ class RunFacts:
             "recorder": "native",
             "call_ns": costs_ns.get("call", 0.0),
             "request_ns": costs_ns.get("request", 0.0),
-            "is_first": self._is_of_run and files.is_main(),
-            "records": self._has_threads(),
+            "is_first": self._threads().waits and files.is_main(),
+            "records": self._threads().have_begun,
             "folder": str(saving.folder),
             "captures": str(saving.folder / saving.place().path(recording.path)),
             "files": [str(saving.folder / saving.place().path(one)) for one in templates(session.profile.export)],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
             "asks_for_requests": bool(session.profile.requests),
-            "export": session.export_settings(),
+            "export": self._facts.export_settings(),
             "gauges": self._gauges(),
         }
 
@@ -374,8 +375,8 @@ class RunFacts:
         return {
             "calls": RECORDER.calls,
             "is_timed": self._session.times_devices,
-            "losses": dict(self._session.losses()),
-            "notes": self._session.notes_in_short(of_all=files.is_main()),
+            "losses": dict(self._session.account.losses()),
+            "notes": self._facts.notes_in_short(of_all=files.is_main()),
             "own_notes": self._own_notes(),
             "unmet": self._session.account.unmet(),
             "requests": self._session.selection.has_requests(),

@@ -34,8 +34,9 @@ from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import is_main
 from instrument.sessions.generation import FORK_WAIT_S, Reload
+from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.recorded import Recorded
-from instrument.sessions.session import EXIT_LIMIT_NS, Session
+from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         session = Session(wanted, _forget)
         _session = session
         try:
-            session._start()
+            session.start()
         except BaseException:
             _session = None
             raise
@@ -288,13 +289,13 @@ def stop_on_sigterm() -> None:
     service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`: what it waits for, and as
     long again for what it does and writes.
     """
-    session()._last_undos.append(Termination(_end_by).install())
+    session().leaving.undos.append(Termination(_end_by).install())
 
 
 def _end_by(number: int, frame: FrameType | None) -> bool:
     """Stop the session for a signal that has come; False where it comes again because that cannot be done now."""
     running = _session
-    if running is not None and running._lock.postpone(number):
+    if running is not None and running.exporting.lock.postpone(number):
         return False
     # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
     # come again.
@@ -356,9 +357,9 @@ def _before_fork() -> None:
     """Wait for the reload that another thread is about."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
-        session.make_board()
+        session.leaving.undos.append(board.make())
     _forking.is_main_thread = get_native_id() == os.getpid()
-    held = session is not None and session._generations.lock.acquire(timeout=FORK_WAIT_S)
+    held = session is not None and session.generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if held else None
     quiet_fork()
 
@@ -366,7 +367,7 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     held, _forking.session = getattr(_forking, "session", None), None
     if held is not None:
-        held._generations.lock.release()
+        held.generations.lock.release()
 
 
 def _after_fork_in_child() -> None:
@@ -380,7 +381,7 @@ def _after_fork_in_child() -> None:
     if _session is not None:
         try:
             is_by_main = getattr(_forking, "is_main_thread", True)
-            _session._after_fork_in_child(whole=held is _session, by_main_thread=is_by_main)
+            _session.after_fork_in_child(whole=held is _session, by_main_thread=is_by_main)
         except InstrumentError as error:
             logger.warning("a forked child is not instrumented: %s", error)
         except Exception as fault:

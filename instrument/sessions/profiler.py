@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -24,7 +24,7 @@ from typing import Any
 
 from instrument.device.host import Host
 from instrument.errors import ProfileError, StateError, TargetError
-from instrument.instrumentors.loaders import listen, loader
+from instrument.instrumentors.loaders import Waiting, listen, loader
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import HOST, Sample
@@ -36,8 +36,8 @@ from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.unpatched import Lock, RLock
 from instrument.sessions import process
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
-from instrument.sessions.loader_items import LoaderItems, SizedLoaderItems
-from instrument.sessions.session import EXIT_LIMIT_NS, Session
+from instrument.sessions.leaving import EXIT_LIMIT_NS
+from instrument.sessions.session import Session
 from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
 from instrument.sessions.step_spans import STEPS_KEPT, Step
 from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
@@ -171,7 +171,7 @@ class Profiler:
                     raise
                 self._session = session
                 if session is not None:
-                    session.loop.join(self)
+                    session.recorded.loop.join(self)
                     session.onlookers.append(self._leave_with_the_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
@@ -273,7 +273,7 @@ class Profiler:
                 step = Step(last, began_ns, now_ns, thread_id, num_samples)
                 if windows.state in RECORDING:
                     self._steps.append(step)
-                session.loop.add(step, self)
+                session.recorded.loop.add(step, self)
                 found = windows.advance(now_ns)
                 try:
                     if found is not None:
@@ -323,7 +323,7 @@ class Profiler:
         windows, session = self._windows, self._session
         if windows is not None and session is not None:
             if windows.is_open or self._is_making:
-                session.count_loss("windows of loops that were not written", 1)
+                session.exporting.count_loss("windows of loops that were not written", 1)
             self._backlog.stop(EXIT_LIMIT_NS // 2)
 
     def _leave(self, limit_ns: int) -> None:
@@ -358,7 +358,7 @@ class Profiler:
             FAULTS.note("windows of a Profiler", fault)
         finally:
             atexit.unregister(self.stop)
-            session.loop.leave(self)
+            session.recorded.loop.leave(self)
             if self._leave_with_the_session in session.onlookers:
                 session.onlookers.remove(self._leave_with_the_session)
             if self.failures > 1:
@@ -495,3 +495,44 @@ class Profiler:
         if window is None:
             raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
         return window.export(path)
+
+
+class LoaderItems(Iterator[Any]):
+    """What `Profiler.loader` returns: as often to be iterated as its source is. Waits are told as `of` it."""
+
+    def __init__(self, source: Any, of: object) -> None:
+        self._source = source
+        self._of = of
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return self._read() if begun is None else begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._read()
+        return next(self._begun)
+
+    def _read(self) -> Iterator[Any]:
+        waiting = Waiting(self._of)
+        try:
+            items = iter(self._source)
+        finally:
+            waiting.end()
+        while True:
+            waiting = Waiting(self._of)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                waiting.end()
+            yield item
+
+
+class SizedLoaderItems(LoaderItems):
+    """The same of a source that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._source)

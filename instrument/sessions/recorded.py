@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,23 +23,27 @@ from instrument.device.timing import Timing
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, report_to_check
-from instrument.profile.model import EVERYTHING, Capture, Profile, Summary
+from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
-from instrument.recorder.meter import mark_of, queued_tasks
 from instrument.recorder.recorder import RECORDER, Ticks
-from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.memory_layout import INTERVAL_SHARE
+from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
 from instrument.recording.rows import REQUEST_BIT, is_sampled
-from instrument.recording.spans import UNTIMED, Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup
+from instrument.recording.spans import (
+    UNTIMED,
+    Cost,
+    FirstCall,
+    Gpu,
+    Origin,
+    Site,
+    Span,
+    Startup,
+)
 from instrument.recording.tally import Tally
-from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule
-from instrument.runtime.faults import FAULTS
 from instrument.sessions import files
 from instrument.sessions.account import Account
-from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.handover import Handover
 from instrument.sessions.own_export import OwnExport
 from instrument.sessions.step_spans import Loop
@@ -47,143 +52,128 @@ from instrument.sessions.window_reader import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import export_facts
-    from instrument.otlp.export_facts import MeteredFacts
-    from instrument.otlp.span_queue import Source
+    from instrument.otlp import export_facts, metrics
     from instrument.report import section, view
     from instrument.report import summary as report
     from instrument.report.section import View
     from instrument.trace.trace import Trace
 else:
     otlp = LazyModule("instrument.otlp")
-    export_facts = LazyModule("instrument.otlp.export_facts")
+    export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
     section, view = LazyModule("instrument.report.section"), LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
 
-BOOKS_NS = 10 * 10**9
-"""Nanoseconds after which the recording gets the facts on metrics that the session alone knows."""
+PROBES = re.compile(
+    r"(?<![a-z])(?:health(?:[_-]?checks?)?|healthz|live|livez|liveness|ready|readyz|readiness|ping|heartbeat|probe"
+    r"|metrics)(?![a-z])",
+    re.IGNORECASE,
+)
+"""What health probes, and what asks for metrics, are called by, as a word of a request's name."""
 
-MARKS_SHARE = 20
-"""What takes a time to be told as modules are imported is not told again within so many times as long."""
-
-VERDICTS_EVERY_NS = 10_000_000_000
-"""Nanoseconds after which the verdicts on the rules are said again, at the longest."""
-
-NOTES_TOLD, NOTE_TOLD = 50, 500
-"""The most notes that other processes get, and the most characters of each."""
+Firsts = Mapping[int, tuple[int, int]]
+"""By call node, when its first call that has ended began, and how long it took, in ns."""
 
 
 class Recorded:
-    """What one profile has recorded in one process. All methods may be called from any thread."""
+    """The parts that record what one profile asks for in one process, and their traces, totals and reports.
 
-    def __init__(self, profile: Profile) -> None:
+    `keep_gpus(gpus)` is called with the GPUs of each reading of gauges. All methods may be called from any thread.
+    """
+
+    def __init__(self, profile: Profile, keep_gpus: Callable[[Sequence[Gpu]], object]) -> None:
         self.profile = profile
         self.generation = 1
         self.digest = profile.digest
-        self._ticks = Ticks(RECORDER)
+        self.ticks = Ticks(RECORDER)
         self._ids: otlp.Ids | None = None
-
         self.selection = Selection(profile)
-        self.selection.noted = lambda: FAULTS.attempt("marks of metrics", self._tell_marks)
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
-        self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
-        self._ranges = Ranges(RECORDER)
-        self._gauges = Gauges(profile.device, self._keep_samples, partial(RECORDER.room_for, "samples"))
-        self._gpus_told: Sequence[Gpu] = ()
-        self._timing: Timing | None = None
+        self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
+        self.ranges = Ranges(RECORDER)
+        room = partial(RECORDER.room_for, "samples")
+        self.gauges = Gauges(profile.device, lambda samples, gpus: keep_gpus(gpus), room)
+        self.timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
             interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
-            self._timing = Timing(interval_bytes, self._ranges, holds_gil=profile.device.gil == "hold")
-        self._exporter: otlp.Exporter | None = None
-        self._own: OwnExport | None = None
+            self.timing = Timing(interval_bytes, self.ranges, holds_gil=profile.device.gil == "hold")
+        self.exporter: otlp.Exporter | None = None
+        self.own: OwnExport | None = None
         if profile.export.otlp is not None:
-            self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, self._note_sent)
-            self._own = OwnExport(self._exporter)
-        self._scrape: OwnExport | None = None
-        """The reader of the recording for scrapes alone, where nothing else in this run reads it."""
-        self.handover = Handover(self._exporter, lambda: RECORDER.memory_fd, self._own)
-        self._costs = Costs(RECORDER)
-        self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
-        self._windows = WindowReader(RECORDER, self.selection, self.origin)
+            note_sent = lambda source: self.own and self.own.note_sent(source)  # noqa: E731
+            self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, note_sent)
+            self.own = OwnExport(self.exporter)
+        self.handover = Handover(self.exporter, lambda: RECORDER.memory_fd, self.own)
+        self.costs = Costs(RECORDER)
+        self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
+        self.windows = WindowReader(RECORDER, self.selection, self.origin)
         self.account = Account(
             recorder=RECORDER,
             selection=self.selection,
-            windows=self._windows,
-            costs=self._costs,
-            budget=self._budget,
-            gauges=self._gauges,
-            ranges=self._ranges,
-            imports=self._imports,
-            timing=self._timing,
-            exporter=self._exporter,
+            windows=self.windows,
+            costs=self.costs,
+            budget=self.budget,
+            gauges=self.gauges,
+            ranges=self.ranges,
+            imports=self.imports,
+            timing=self.timing,
+            exporter=self.exporter,
             handover=self.handover,
             tells_waiting=profile.source != EVERYTHING.source,
         )
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        self._notes_told: tuple[str, ...] = ()
-        self._verdicts_until_ns = 0
-        self._requests_told = 0
+    def begin(self) -> None:
+        """Begin with nothing recorded, as a session and a forked child do."""
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
-        self._windows.begin(self.profile, self.start_ns)
-        self._books_ns, self._marks_until_ns = 0, 0
-        self._books_told: MeteredFacts | None = None
+        self.windows.begin(self.profile, self.start_ns)
 
-    # ---------------------------------------------------------------- while it records
+    def after_fork_in_child(self) -> None:
+        """Let go of what is the parent's."""
+        self._ids = None
+        self.account.after_fork_in_child()
+        self.ranges.after_fork_in_child()
+        self.imports.after_fork_in_child()
+        if self.timing is not None:
+            self.timing.after_fork_in_child()
+        self.gauges.after_fork_in_child(begins=False)
+        self.begin()
 
-    def _has_agent(self) -> bool:
-        """Return True where an agent reads what is recorded here, if a reader asks for it."""
-        return False
+    def follow(self, profile: Profile) -> None:
+        """Go by the settings of another profile, whose rules are at work."""
+        self.windows.change(profile, time.monotonic_ns())
+        if profile.budget != self.profile.budget:
+            self.budget.change(profile.budget)
+        self.profile = profile
+        self.generation += 1
+        self.digest = profile.digest
+        if self.exporter is not None:
+            self.exporter.origin = self.origin()
 
-    def _note_sent(self, source: Source) -> None:
-        """Note what has been sent of a source. By the thread that sends."""
-        if self._own is not None:
-            self._own.note_sent(source)
-
-    def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        if self._gpus_told != gpus:
-            self._gpus_told = gpus
-            RECORDER.tell(self._facts())
+    # ---------------------------------------------------------------- the process, as others know it
 
     @property
-    def _requests_by(self) -> tuple[str, int]:
+    def requests_by(self) -> tuple[str, int]:
         """The attribute that groups requests, "" for none, and the most values of it with a group of their own."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
-    def _generators(self) -> set[str]:
-        """The marks of what the rules with `gen_ai` are recorded as."""
-        return set(map(mark_of, self._sites_of({rule.text for rule in self.profile.functions if rule.gen_ai})))
-
-    def _metered(self) -> set[str]:
-        """The marks of what the rules with `metrics` are recorded as."""
-        return set(map(mark_of, self._sites_of({rule.text for rule in self.profile.functions if rule.metrics})))
-
-    def _costs_ns(self) -> Mapping[str, float]:
-        """What the instrumentation has cost so far, by what for."""
-        cost = self.cost()
-        return {"probes": cost.calls * cost.per_call_ns, **self.account.threads_ns()}
-
-    # ---------------------------------------------------------------- what it tells
-
     def ids(self) -> otlp.Ids:
         """What the spans of this session are called at collectors."""
-        if self._exporter is not None:
-            return self._exporter.ids
+        if self.exporter is not None:
+            return self.exporter.ids
         if self._ids is None:
             self._ids = otlp.Ids()
         return self._ids
 
     def resource(self) -> dict[str, object]:
         """What this process is to collectors and profilers, as attributes of OpenTelemetry."""
-        if self._exporter is not None:
-            return self._exporter.resource()
+        if self.exporter is not None:
+            return self.exporter.resource()
         given, provider = otlp.given_attributes(), otlp.provider_attributes()
         return otlp.resource_attributes(self.origin(), self.ids().instance, given, provider)
 
-    def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
+    def trace_of_span(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
         """Trace id, span id, flags and state of a span: those of the caller's trace, or of our own, by the sample."""
         ids, remote = self.ids(), remote_of(told)
         if remote is not None:
@@ -205,7 +195,7 @@ class Recorded:
     @property
     def times_devices(self) -> bool:
         """Whether spans have had their times on a device taken."""
-        return self._timing is not None and self._timing.timer is not None
+        return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
         """Which process this is, with a fresh pair of monotonic and wall clock."""
@@ -226,144 +216,24 @@ class Recorded:
             start_ticks=clock.start_ticks(clock.STAT),
         )
 
-    def _facts(self) -> Mapping[str, Any]:
-        """What others are to know who read this process's recording."""
-        facts: dict[str, Any] = {"origin": asdict(self.origin()), "gpus": [asdict(gpu) for gpu in self._gpus_told]}
-        facts["notes"] = self._notes_told
-        is_read = self._has_agent() and self._wants_agent  # and not only once a scrape has asked for it
-        facts["is_awaited"] = self._exporter is not None or is_read
-        if self._exporter is not None:
-            of_profile = self.profile.capture, self.profile.limits.spans_per_request
-            facts["export"] = export_facts.told(self.ids(), self._exporter.resource(), *of_profile, self._metered_facts)
-        elif self._is_metered_elsewhere:
-            capture, spans_per_request = Capture(sample=0.0, errors=False), 1
-            if self.profile.capture.to is not None:
-                capture, spans_per_request = self.profile.capture, self.profile.limits.spans_per_request
-            facts["export"] = export_facts.told(self.ids(), {}, capture, spans_per_request, self._metered_facts)
-        return facts
-
-    @property
-    def _is_metered_elsewhere(self) -> bool:
-        """True where metrics come from the recording, read back here or by an agent, for scrapes at least."""
-        if self._exporter is not None or self._scrape is not None:
-            return True
-        return self._has_agent() and (self._asks_for_metrics or self._wants_agent)
-
-    @property
-    def _wants_agent(self) -> bool:
-        """True where the profile asks for what only an agent does: answer scrapes, or write what is kept."""
-        return self.profile.export.prometheus is not None or self.profile.capture.to is not None
-
-    @property
-    def _metered_facts(self) -> MeteredFacts:
-        """The facts on this process's metrics, and the state of the books that was reported last."""
-        return replace(
-            self._books_told or export_facts.MeteredFacts(0),
-            start_ns=self.start_ns,
-            asks=self._asks_for_metrics or self._scrape is not None,
-            requests=bool(self.profile.requests),
-            routes=tuple(route for rule in self.profile.requests for route in rule.gen_ai),
-            by=self._requests_by[0],
-            at_most=self._requests_by[1],
-            watches=any(rule.gen_ai or rule.batch for rule in self.profile.functions),
-            environ=environment.asked_of_metrics(),
-        )
-
-    @property
-    def _asks_for_metrics(self) -> bool:
-        """Whether the profile asks for any beside gauges."""
-        return bool(self.profile.requests) or any(
-            rule.metrics or rule.gen_ai or rule.batch for rule in self.profile.functions
-        )
-
-    def _tell_marks(self) -> None:
-        """Where the metrics are told by the recording, tell there which functions they are of: for a 20th of the time.
-
-        Called as modules are imported, of which there may be hundreds, and now and then.
-        """
-        began_ns = time.monotonic_ns()
-        if not self._is_metered_elsewhere or began_ns < self._marks_until_ns:
-            return
-        if any(rule.metrics or rule.gen_ai for rule in self.profile.functions):
-            self._tell_metered(self._books_told or export_facts.MeteredFacts(0))
-            self._marks_until_ns = began_ns + MARKS_SHARE * (time.monotonic_ns() - began_ns)
-
-    def _tell_books(self, *, at_once: bool = False) -> None:
-        """Where the metrics are told by the recording, tell there now and then what only the session knows of them."""
-        now_ns = time.monotonic_ns()
-        if not (at_once or now_ns - self._books_ns >= BOOKS_NS):
-            self._tell_marks()
-            return
-        self._books_ns = now_ns
-        losses, costs_ns = self.losses(), self._costs_ns()
-        self._tell_metered(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued_tasks()))
-
-    def _tell_metered(self, books: MeteredFacts) -> None:
-        calls, streams = (tuple(sorted(marks))[:SERIES_LIMIT] for marks in (self._metered(), self._generators()))
-        before, self._books_told = self._books_told, replace(books, calls=calls, streams=streams)
-        if self._books_told != before:
-            RECORDER.tell(self._facts())
-
-    def export_settings(self) -> Mapping[str, Any] | None:
-        """Return what the run's agent needs to export what this process records. None for nothing."""
-        otlp, scraped = self.profile.export.otlp, self.profile.export.prometheus
-        if not (self._is_metered_elsewhere and self._has_agent()):
-            return None
-        return {
-            "otlp": export_facts.settings_told(otlp) if otlp is not None and self.handover.has_agent else None,
-            "prometheus": None if scraped is None else scraped.listen,
-            "captures": None if (to := self.profile.capture.to) is None else str(files.working_folder() / to),
-        }
+    # ---------------------------------------------------------------- the readings
 
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
 
         A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
         """
-        return self.account.cost(self._lasted_ns())
+        return self.account.cost(self.lasted_ns())
 
-    def _lasted_ns(self) -> int:
+    def lasted_ns(self) -> int:
         return (self.end_ns or time.monotonic_ns()) - self.start_ns
-
-    def losses(self) -> Mapping[str, int]:
-        """Everything that was recorded and not kept, by reason."""
-        return self.account.losses()
-
-    def notes(self) -> list[str]:
-        """Everything that could not be observed, and what went wrong, in sentences."""
-        return self.account.notes()
-
-    def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
-        """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
-        return tuple(note[:NOTE_TOLD] for note in self.account.notes(of_all=of_all)[:NOTES_TOLD])
-
-    def tell_verdicts(self) -> None:
-        """Say in the recording, and to `instrument check`, what became of the rules, so that it outlives this process.
-
-        It is said for a 20th of the time, each second at first, each ten later on.
-        """
-        began_ns = time.monotonic_ns()
-        if began_ns < self._verdicts_until_ns:
-            return
-        if asked := os.environ.get(CHECK_FOLDER):
-            report_to_check(asked, RECORDER.calls, self.profile, self.account.verdicts(of_all=False))
-        notes = self.notes_in_short()
-        if notes != self._notes_told:
-            self._notes_told = notes
-            RECORDER.tell(self._facts())
-        rest_ns = min((began_ns - self.start_ns) // 10, VERDICTS_EVERY_NS)
-        self._verdicts_until_ns = began_ns + max(rest_ns, MARKS_SHARE * (time.monotonic_ns() - began_ns))
-
-    def verdicts(self) -> list[Verdict]:
-        """What became of every rule and target up to now, with the calls of each target."""
-        return self.account.verdicts()
 
     def tally(self) -> Tally:
         """Exact totals of all calls up to now, with what their probes cost."""
         return self.charged(RECORDER.tally())
 
     def charged(self, tally: Tally) -> Tally:
-        tally.charge(lambda site: self._costs.of(site).outside_ns)
+        tally.charge(lambda site: self.costs.of(site).outside_ns)
         return tally
 
     def trace(
@@ -406,20 +276,20 @@ class Recorded:
         """
         from instrument.trace.trace import SpanViews, Trace
 
-        columns, window_ns = stretch.columns(self._timing), stretch.end_ns - stretch.start_ns
+        columns, window_ns = stretch.columns(self.timing), stretch.end_ns - stretch.start_ns
         return Trace(
             origin=stretch.origin,
             start_ns=stretch.start_ns,
             end_ns=stretch.end_ns,
             spans=SpanViews(columns),
             threads=stretch.threads,
-            losses=self.losses(),
-            notes=self.notes(),
+            losses=self.account.losses(),
+            notes=self.account.notes(),
             window=stretch.window,
-            cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self._lasted_ns()),
+            cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self.lasted_ns()),
             held_from_ns=stretch.held_from_ns(),
-            samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
-            gpus=self._gauges.gpus(),
+            samples=self.gauges.samples(stretch.start_ns, stretch.end_ns),
+            gpus=self.gauges.gpus(),
             startup=self._startup_in(stretch),
             own_notes=self.account.own_notes(),
         )
@@ -435,7 +305,7 @@ class Recorded:
             return None
         held, from_ns = held_now(RECORDER, self.start_ns)
         first_ns = max(from_ns, self.start_ns)
-        timing = self._timing if held.asking else None
+        timing = self.timing if held.asking else None
         intervals = {} if timing is None else timing.intervals.of(set(held.asking))
         until_ns = max(time.monotonic_ns(), first_ns)
         unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
@@ -457,32 +327,32 @@ class Recorded:
         if self.profile.startup != "auto":
             return facts
         first = facts.first_request
-        return replace(facts, imports=self._imports.packages(None if first is None else first.start_ns))
+        return replace(facts, imports=self.imports.packages(None if first is None else first.start_ns))
 
     def _named_first(self) -> set[Site]:
         """What the rules with `first_request` are recorded as."""
-        return self._sites_of({rule.text for rule in self.profile.functions if rule.first_request})
+        return self.sites_of({rule.text for rule in self.profile.functions if rule.first_request})
 
-    def _sites_of(self, rules: Set[str]) -> set[Site]:
+    def sites_of(self, rules: Set[str]) -> set[Site]:
         """What the targets of these rules are recorded as."""
         found = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, beside: str | os.PathLike[str] | None = None) -> view.Recording:
         """Return what reports are made of: a tally and a trace. Each is taken when it is first read."""
-        window_ns = self._lasted_ns()
+        window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
-            losses=self.losses(),
-            notes=tuple(self.notes()),
+            losses=self.account.losses(),
+            notes=tuple(self.account.notes()),
             window_ns=window_ns,
             recorder="native",
-            make_upkeep=lambda: self.account.upkeep(self._ticks.clock, self.profile.limits.ring_bytes),
-            collector_ids=None if self._exporter is None else self._ids_at_collector,
+            make_upkeep=lambda: self.account.upkeep(self.ticks.clock, self.profile.limits.ring_bytes),
+            collector_ids=None if self.exporter is None else self._ids_at_collector,
             make_startup=self.startup,
         )
 
@@ -522,10 +392,10 @@ class Recorded:
         return report.views_for(options) if of_profile == Summary().views else of_profile
 
     def _options(self, asked: Mapping[str, Any]) -> view.Options:
-        of_profile = self._options_of_profile()
+        of_profile = self.options_of_profile()
         return view.Options.of({**of_profile, **{name: value for name, value in asked.items() if value is not None}})
 
-    def _options_of_profile(self) -> dict[str, Any]:
+    def options_of_profile(self) -> dict[str, Any]:
         wanted = self.profile.export.summary or Summary()
         return {
             "tracer_option": self.profile.tracer_option,
@@ -537,8 +407,8 @@ class Recorded:
             "unit": wanted.unit,
             "corrected": wanted.corrected,
             "skip_first": wanted.skip_first,
-            "requests_by": self._requests_by[0],
-            "at_most": self._requests_by[1] or None,
+            "requests_by": self.requests_by[0],
+            "at_most": self.requests_by[1] or None,
         }
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
@@ -550,4 +420,51 @@ class Recorded:
         wanted = self.profile.export.summary
         if wanted is None or wanted.to not in files.STREAMS:
             return None
-        return {"views": list(wanted.views), "options": self._options_of_profile()}
+        return {"views": list(wanted.views), "options": self.options_of_profile()}
+
+
+def taken_for_first(firsts: Firsts, tree: CallTree, named: Set[Site]) -> tuple[FirstCall | None, str]:
+    """The first request, and why, as `Startup` has them; None where it is simply the one that began first.
+
+    That is the first call of a site in `named`. Else the first request below which anything recorded began, of those
+    that are not called after a health probe: a probe has nothing to do. A request that is not the first of its site is
+    known by what began in it, and its length is not.
+    """
+    calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
+    wanted = _earliest(call for call in calls.values() if call.site in named)
+    if wanted is not None:
+        return wanted, "named"
+    plain = Startup(0, firsts=tuple(calls.values())).first_request
+    above = {node: call for node in calls if (call := _request_above(node, calls, tree)) is not None}
+    at_work = [node for node, call in above.items() if not _is_probe(call.site)]
+    if at_work:
+        node = min(at_work, key=lambda node: calls[node].start_ns)
+        work, request = calls[node], above[node]
+        if not request.start_ns <= work.start_ns <= request.start_ns + request.total_ns:
+            request = FirstCall(request.site, work.start_ns, 0)
+    else:
+        others = (call for call in calls.values() if call.site.kind == "request" and not _is_probe(call.site))
+        found = _earliest(others)
+        if found is None:
+            return None, ""
+        request = found
+    return (None, "") if plain is None or request.start_ns <= plain.start_ns else (request, "passed")
+
+
+def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
+    return min(calls, key=lambda call: call.start_ns, default=None)
+
+
+def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
+    """The first call of the topmost request that a node lies below."""
+    found = None
+    at = tree.parent(node)
+    while at >= 0:
+        if tree.site(at).kind == "request" and at in calls:
+            found = calls[at]
+        at = tree.parent(at)
+    return found
+
+
+def _is_probe(site: Site) -> bool:
+    return PROBES.search(site.name) is not None

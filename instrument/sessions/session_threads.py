@@ -61,7 +61,7 @@ class SessionThreads:
         self._account = account
         self._budget = budget
         self._exporter = exporter
-        self._waits = waits
+        self.waits = waits
         self._look = look
         self._begin_gauges = begin_gauges
         self._is_needed = is_needed
@@ -101,7 +101,7 @@ class SessionThreads:
         Processes of `instrument run` begin sessions without being asked, and many never record anything: parents that
         only start others, and helpers. What the threads need is imported by now.
         """
-        if self._waits:
+        if self.waits:
             await_first_span(self._recording_begins)
         else:
             self._start_threads()

@@ -64,7 +64,7 @@ def main() -> None:
             session = instrument.start(loads(text + QUIET))
             assert session is not None
             token_ms(8)
-            timer = session._timing.timer if session._timing is not None else None
+            timer = session.recorded.timing.timer if session.recorded.timing is not None else None
             before = (timer.resolver.pairs, timer.resolver.thread_ns) if timer is not None else (0, 0)
             on.append(token_ms())
             if timer is not None:

@@ -42,7 +42,7 @@ def worker(slot: int, told: mmap.mmap) -> NoReturn:
     seen = 1
     while True:
         vars(target)["loop"]()
-        generation = instrument.session().generation
+        generation = instrument.session().recorded.generation
         if generation != seen:
             seen = generation
             struct.pack_into("qq", told, slot * 16, generation, time.monotonic_ns())

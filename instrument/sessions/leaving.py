@@ -1,0 +1,246 @@
+"""The last steps of a session: its last spans at the collector, its last files, its goodbye, and its summary."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import board
+from instrument.recording.spans import COLLECTION
+from instrument.runtime import environment
+from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.termination import before_exit
+from instrument.runtime.threads import Thread
+from instrument.sessions import files
+from instrument.sessions.deadline import LEAST_S, Deadline
+from instrument.sessions.exporting import Exporting
+from instrument.sessions.handover import UNDELIVERED
+from instrument.sessions.membership import Membership, RunFacts, target_of
+from instrument.sessions.recorded import Recorded
+from instrument.sessions.saving import Saving
+
+SETTLE_S = 1.0
+"""Seconds for which a process of a run that prints a summary waits for the agent to send what it recorded.
+
+The first process waits as long as it may: where it is in a container, the agent may end with it."""
+
+UNSEEN_S = 1.0
+"""Seconds that it then waits for an agent that exports and takes no notice: one that is stopped."""
+
+LAST_SEND_S = 1.0
+"""Seconds of that time that are left to send the last rows, where the session reads its recording."""
+
+EXIT_LIMIT_NS = 5 * 10**9
+"""The longest that `stop`, interpreter exit and SIGTERM wait in all: for threads of ours, drivers, the agent, the
+collector, and somebody to read the summary. Files are written to their end, however long that takes."""
+
+SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
+"""Seconds of that which earlier waits leave to the collector and all that follows, to the report of a run, and to a
+summary without one."""
+
+UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
+UNTOLD = "agent: nobody has told how process %s ended, or whether it left a capture: the agent of the run had gone"
+UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
+
+
+class Leaving:
+    """Delivers what a session leaves behind. The agent gets `facts` with the goodbye. `stop()` ends the session."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        exporting: Exporting,
+        saving: Saving,
+        membership: Membership,
+        facts: RunFacts,
+        stop: Callable[[], None],
+        *,
+        is_of_run: bool,
+    ) -> None:
+        self._recorded = recorded
+        self._exporting = exporting
+        self._saving = saving
+        self._membership = membership
+        self._facts = facts
+        self._stop = stop
+        self._is_of_run = is_of_run
+        self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
+        self.undos: list[Callable[[], object]] = []
+        """The last ways back: an exit or a SIGTERM waits for all that comes before them."""
+
+    def prepare(self) -> None:
+        """Have the session end with its process, and report to `instrument init` where that has started it."""
+        atexit.register(self._at_exit)
+        self.undos.append(lambda: atexit.unregister(self._at_exit))
+        if self._membership.path:
+            self.undos.append(before_exit(lambda status: self._membership.tell({"exits": status})))
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        """Prepare what no child inherits. One of multiprocessing leaves by os._exit and runs its own finalisers."""
+        if self._observed_for:
+            from instrument.proposal import observation
+
+            FAULTS.attempt("report to init", partial(observation.mark_begun, self._observed_for))
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            util.register_after_fork(self, Leaving._finish_with_multiprocessing)
+            if sys.modules["multiprocessing.process"].parent_process() is not None:  # it has cleared them
+                self._finish_with_multiprocessing()
+
+    def _finish_with_multiprocessing(self) -> None:
+        util = sys.modules["multiprocessing.util"]
+        util.Finalize(None, self._at_exit, exitpriority=-100)
+
+    def _at_exit(self) -> None:
+        """End with the interpreter. Modules that are imported now make Python forget that an interrupt has ended it.
+
+        It would exit with 1 then, and not by the signal, if it were not reminded.
+        """
+        FAULTS.attempt("exit", self._stop)
+        if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
+
+    def end_beside(self) -> None:
+        """End the session on a thread: the process would have ended by now, were it not for threads of ours."""
+        Thread(self._stop, "instrument-exit").start()
+
+    def _report(self) -> None:
+        """Report to `instrument check` and `instrument init`, where one of them has started this process."""
+        if asked := os.environ.get(CHECK_FOLDER):
+            report = partial(report_to_check, asked, RECORDER.calls, self._recorded.profile)
+            FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
+        if self._observed_for:
+            FAULTS.attempt("report to init", self._leave_observation)
+
+    def _leave_observation(self) -> None:
+        from instrument.proposal import observation
+
+        recorded = self._recorded
+        watch, cost = recorded.selection.argument_watch(), recorded.cost()
+        observation.write_report(
+            self._observed_for,
+            tally=recorded.tally(),
+            verdicts=recorded.account.verdicts(),
+            arguments={} if watch is None else watch.facts(),
+            shapes=RECORDER.shapes,
+            blockers=recorded.selection.blockers(),
+            lasted_ns=recorded.lasted_ns(),
+            cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
+        )
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of an end that begins now."""
+        return Deadline(EXIT_LIMIT_NS / 1e9)
+
+    def leave(self, deadline: Deadline) -> None:
+        """Deliver the spans and the last window, say goodbye to the run, and print the summary."""
+        recorded, exporting = self._recorded, self._exporting
+        self._report()
+        is_first = self._saving.place().is_first
+        is_due = RECORDER.calls or recorded.account.unmet() or (is_first and board.RECORDED not in board.marks())
+        if is_due:
+            FAULTS.attempt("last window", partial(self._deliver, deadline))
+        exporting.finish(has_delivered=bool(is_due))
+        RECORDER.say_goodbye()
+        FAULTS.attempt("goodbye", partial(self._leave_run, deadline, is_due=bool(is_due)))
+        while self.undos:
+            FAULTS.attempt("way back", self.undos.pop())
+
+    def _deliver(self, deadline: Deadline) -> None:
+        """Deliver the last spans to the collector, and write the last trace file."""
+        recorded, exporting, exporter = self._recorded, self._exporting, self._recorded.exporter
+        window = recorded.windows.stop(recorded.end_ns or 0)
+        deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
+        if exporter is not None:
+            is_here = exporting.handover.is_here
+            if is_here:  # which may not have begun yet
+                exporter.start()
+                exporting.read_to_end(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
+            elif self._is_first() or recorded.profile.export.summary is not None:
+                limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
+                if not exporting.handover.left:
+                    count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
+                    exporting.handover.left = {UNDELIVERED: count} if count else {}
+            self._wait_for_collector(deadline)
+        if window is not None:
+            FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
+
+    def _is_first(self) -> bool:
+        return self._is_of_run and files.is_main()
+
+    def _wait_for_collector(self, deadline: Deadline) -> None:
+        """Wait for the collector; but a moment where another process of the run has just done so in vain.
+
+        A parent that ends its workers one after the other would add up what each of them waits. A process that has
+        waited but a moment does not note it: a collector that hears again has its chance once that time is over.
+        """
+        exporter = self._recorded.exporter
+        if exporter is None:
+            return
+        others_ns = board.waited_in_vain_ns()
+        has_just_been = bool(others_ns) and time.monotonic_ns() - others_ns < EXIT_LIMIT_NS
+        before = exporter.counts()
+        after = exporter.stop(round(deadline.left_s(LEAST_S if has_just_been else math.inf) * 1e9))
+        has_lost = after.failed + after.dropped > before["failed"] + before["dropped"]
+        if not has_just_been and (has_lost or not after.settled):
+            board.note_wait_in_vain(time.monotonic_ns())
+
+    def _leave_run(self, deadline: Deadline, *, is_due: bool) -> None:
+        """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
+
+        Of several processes that share a standard stream the last one prints one report of all. A process without an
+        agent, and one whose summary is a file, reports on itself.
+        """
+        account, profile = self._recorded.account, self._recorded.profile
+        wanted = profile.export.summary
+        if wanted is None:
+            self._log_unsent()
+        shares = wanted is not None and wanted.to in files.STREAMS
+        answer = self._membership.leave(self._facts.at_end(), self._facts.save if shares else None, deadline)
+        if unsent := answer.get("unsent"):
+            account.complain(UNSENT % unsent)
+        if unseen := answer.get("unseen"):
+            account.complain(unseen, log=False)
+        if wanted is None or answer.get("others"):
+            return
+        if answer.get("late"):
+            logger.warning("the report of the run was not there in time; its agent writes it once it is")
+        elif answer.get("report"):
+            self._saving.tell(wanted, str(answer["report"]), round(deadline.last_s() * 1e9))
+        elif is_due and not self._has_little_to_report():
+            if answer.get("unheard") and profile.agent != "off":
+                account.complain(UNHEARD, log=False)
+                if untold := answer.get("untold"):
+                    account.complain(UNTOLD % ", ".join(map(str, untold)), log=False)
+            self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
+
+    def _log_unsent(self) -> None:
+        """Log the spans that were not sent, where no summary counts them: the agent can open no pipe after the end."""
+        handover = self._exporting.handover
+        lost = dict(handover.losses())
+        if self._recorded.exporter is not None and handover.is_here:
+            losses = self._recorded.account.losses()
+            lost |= {reason: count for reason, count in losses.items() if "OTLP export" in reason}
+        is_for_agent = handover.has_agent and not handover.left and target_of(2).startswith("/")
+        if lost and not is_for_agent:
+            text = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+            logger.warning("not all that this process recorded had reached the collector at its end: %s", text)
+
+    def _has_little_to_report(self) -> bool:
+        """Return True where only collections of garbage were recorded here, and rules are at work in other processes.
+
+        Such a one is a parent of workers, whose report would say that there was nothing to record.
+        """
+        rows = list(self._recorded.tally().rows())
+        others = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
+        return bool(rows and others) and all(row.path[-1] == COLLECTION for row in rows)

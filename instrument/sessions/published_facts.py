@@ -1,0 +1,224 @@
+"""The facts in a process's recording that its readers go by: the process, how to export it, and counts of its session.
+
+The recorder has no part in them. They are written where they have changed, and parts of them for a share of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
+from instrument.profile.model import Capture, FunctionRule
+from instrument.recorder.meter import mark_of, queued_tasks
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import board
+from instrument.recording.distributions import SERIES_LIMIT
+from instrument.recording.spans import Gpu
+from instrument.runtime import environment, process_context
+from instrument.runtime.cheap_start import LazyModule
+from instrument.sessions import files
+from instrument.sessions.recorded import Recorded
+
+if TYPE_CHECKING:
+    from instrument import otlp
+    from instrument.otlp import export_facts
+    from instrument.otlp.export_facts import MeteredFacts
+else:
+    otlp = LazyModule("instrument.otlp")
+    export_facts = LazyModule("instrument.otlp.export_facts")
+
+BOOKS_NS = 10 * 10**9
+"""Nanoseconds after which the recording gets the facts on metrics that the session alone knows."""
+
+SHARE = 20
+"""Facts that take a time to publish are not published again within this many times as long."""
+
+VERDICTS_EVERY_NS = 10_000_000_000
+"""Nanoseconds after which the verdicts on the rules are published again, at the longest."""
+
+NOTES_TOLD, NOTE_TOLD = 50, 500
+"""The most notes that other processes get, and the most characters of each."""
+
+
+class PublishedFacts:
+    """Writes the facts of a session into its recording. `is_member()` is True where the process has an agent's path."""
+
+    def __init__(self, recorded: Recorded, is_member: Callable[[], bool]) -> None:
+        self._recorded = recorded
+        self._is_member = is_member
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        """Begin with nothing published, as a session and a forked child do."""
+        self.is_scraped = False
+        """True where the process reads its own recording for scrapes alone."""
+        self._gpus: Sequence[Gpu] = ()
+        self._notes: tuple[str, ...] = ()
+        self._resource: dict[str, object] = {}
+        self._verdicts_until_ns = self._books_ns = self._marks_until_ns = 0
+        self._books: MeteredFacts | None = None
+
+    def publish(self) -> None:
+        """Write the facts as they are now."""
+        RECORDER.tell(self.read())
+
+    def read(self) -> Mapping[str, Any]:
+        """Return the facts as they are now."""
+        recorded, profile = self._recorded, self._recorded.profile
+        exporter = recorded.exporter
+        facts: dict[str, Any] = {"origin": asdict(recorded.origin()), "gpus": [asdict(gpu) for gpu in self._gpus]}
+        facts["notes"] = self._notes
+        is_read = self.has_agent() and self.wants_agent  # and not only once a scrape has asked for it
+        facts["is_awaited"] = exporter is not None or is_read
+        if exporter is not None or self.is_metered_elsewhere:
+            capture, spans_per_request = profile.capture, profile.limits.spans_per_request
+            if exporter is None and capture.to is None:
+                capture, spans_per_request = Capture(sample=0.0, errors=False), 1
+            resource = {} if exporter is None else exporter.resource()
+            facts["export"] = export_facts.told(
+                recorded.ids(), resource, capture, spans_per_request, self._metered_facts()
+            )
+        return facts
+
+    def keep_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """Publish the GPUs that gauges are read of."""
+        if self._gpus != gpus:
+            self._gpus = gpus
+            self.publish()
+
+    def publish_resource(self) -> None:
+        """Publish the resource of a tracer provider that the service has configured: both are one service."""
+        if self._recorded.exporter is None:
+            return
+        resource = dict(self._recorded.exporter.resource())
+        if resource != self._resource:
+            self._resource = resource
+            self.publish()
+
+    def publish_context(self) -> None:
+        """Let profilers outside find who this process is."""
+        problem = process_context.publish(otlp.pack_resource(self._recorded.resource()))
+        if problem:
+            why = f"process context: {problem}; profilers name this process on their own"
+            self._recorded.account.complain(why, log=False)
+
+    def mark_board(self, *, has_recorded: bool) -> None:
+        """Let the other processes of the run know what this one records."""
+        marks = [board.RECORDED] if has_recorded else []
+        board.put([*marks_of(self._recorded.account.verdicts(of_all=False)), *marks])
+
+    # ---------------------------------------------------------------- the agent's part
+
+    def has_agent(self) -> bool:
+        """Return True where an agent reads this recording, if the profile or a scrape asks for it."""
+        return self._is_member() and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
+
+    @property
+    def wants_agent(self) -> bool:
+        """True where the profile asks for what only an agent does: answer scrapes, or write kept requests."""
+        profile = self._recorded.profile
+        return profile.export.prometheus is not None or profile.capture.to is not None
+
+    def export_settings(self) -> Mapping[str, Any] | None:
+        """Return what the run's agent needs to export what this process records. None for nothing."""
+        profile = self._recorded.profile
+        otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
+        if not (self.is_metered_elsewhere and self.has_agent()):
+            return None
+        has_otlp = otlp is not None and self._recorded.handover.has_agent
+        return {
+            "otlp": export_facts.settings_told(otlp) if otlp is not None and has_otlp else None,
+            "prometheus": None if scraped is None else scraped.listen,
+            "captures": None if to is None else str(files.working_folder() / to),
+        }
+
+    # ---------------------------------------------------------------- metrics
+
+    @property
+    def is_metered_elsewhere(self) -> bool:
+        """True where metrics come from the recording, read back here or by an agent, for scrapes at least."""
+        if self._recorded.exporter is not None or self.is_scraped:
+            return True
+        return self.has_agent() and (self.asks_for_metrics or self.wants_agent)
+
+    @property
+    def asks_for_metrics(self) -> bool:
+        """True where the profile asks for any metric beside gauges."""
+        profile = self._recorded.profile
+        return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
+
+    def _metered_facts(self) -> MeteredFacts:
+        """Return the facts on this process's metrics, and the books that were published last."""
+        recorded, profile = self._recorded, self._recorded.profile
+        return replace(
+            self._books or export_facts.MeteredFacts(0),
+            start_ns=recorded.start_ns,
+            asks=self.asks_for_metrics or self.is_scraped,
+            requests=bool(profile.requests),
+            routes=tuple(route for rule in profile.requests for route in rule.gen_ai),
+            by=recorded.requests_by[0],
+            at_most=recorded.requests_by[1],
+            watches=any(rule.gen_ai or rule.batch for rule in profile.functions),
+            environ=environment.asked_of_metrics(),
+        )
+
+    def publish_marks(self) -> None:
+        """Publish the functions that metrics are of: called as modules are imported, and now and then."""
+        began_ns = time.monotonic_ns()
+        if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
+            return
+        if any(rule.metrics or rule.gen_ai for rule in self._recorded.profile.functions):
+            self._publish_books(self._books or export_facts.MeteredFacts(0))
+            self._marks_until_ns = began_ns + SHARE * (time.monotonic_ns() - began_ns)
+
+    def publish_books(self, *, at_once: bool = False) -> None:
+        """Publish losses, costs and queued tasks, which only the session knows; now and then unless `at_once`."""
+        now_ns = time.monotonic_ns()
+        if not self.is_metered_elsewhere:
+            return
+        if not (at_once or now_ns - self._books_ns >= BOOKS_NS):
+            self.publish_marks()
+            return
+        self._books_ns = now_ns
+        recorded, cost = self._recorded, self._recorded.cost()
+        costs_ns = {"probes": cost.calls * cost.per_call_ns, **recorded.account.threads_ns()}
+        losses, queued = recorded.account.losses(), queued_tasks()
+        self._publish_books(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
+
+    def _publish_books(self, books: MeteredFacts) -> None:
+        calls, streams = self._marks(lambda rule: rule.metrics), self._marks(lambda rule: rule.gen_ai)
+        before, self._books = self._books, replace(books, calls=calls, streams=streams)
+        if self._books != before:
+            self.publish()
+
+    def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
+        """Return the marks of what the targets of some rules are recorded as."""
+        rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
+        return tuple(sorted(set(map(mark_of, self._recorded.sites_of(rules)))))[:SERIES_LIMIT]
+
+    # ---------------------------------------------------------------- verdicts
+
+    def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
+        """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
+        return tuple(note[:NOTE_TOLD] for note in self._recorded.account.notes(of_all=of_all)[:NOTES_TOLD])
+
+    def publish_verdicts(self) -> None:
+        """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
+
+        It takes at most a 20th of the time: each second at first, each ten later on.
+        """
+        began_ns, recorded = time.monotonic_ns(), self._recorded
+        if began_ns < self._verdicts_until_ns:
+            return
+        if asked := os.environ.get(CHECK_FOLDER):
+            report_to_check(asked, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
+        notes = self.notes_in_short()
+        if notes != self._notes:
+            self._notes = notes
+            self.publish()
+        rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_EVERY_NS)
+        self._verdicts_until_ns = began_ns + max(rest_ns, SHARE * (time.monotonic_ns() - began_ns))
