@@ -464,9 +464,9 @@ os.wait()
 """)
     _, errors = service.communicate(timeout=240)
     assert "Summary of shop" in errors
-    assert len(agents()) == 1
+    (agent,) = until(agents)
     time.sleep(3 * GRACE_S)
-    (agent,) = agents()
+    assert until(agents) == [agent]
     Path("go").touch()
     (capture,) = until(lambda: [*Path("traces").glob("*-died.npz")])
     assert [span.site.name for span in file.load(capture).trace.spans] == ["step"]
