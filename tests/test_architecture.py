@@ -343,27 +343,6 @@ def sources(folder: str) -> list[Path]:
     return [path for path in paths if path.suffix in SOURCES and not path.name.startswith("d3")]
 
 
-MOST_METHODS = 40
-LARGE_CLASSES = {"Recorder", "Readback", "Runs", "Exporter"}
-"""Classes that have more methods. None is added."""
-
-
-def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None:
-    methods: dict[str, set[str]] = {}
-    bases: dict[str, list[str]] = {}
-    for module in MODULES:
-        for node in ast.walk(ast.parse((ROOT / module).with_suffix(".py").read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                methods[node.name] = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
-
-    def all_of(name: str) -> set[str]:
-        return methods.get(name, set()).union(*map(all_of, bases.get(name, ())))
-
-    assert {name for name in methods if len(all_of(name)) > MOST_METHODS} <= LARGE_CLASSES
-    assert len(all_of("Session")) < 25
-
-
 @pytest.mark.parametrize("folder", LINES_AND_FILES)
 def test_a_folder_has_no_more_lines_and_files_than_its_bound(folder: str) -> None:
     paths = sources(folder)
@@ -382,7 +361,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 403, 700
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 302, 682
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

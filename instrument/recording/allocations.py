@@ -1,4 +1,4 @@
-"""What torch's allocator gave out and took back, as torch.profiler saw it."""
+"""The allocations and releases of torch's allocator, as torch.profiler saw them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _digest(rule: str) -> str:
 
 
 def marks() -> set[str]:
-    """What stands on the board; nothing where it cannot be reached."""
+    """Return the content of the board, nothing where it cannot be reached."""
     descriptor = _opened(os.O_RDONLY)
     if descriptor is None:
         return set()

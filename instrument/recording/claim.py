@@ -10,7 +10,7 @@ import os
 import struct
 
 EXPORT, GAUGES = 0, 1
-"""What is claimed: to export its rows, and to read its process's gauges into it."""
+"""The claims on a recording: to export its rows, and to read its process's gauges into it."""
 
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
@@ -64,6 +64,6 @@ class Claim:
         return True
 
     def is_taken(self) -> bool:
-        """Whether somebody else does it now."""
+        """Return True where another process has the claim now."""
         found = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)

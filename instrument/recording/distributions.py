@@ -95,7 +95,7 @@ class Distribution:
 
     @classmethod
     def of(cls, told: Sequence[Any]) -> Distribution:
-        """What was told. Raises `TypeError` or `ValueError` for what is none."""
+        """Return a distribution of its facts. Raises `TypeError` or `ValueError` for facts that are none."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, told)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
@@ -104,7 +104,7 @@ class Distribution:
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
-        """What has been counted since it was as `before`. Its least and its most are not known."""
+        """Return the counts since the state `before`. Its least and its most are not known."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -146,7 +146,7 @@ def series_told(told: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
 
 
 EXEMPLARS = 8
-"""As many as a series has at most."""
+"""The most of a series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """Those of one series: the newest of each power of two of ns, of which the longest stay."""
+    """The exemplars of one series: the newest of each power of two of ns, of which the longest stay."""
 
     __slots__ = ("_newest",)
 
@@ -175,7 +175,7 @@ class Exemplars:
             del self._newest[min(self._newest)]
 
     def all(self) -> tuple[Exemplar, ...]:
-        """What is held, the shortest first."""
+        """Return the exemplars, the shortest first."""
         return tuple(self._newest[length] for length in sorted(self._newest))
 
 

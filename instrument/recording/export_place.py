@@ -32,14 +32,14 @@ The rest are no spans of the recording: spans of stages that were lost, requests
 and those of both whose fate is not known yet, as in `OPEN_FATES`."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
-"""What becomes of those that were kept."""
+"""The fates of kept spans."""
 
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""What becomes of these where who exports them is killed."""
+"""The fate of each of these states where the exporter is killed."""
 
 METRICS_LOST = "metrics lost"
 """Points of metrics that the collector did not take, beside the fates of spans."""
@@ -73,7 +73,7 @@ class Progress:
 
     @property
     def unanswered(self) -> int:
-        """Those of them that were just being sent."""
+        """Return those that were just being sent."""
         return min(self.fates["sending"], self.unsettled)
 
     def untold(self) -> dict[str, int]:
@@ -90,7 +90,7 @@ class Progress:
 
 
 def give_up(fates: MutableMapping[str, int]) -> None:
-    """What is not decided yet never will be."""
+    """Note that undecided ones never will be decided."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0
@@ -105,7 +105,7 @@ class ExportPlace(Claim):
         self._turn = 0
 
     def read(self) -> Progress:
-        """What was written last; nothing where nobody has exported it."""
+        """Return the last written state, nothing where nobody has exported it."""
         newest, found = 0, Progress()
         for turn in (0, 1):
             data = os.pread(self.fileno(), _SLOT_BYTES, self._at + turn * _SLOT_BYTES)

@@ -26,7 +26,7 @@ from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 GENERATION = (OPERATION, "gen_ai.provider.name", "gen_ai.request.model")
-"""What the service may say of a generation, by `annotate_request`."""
+"""The facts of a generation that a service may give to `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
@@ -78,7 +78,7 @@ class GenerationTimes:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
-        """What another one has counted. Raises `TypeError` or `ValueError` for what is none."""
+        """Return the counts of another one. Raises `TypeError` or `ValueError` for what is none."""
         found = cls()
         found._series = {str(name): series_told(series) for name, series in state.items()}
         return found
@@ -120,7 +120,7 @@ def says_generation(names: Iterable[object]) -> bool:
 
 
 def said_of_generation(told: Mapping[Any, Any]) -> Labels:
-    """What a span says of a generation."""
+    """Return the facts of a generation that a span has."""
     return tuple((name, value) for name in GENERATION if isinstance(value := told.get(name), str))
 
 

@@ -53,7 +53,7 @@ MOST_SLOTS = {
 TRIES = 3
 """Times that what changed while it was copied is copied again."""
 READINGS = 10
-"""How often totals are read again that changed hands meanwhile, as a thread's do that has ended."""
+"""The times that totals are read again that changed hands meanwhile, as those of an ended thread."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
@@ -138,7 +138,7 @@ class Mapped:
     # ---------------------------------------------------------------- bytes
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        """What lies there, as far as the file goes."""
+        """Return the bytes there, as far as the file goes."""
         found = []
         while count > 0:
             try:
@@ -172,7 +172,7 @@ class Mapped:
         self._parts: Mapping[str, layout.Part] = parts
         self._base = int(head["address"])
         self.generation = int(head["generation"])
-        """Which one it was when anything was last read: a new one begins with each session."""
+        """The generation at the last read: a new one begins with each session."""
         self.ended_rows = int(head["ended_rows"])
         """Rows of rings that were given up."""
         self._object_bytes = int(head["object_bytes"])
@@ -182,7 +182,7 @@ class Mapped:
         return head
 
     def generation_now(self) -> int:
-        """Which generation it is by now."""
+        """Return the generation now."""
         self._read_head()
         return self.generation
 
@@ -207,7 +207,7 @@ class Mapped:
 
     @property
     def header(self) -> Header:
-        """Whose recording it is, and how it stands now."""
+        """Return the process of the recording and its state now."""
         head = self._read_head()
         return Header(
             pid=int(head["pid"]),
@@ -310,7 +310,7 @@ class Mapped:
     # ---------------------------------------------------------------- spans
 
     def heads(self) -> dict[int, int]:
-        """How many rows each ring has ever had, by the number of the ring."""
+        """Return the number of rows that each ring has ever had, by the number of the ring."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
     def rows(
@@ -403,7 +403,7 @@ class Mapped:
         return sorted(found.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """What the span of a frame bears by now; nothing where it is just being written."""
+        """Return the facts of a frame's span now, nothing where it is just being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -417,13 +417,13 @@ class Mapped:
         return self._copied(ring, now - 1, now) if now > 0 else np.zeros(0, ROWS)
 
     def details(self) -> dict[int, Detail]:
-        """What few rows have beside their numbers, by the ids of their spans: of the newest ones."""
+        """Return the further facts of the newest rows that have any, by the ids of their spans."""
         found, _ = self.details_since(0)
         return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
 
     @property
     def details_bytes(self) -> int:
-        """How much there is room for of what few rows have, the newest."""
+        """Return the room for the further facts of the newest rows."""
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
@@ -467,7 +467,7 @@ class Mapped:
         return np.asarray(found[sound])
 
     def interval_count(self) -> int:
-        """How many device intervals there ever were."""
+        """Return the number of all device intervals ever written."""
         self._read_head()
         return self._parts["intervals"].used
 
@@ -565,7 +565,7 @@ class Mapped:
         )
 
     def losses(self) -> dict[str, int]:
-        """What is not there, by reason."""
+        """Return the losses, by reason."""
         head = self._read_head()
         rings = self._rings()
         found = {
@@ -579,7 +579,7 @@ class Mapped:
 
 
 def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
-    """Which are rows that a recorder writes."""
+    """Return True for rows that a recorder writes."""
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
@@ -597,18 +597,18 @@ def _totals(one: Any, packed: bytes) -> Totals:
 
 
 class MappedIntervals:
-    """Those that a recording holds now."""
+    """The device intervals that a recording has now."""
 
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped
 
     @property
     def count(self) -> int:
-        """How many there ever were."""
+        """Return the number of all intervals ever written."""
         return self._mapped.interval_count()
 
     def of(self, span_ids: Collection[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
-        """Those that are still here and came after the first `since`, by the id of their span, each span's by time."""
+        """Return the intervals still here that came after the first `since`, by span id, each span's by time."""
         found = self._mapped.intervals(since)
         wanted = found[np.isin(found["span_id"], np.fromiter(span_ids, np.uint64, len(span_ids)))]
         return intervals_by_span(wanted.tolist(), span_ids)

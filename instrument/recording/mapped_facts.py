@@ -25,7 +25,7 @@ UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """Whose recording it is, and how it stands. `facts` is what its process says of itself and its session.
+    """The process of a recording and its state. `facts` is what its process says of itself and its session.
 
     `monotonic_ns` and `realtime_ns` are one moment on both clocks: that at which it said so last.
     """
@@ -76,7 +76,7 @@ class Header(NamedTuple):
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """What `spans.Origin` has, as far as it is said."""
+        """Return the fields of `spans.Origin` that are there."""
         found = self.facts.get("origin")
         return found if isinstance(found, dict) else {}
 
@@ -108,7 +108,7 @@ class RingRows(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """What few rows have: the time in which the span was active (-1: all of it), its error, its attributes."""
+    """The further facts of a row: the time in which the span was active (-1: all of it), its error, its attributes."""
 
     active_ns: int
     error: str | None

@@ -96,7 +96,7 @@ def left(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether the process of a recording in a file lives: it holds a lock, in whatever container it runs.
+    """Return True where the process of a recording in a file lives: it has a lock, in any container.
 
     One that has closed all its descriptors is found by its number and its begin.
     """

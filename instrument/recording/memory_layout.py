@@ -1,4 +1,4 @@
-"""What a recording looks like in memory that others can read: the one description of it for Python.
+"""The layout of a recording in memory that others can read: the one description of it for Python.
 
 `native/_recording_layout.h` is the same for the native recorder, whose own structures lie there. A recording has a
 header of one page and parts of equal slots. A slot that was given back is zeroed. What points somewhere holds addresses
@@ -20,7 +20,7 @@ ALIGNED_BYTES = 64 << 10
 DETAIL_BLOCK_BYTES = 64 << 10
 """No record of a row's details crosses from one such block into the next."""
 CHUNKS = 60
-"""Of 64 buckets each: what a histogram is in."""
+"""The blocks of a histogram, of 64 buckets each."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
 """States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own;
@@ -49,7 +49,7 @@ REASONS = (
     "span annotated that is not open",
     "attributes beyond the limit of a span",
 )
-"""What the header's `reasons` count, in their order."""
+"""The losses that the header's `reasons` count, in their order."""
 
 
 class Record(NamedTuple):
@@ -59,7 +59,7 @@ class Record(NamedTuple):
     fields: Mapping[str, tuple[int, str]]
 
     def packer(self) -> struct.Struct:
-        """What packs one, of fields that lie one after another."""
+        """Return the packer of a record, of fields one after another."""
         return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
 
 
@@ -128,7 +128,7 @@ STRIDES: Mapping[str, int] = {
 
 
 class Part(NamedTuple):
-    """Where a part lies, and how many slots of which length it has."""
+    """The place of a part, the number of its slots and their length."""
 
     offset: int
     stride: int
@@ -139,7 +139,7 @@ class Part(NamedTuple):
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""What part of the memory of rings is there once more for device intervals."""
+"""The part of the memory of rings that device intervals have besides."""
 SAMPLES = 131_072
 """Readings of gauges that are kept: an hour with one GPU, all of them once they take 8 MiB."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
@@ -152,7 +152,7 @@ SMALL_RINGS = 4096
 
 
 def interval_slots(ring_bytes: int) -> int:
-    """How many device intervals there is room for beside rings of so many bytes."""
+    """Return the number of device intervals that have room beside rings of some bytes."""
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 

@@ -42,7 +42,7 @@ _TRACESTATE = re.compile(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """What is handed on of a `tracestate`; nothing of one that is not sound."""
+    """Return the part of a `tracestate` that is handed on; nothing of one that is not sound."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -86,7 +86,7 @@ OWN = "own"
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
-    """What rows hold of another tracer's span: text, which others can read in a recording; `remote_of` reads it."""
+    """Return another tracer's span as text, which others can read in a recording; `remote_of` reads it."""
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"

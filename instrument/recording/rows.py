@@ -35,7 +35,7 @@ ERROR: Final = 9
 ATTRIBUTES: Final = 10
 """Or None."""
 MORE: Final = ACTIVE_NS
-"""What few rows have comes from here on: its types are `More`."""
+"""The first place of the further facts of a row: their types are `More`."""
 
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
@@ -78,7 +78,7 @@ def row_of(
 
 
 def more_of(row: Row) -> More:
-    """What few rows have."""
+    """The further facts of a row."""
     return row[MORE:]
 
 
@@ -103,7 +103,7 @@ def unpacked_rows(data: bytes) -> Iterator[Row]:
 
 
 def is_request_root(row: Row) -> bool:
-    """Whether a row is of a request that is the root of its tree."""
+    """Return True for the row of a request that is the root of its tree."""
     return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)
 
 
@@ -133,7 +133,7 @@ class Taken(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return sum(len(block.rows) for block in self.blocks) // PACKED_ROW.size + len(self.open_rows)
 
 

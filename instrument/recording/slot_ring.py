@@ -20,18 +20,18 @@ _U64 = Struct("<Q")
 
 
 class SlotRoom(NamedTuple):
-    """Where a part of a recording lies, to be written: the recording's header, the part's name, and the part."""
+    """The place of a part of a recording to be written: the recording's header, the part's name, and the part."""
 
     head: memoryview
     name: str
     part: memoryview
 
     def used(self) -> int:
-        """How many slots were ever written, whoever did so."""
+        """Return the number of slots ever written, by any writer."""
         return int(_U64.unpack_from(self.head, self.used_at())[0])
 
     def used_at(self) -> int:
-        """Where the header says so."""
+        """Return the place of that number in the header."""
         part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
         return int(part_at + layout.PART.fields["used"][0])
 
@@ -110,11 +110,11 @@ class SlotRing:
 
     @property
     def overwritten(self) -> int:
-        """How many newer ones have taken the place of."""
+        """Return the number of slots that newer ones have overwritten."""
         return max(self.count - self.capacity, 0)
 
     def since(self, number: int) -> bytes:
-        """Those that are still here and came after the first so many, the oldest first."""
+        """Return the slots that are still here and came after the first `number`, the oldest first."""
         with self._lock:
             size, memory = self._cells.size, self._memory
             first, last = max(number, self.count - self.capacity), self.count
@@ -130,7 +130,7 @@ class SlotRing:
 
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
-"""What is known of an interval.
+"""The fields of an interval.
 
 `exclusive`: no other timed stretch ran on the device meanwhile. `overlapped`: one did, on another stream, so each may
 have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the stretch is so short that the
@@ -160,12 +160,12 @@ class IntervalRing:
 
     @property
     def count(self) -> int:
-        """How many there ever were."""
+        """Return the number of all intervals ever written."""
         return self._slots.count
 
     @property
     def overwritten(self) -> int:
-        """How many newer ones have taken the place of."""
+        """Return the number of slots that newer ones have overwritten."""
         return self._slots.overwritten
 
     def add(
@@ -187,14 +187,14 @@ class IntervalRing:
         return self._slots.since(0)
 
     def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
-        """Those that are still here and came after the first `since`, by the id of their span, each span's by time."""
+        """Return the intervals still here that came after the first `since`, by span id, each span's by time."""
         return intervals_by_span(_CELLS.iter_unpack(self._slots.since(since)), span_ids)
 
 
 def intervals_by_span(
     cells: Iterable[tuple[int, ...]], span_ids: Container[int]
 ) -> dict[int, tuple[DeviceInterval, ...]]:
-    """Of intervals, as numbers in the order of their fields, those of some spans."""
+    """Return the intervals of some spans, of intervals as numbers in the order of their fields."""
     found: dict[int, list[DeviceInterval]] = {}
     for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
         if span_id in span_ids:
@@ -263,7 +263,7 @@ class Readings:
 
     @property
     def overwritten(self) -> int:
-        """How many newer ones have taken the place of."""
+        """Return the number of slots that newer ones have overwritten."""
         self._slots.follow()
         return self._slots.overwritten
 

@@ -25,7 +25,7 @@ TOLD_APART = ("phase", "direction", "sync")
 
 
 class Work(NamedTuple):
-    """What a span will give a device to do: the framework that launches it, and on which devices by their index.
+    """The work that a span will give a device: the framework that launches it, and on which devices by their index.
 
     Without devices it is the one that is current for the framework.
     """
@@ -83,7 +83,7 @@ def told_fields(kind: type) -> list[Field[Any]]:
 Site.told = tuple(known.name for known in told_fields(Site))
 
 NO_DEVICE_TIME = "no device time: "
-"""How a note begins that says why nothing could be timed on a device."""
+"""The begin of a note on why nothing could be timed on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which process the spans come from, and how its monotonic clock reads in wall time.
+    """The process of the spans, and the reading of its monotonic clock in wall time.
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
@@ -213,7 +213,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
+    """The cost of the instrumentation itself: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
 
     `thread_ns` is the processor time of its own threads, which look through spans and send them. A call that comes back
     to its own memory in the processor's caches costs `per_call_ns`, one that does not, since a model's arithmetic has
@@ -314,7 +314,7 @@ class Gpu:
 
 
 class Kernel(NamedTuple):
-    """What torch.profiler saw a stream of a device do; `kind` is of `WORK`.
+    """The work of a stream of a device that torch.profiler saw; `kind` is of `WORK`.
 
     `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 where no call is known.
     """
@@ -350,7 +350,7 @@ OPERATORS = "torch.profiler"
 
 
 def is_operator(site: Site) -> bool:
-    """Whether spans of the site are operators that torch.profiler told of."""
+    """Return True where spans of the site are operators that torch.profiler saw."""
     return site.module == OPERATORS and site.kind == "op"
 
 
@@ -390,7 +390,7 @@ def is_interruption(site: Site) -> bool:
 
 
 def flops_told(attributes: Mapping[str, object]) -> int:
-    """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
+    """Return the floating-point operations of a span, 0 where it has none or more than 64 bits hold."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
@@ -427,12 +427,12 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with first_request: true would say better.",
 }
-"""Why a request is taken for the first one."""
+"""The reasons why a request is taken for the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """How a process came to serve, which stays known when its first spans are long overwritten.
+    """The start of a process, which stays known when its first spans are long overwritten.
 
     `process_ns` is when the system made the process, None where it does not tell. `imports` is None where they were not
     timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
@@ -448,7 +448,7 @@ class Startup:
 
     @property
     def first_request(self) -> FirstCall | None:
-        """What was taken for the first request, else that which began first, of those that have ended."""
+        """Return the chosen first request, else the ended one that began first."""
         if self.request is not None:
             return self.request
         requests = [one for one in self.firsts if one.site.kind == "request"]
@@ -484,7 +484,7 @@ def never_called(targets: Sequence[str]) -> str:
 
 
 def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int:
-    """How long a few intervals are together, or what of them lies within another one; each instant counts once.
+    """Return the length of a few intervals together, or within another one; each instant counts once.
 
     Of many, and of where they lie, `instrument.trace.intervals` tells.
     """

@@ -38,7 +38,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
-"""Of the form: 2.0, packed by deflate; and 1980-01-01, for the same trace is the same file."""
+"""The version 2.0 of the form, packing by deflate, and 1980-01-01: the same trace is the same file."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
 """Most that an archive of this form can hold."""

@@ -27,7 +27,7 @@ from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.joined import Joined, join
 
 LOOK_BACK = 64
-"""Of the spans that bear a key, how many are looked at for the one that handed a request over: the newest."""
+"""The number of newest spans with a key among which the one is found that handed a request over."""
 
 
 def graft(saved: Saved) -> Saved:
@@ -95,7 +95,7 @@ def _around(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _givers(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Of each of these rows the one that handed its request over."""
+    """Return the row that handed over the request of each row."""
     found: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     top = _tops_of_pieces(trace, joined.rows, moves)
@@ -144,7 +144,7 @@ def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
 
 
 def _in_circles(parent: Int32s) -> Bools:
-    """Which rows have nobody at the top above them, because parents run in a circle."""
+    """Return True for rows without a root above them, because parents run in a circle."""
     above = parent.copy()
     for _ in range(len(parent).bit_length() + 1):
         above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)

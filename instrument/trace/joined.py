@@ -25,13 +25,13 @@ from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import counts_up_to, running_most
 
 THOUSANDTHS = 1000
-"""What weights are counted in."""
+"""The unit of weights."""
 
 HEAVIEST = 1 << 31
 """No weight is more than this."""
 
 ROUNDS = 8
-"""How often keys may lead to further keys: what a request is called on its way."""
+"""The most steps from a key to further keys of the same request."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Joined:
 
     @cached_property
     def owner(self) -> Int32s:
-        """Of each row of the trace the row of its request, `NONE` without one."""
+        """Return the row of each row's request, `NONE` without one."""
         if not len(self.rows):
             return np.full(len(self.of), NONE, dtype=np.int32)
         return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
@@ -302,7 +302,7 @@ def batch_keys(told: Any) -> Sequence[str]:
 
 
 def batch_weights(told: Any, count: int) -> Sequence[int]:
-    """Of each key its weight in thousandths; all alike where they are not told, or there is none for each, or all 0."""
+    """Return the weight of each key in thousandths; equal ones where weights are missing or all 0."""
     alike = [THOUSANDTHS] * count
     if not isinstance(told, (list, tuple)) or len(told) != count:
         return alike
@@ -356,7 +356,7 @@ class FirstKeys:
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
         near = nearest(trace.parent, trace.of_kind("request"))
         self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
-        """Of each row the request that is nearest at or above it."""
+        """The nearest request at or above each row."""
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
         order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
         self.borne, self.borne_keys = borne[order], keys[order]

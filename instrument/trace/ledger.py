@@ -183,7 +183,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(trace: Columns, joined: Joined) -> Turns:
-    """What went on in each request, turn by turn, but for what is unknown."""
+    """Return the known parts of each request, turn by turn."""
     work, batches = _work(trace, joined), _batches(trace, joined)
     between, inner = _between(trace, joined, work, batches), _sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
@@ -232,7 +232,7 @@ def served_stretches(trace: Columns, joined: Joined) -> tuple[Stretches, Stretch
 
 
 def ledger(trace: Columns, joined: Joined) -> Ledger:
-    """What each request was spent on."""
+    """Return the parts of each request's time."""
     found = turns_of(trace, joined)
     rows = distinct(joined.served.batch)
     when = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
@@ -517,7 +517,7 @@ def _last_before(groups: Int64s, times: Int64s, asked: Int64s, at: Int64s) -> In
 
 
 def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
-    """Of each of the first `count` the last of the others before it in an order, where that is of its group."""
+    """Return the last other before each of the first `count` in an order, where it is of the same group."""
     is_told = order >= count
     last = np.maximum.accumulate(np.where(is_told, np.arange(len(order)), NONE))
     found = np.full(count, NONE, dtype=np.int64)

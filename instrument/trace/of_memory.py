@@ -82,7 +82,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
 
 
 def origin_of(header: Header) -> Origin:
-    """Which process it was, as far as it said so itself."""
+    """Return the process, as far as it described itself."""
     said: dict[str, Any] = {}
     for one in fields(Origin):
         kind = int if one.type == "int" else str
@@ -156,7 +156,7 @@ class _Columns:
         )
 
     def _children_ns(self) -> list[int]:
-        """What the children of open spans took, those that are open themselves with them."""
+        """Return the time of the children of open spans, those that are open with them."""
         taken = {span.span_id: span.children_ns for span in self._open}
         line = {span.span_id: (span.thread_id, span.task_id) for span in self._open}
         for span in self._open:

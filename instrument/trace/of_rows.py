@@ -30,7 +30,7 @@ def numbers_in(rows: Rows) -> tuple[Int64s, Int64s]:
 
 
 def has_more(rows: Rows) -> Bools:
-    """Which rows have more to say, that stands beside them."""
+    """Return True for rows that have more beside their numbers."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
@@ -91,7 +91,7 @@ def columns_of(
 
 
 class _More:
-    """What few rows have more, by the row among all."""
+    """The further facts of rows, by the row among all."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.errors: dict[str, int] = {}
@@ -141,7 +141,7 @@ def _finished(taken: Taken, start_ns: int, end_ns: int) -> Iterator[_Part]:
 
 
 def _still_open(taken: Taken, finished: Sequence[_Part], end_ns: int) -> Iterator[_Part]:
-    """Those that were open and have not ended since: they are among the finished ones then."""
+    """Yield the spans that were open and have not ended since; ended ones are among the finished."""
     rows = {row[SPAN_ID]: (thread_id, row) for thread_id, row in taken.open_rows if row[START_NS] < end_ns}
     ids = np.array([*rows], dtype=np.int64)
     for part in finished if rows else ():
@@ -174,7 +174,7 @@ def oldest_ns(taken: Taken, start_ns: int, end_ns: int) -> dict[int, int]:
 
 
 def has_begun(taken: Taken, after_ns: int, before_ns: int) -> bool:
-    """Whether a span began between two times."""
+    """Return True where a span began between two times."""
     starts = [np.frombuffer(block.rows, dtype=ROW)["start_ns"] for block in taken.blocks]
     of_rings = any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
     return of_rings or any(after_ns < row[START_NS] < before_ns for _, row in taken.open_rows)

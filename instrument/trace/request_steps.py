@@ -72,7 +72,7 @@ class Parts:
 
     @cached_property
     def series(self) -> PartSeries:
-        """Those of each request, name and thread."""
+        """Return the parts of each request, name and thread."""
         if len(self.thread_id) and bool((self.thread_id == self.thread_id[0]).all()):
             threads, count = np.zeros(len(self.thread_id), dtype=np.int64), 1
         else:
@@ -88,7 +88,7 @@ class Parts:
 
     @cached_property
     def named(self) -> NamedParts:
-        """Those of each request and name."""
+        """Return the parts of each request and name."""
         its = self.series
         first = firsts_of(its.request * len(self.names) + its.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(its.first)))
@@ -149,7 +149,7 @@ class StepKinds:
             self.least[names[at]] = min(self.least.get(names[at], FARTHEST), int(least[at]))
 
     def kinds(self) -> Mapping[str, tuple[str, str]]:
-        """Of each name the kind of steps that it is a part of, and the name that stands for these."""
+        """Return the kind of steps that each name is a part of, and the name of that kind."""
         told, turns = self._told, self._turns
         kind = {name: name for name in self._spent_ns}
         for one, other in sorted({*told, *self._alike}):
@@ -195,12 +195,12 @@ class Steps:
 
     @cached_property
     def count(self) -> Int64s:
-        """How many each request has."""
+        """Return the number of steps of each request."""
         return np.diff(self.first, append=len(self.lead))
 
     @cached_property
     def ordinal(self) -> Int64s:
-        """Of each its place among those of its request."""
+        """Return the place of each step among those of its request."""
         return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
 
 
@@ -336,7 +336,7 @@ def prefills(
 
 
 def _prefills(weights: Sequence[int]) -> int:
-    """How many of a request's steps, which do not take alike, make its first token."""
+    """Return the number of a request's steps that make its first token, of steps that do not take alike."""
     least, most = max(min(weights), 1), max(weights)
     count = 0
     if (
@@ -358,13 +358,13 @@ def _prefills(weights: Sequence[int]) -> int:
 
 
 def usual_ns(parts: Parts, steps: Steps) -> Int64s:
-    """Of each request how long the middle one of its steps took, that is the batch which stands for it."""
+    """Return the length of each request's middle step, by its leading batch."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))
     return np.asarray(lengths[order][steps.first + steps.count // 2])
 
 
 def last_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
-    """Of each request when the last of its first steps ended."""
+    """Return the time at which the last of each request's first steps ended."""
     is_first: Bools = steps.ordinal < np.repeat(counts, steps.count)
     return np.asarray(np.maximum.reduceat(np.where(is_first, steps.end_ns, -FARTHEST), steps.first))

@@ -179,7 +179,7 @@ def _have_loops(parts: Parts, steps: Steps) -> Bools:
 
 
 def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
-    """When the first part of the answers of these requests was sent, of those that came in several parts."""
+    """Return the time at which the first part of each request's answer was sent, of answers in several parts."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
         first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None
@@ -227,7 +227,7 @@ class _Batches:
         self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
 
     def taking_most(self, times: Sequence[tuple[int, int]]) -> list[str]:
-        """Of each time their name, "" where there were none."""
+        """Return the name at each time, "" where there was none."""
         starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
         firsts = np.searchsorted(self._reach, starts, side="right").tolist()
         lasts = np.searchsorted(self._starts, ends).tolist()

@@ -1,4 +1,4 @@
-"""What torch.profiler saw, as columns of a file: kernels, and the allocations of torch's allocators.
+"""The kernels and allocations that torch.profiler saw, as columns of a file.
 
 Both are in the order of time, so that their times are kept as steps; threads stand once in a table.
 """
@@ -113,7 +113,7 @@ INT64 = np.iinfo(np.int64)
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""Of an allocation what differs from one to the next, and what changes little."""
+"""The fields of an allocation that differ from one to the next, and those that change little."""
 
 
 def rows_and_times(found: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
