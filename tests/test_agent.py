@@ -1272,20 +1272,20 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
 
 
 def test_who_was_killed_for_want_of_memory_is_said_to_be(tmp_path: Path) -> None:
-    from instrument.agent import departure, exit_status
-    from instrument.agent.processes import Process, Run
+    from instrument.agent import departure
+    from instrument.agent.processes import Process, Run, oom_kills
 
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 2\n")
     process = Process(run=Run("r"), pid=1, started=1, facts={}, joined_ns=0, memory_events=events)
-    process.oom_kills = exit_status.oom_kills(events)
+    process.oom_kills = oom_kills(events)
     process.status = signal.SIGKILL
     assert departure.line_of(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
     events.write_text("low 0\noom 2\noom_kill 3\n")
     assert "(killed for want of memory, as its control group has it)" in departure.line_of(process, {"path": "x"})
     process.status = signal.SIGSEGV
     assert "(SIGSEGV)" in departure.line_of(process, {"path": "x"})
-    assert exit_status.oom_kills(None) == exit_status.oom_kills(tmp_path / "none") == 0
+    assert oom_kills(None) == oom_kills(tmp_path / "none") == 0
 
 
 HORSES = """

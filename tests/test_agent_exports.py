@@ -18,7 +18,7 @@ from fuzz_recordings import copied
 from test_agent import children_of
 
 from instrument.agent.exports import Exports
-from instrument.agent.peer import Connection
+from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told

@@ -21,7 +21,7 @@ from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
 from instrument.agent.gauge_loop import GaugeLoop
 from instrument.agent.gauge_reader import ELSEWHERE, READER, GaugeReader
-from instrument.agent.peer import Connection
+from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST

@@ -20,8 +20,7 @@ from instrument import clock
 from instrument.agent import departure, journal, loop, runs
 from instrument.agent.client import Member
 from instrument.agent.jobs import Jobs
-from instrument.agent.loop import EventLoop
-from instrument.agent.peer import Connection
+from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
 from instrument.agent.screen import Looker

@@ -317,7 +317,7 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_720, 27),
+    "agent": (4_650, 20),
     "chrome": (3_071, 9),
     "cli": (2_405, 20),
     "compat": (1_367, 6),
@@ -361,7 +361,7 @@ CLAUSE = re.compile(
     r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
 )
 PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 302, 682
+MOST_CLAUSES, MOST_PRIVATE_WORDS = 299, 681
 """The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from raw_spans import counted
 
-from instrument.agent import run_report
-from instrument.agent.run_report import ReportedProcess
+from instrument.agent import departure
+from instrument.agent.departure import ReportedProcess
 from instrument.recording.spans import Cost, Origin, Sample, Site, Span
 from instrument.trace import file, merge
 from instrument.trace.trace import Trace
@@ -53,14 +53,14 @@ def fold(tmp_path: Path) -> Fold:
     def folds(workers: list[Trace], before: str = "") -> str:
         paths = [saved(one, tmp_path / f"{one.origin.pid}-{next(number)}-left.npz") for one in workers]
         into = str(tmp_path / f"before-{next(number)}.npz")
-        answer = run_report.fold([*([before] if before else []), *paths], into)
+        answer = departure.fold([*([before] if before else []), *paths], into)
         return str(answer["path"])
 
     return folds
 
 
 def report(parts: list[ReportedProcess]) -> str:
-    return run_report.made(parts, ["brief"], {})["report"]
+    return departure.combined_report(parts, ["brief"], {})["report"]
 
 
 def row(text: str, name: str) -> list[str]:
@@ -127,7 +127,7 @@ def test_a_process_that_has_the_number_of_one_that_ended_long_ago_counts_too(fol
 def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path: Path) -> None:
     whole, broken = saved(worker(1), tmp_path / "1.npz"), tmp_path / "2.npz"
     broken.write_bytes(Path(whole).read_bytes()[:100])
-    answer = run_report.fold([whole, str(broken)], str(tmp_path / "before.npz"))
+    answer = departure.fold([whole, str(broken)], str(tmp_path / "before.npz"))
     assert answer["unread"] == 1
     assert file.load(answer["path"]).counted().calls == 8
 
@@ -137,7 +137,7 @@ def test_of_many_processes_those_that_ended_as_none_should_are_told_of_first(tmp
     parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
     parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
     lines = report(parts).partition("Processes: 30\n")[2].splitlines()
-    assert len(lines) == run_report.PROCESSES_TOLD + 1
+    assert len(lines) == departure.PROCESSES_TOLD + 1
     assert lines[-2].strip().startswith("30 (without a goodbye (SIGKILL))")
     assert lines[-1].strip() == "and 18 more"
 

@@ -28,7 +28,7 @@ from fuzz_recordings import copied, look_at_all, used_of
 
 from instrument import clock, native
 from instrument.agent.client import Member
-from instrument.agent.run_report import fold
+from instrument.agent.departure import fold
 from instrument.agent.screen import Looker
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import UNMETERED, ExportFacts

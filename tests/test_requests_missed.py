@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from server_programs import serving
 
-from instrument.agent.connections import ConnectionWatch
 from instrument.agent.processes import Process, Run
+from instrument.agent.unseen import ConnectionWatch
 from instrument.instrumentors.requests import Requests
 from instrument.instrumentors.requests.servers import ASGI
 from instrument.instrumentors.verdict import Verdict, over_processes, without_others

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from instrument.agent.peer import Connection
+from instrument.agent.loop import Connection
 from instrument.runtime import packets
 
 BEGINNINGS, BEGINNINGS_S = 5, 600.0

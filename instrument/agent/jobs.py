@@ -1,7 +1,8 @@
 """Work that the agent has done by children of its own, so that it stays small and answers meanwhile.
 
-What reads a recording reads what another process has written as it died: a fault there ends the child alone. Each has
-a limit of time, and of them few run at a time.
+A reader of recordings reads what another process has written as it died: a fault there ends the child alone. Each has
+a limit of time, and few run at a time. To begin one takes longer than to save what a worker of one job has left, so
+one child saves the recordings of many.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import os
 import selectors
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from instrument.agent import departure
+from instrument.agent.processes import Process
 
 AT_ONCE = 2
 LIMIT_S = 60
@@ -38,7 +44,7 @@ class Jobs:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._waiting: deque[tuple[Job, Callable[[Answer], object], int]] = deque()
+        self._waiting: deque[tuple[Job, Callable[[Answer], object]]] = deque()
         self._running: dict[int, _Child] = {}
 
     @property
@@ -46,27 +52,23 @@ class Jobs:
         """Whether nothing is being done, nor waits."""
         return not self._running and not self._waiting
 
-    def start(self, job: Job, then: Callable[[Answer], object], limit_s: int = LIMIT_S, *, first: bool = False) -> None:
+    def start(self, job: Job, then: Callable[[Answer], object]) -> None:
         """Have `job` done, and `then` called with what it returns; with `{"error": ...}` where it fails."""
-        entry = job, then, limit_s
-        if first:
-            self._waiting.appendleft(entry)
-        else:
-            self._waiting.append(entry)
+        self._waiting.append((job, then))
         self._go_on()
 
     def _go_on(self) -> None:
         while self._waiting and len(self._running) < AT_ONCE:
-            job, then, limit_s = self._waiting.popleft()
+            job, then = self._waiting.popleft()
             try:
-                child = self._begun(job, then, limit_s)
+                child = self._begun(job, then)
             except OSError as error:
                 then({"error": f"no process could be made: {error.strerror}"})
                 continue
             self._running[child.read_fd] = child
             self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
 
-    def _begun(self, job: Job, then: Callable[[Answer], object], limit_s: int) -> _Child:
+    def _begun(self, job: Job, then: Callable[[Answer], object]) -> _Child:
         read_fd, write_fd = os.pipe()
         try:
             pid = os.fork()
@@ -82,7 +84,7 @@ class Jobs:
             for key in list(self._selector.get_map().values()):
                 os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(limit_s)
+            signal.alarm(LIMIT_S)
             os.environ["OPENBLAS_NUM_THREADS"] = "1"
             try:
                 answer = job()
@@ -134,3 +136,45 @@ def _result(received: bytearray, status: int) -> Answer:
     except ValueError:
         return {"error": "what was to read it said nothing"}
     return answer if isinstance(answer, dict) else {"error": "what was to read it gave no answer"}
+
+
+SAVED_AT_ONCE = 64
+"""Processes at most whose recordings one child saves."""
+
+
+class Saves:
+    """The processes whose recordings are to be saved in `folder`, each as its `saved` says.
+
+    `then` is called with each once that was done, or cannot be: its `saved` is "" then.
+    """
+
+    def __init__(self, jobs: Jobs, folder: Path, then: Callable[[Process], object]) -> None:
+        self._jobs = jobs
+        self._folder = folder
+        self._then = then
+        self._waiting: deque[Process] = deque()
+        self._running = 0
+
+    def add(self, process: Process) -> None:
+        """Save what a process has left, at once or with others once a child has come to its end."""
+        self._waiting.append(process)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._running and self._waiting:
+            self._start([self._waiting.popleft() for _ in range(min(len(self._waiting), SAVED_AT_ONCE))])
+
+    def _start(self, batch: Sequence[Process]) -> None:
+        self._running += 1
+        self._jobs.start(departure.captures_of(batch, self._folder), partial(self._end, batch))
+
+    def _end(self, batch: Sequence[Process], answer: Answer) -> None:
+        self._running -= 1
+        if "each" not in answer and len(batch) > 1:  # the recording of one has ended the child
+            for process in batch:
+                self._start([process])
+            return
+        for process, one in zip(batch, answer.get("each", [answer]), strict=True):
+            process.saved, process.files = str(one.get("path", "")), tuple(map(str, one.get("copies", ())))
+            self._then(process)
+        self._go_on()

@@ -15,14 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, exit_status, journal, run_report, telling
-from instrument.agent.connections import ConnectionWatch
+from instrument.agent import departure, journal, processes, telling
 from instrument.agent.exports import Exports, exports_spans
 from instrument.agent.gauge_reader import GaugeReader
-from instrument.agent.glance import has_open_span, rows_held
-from instrument.agent.jobs import Jobs
-from instrument.agent.loop import EventLoop
-from instrument.agent.peer import Connection
+from instrument.agent.jobs import Jobs, Saves
+from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import (
     EXITED,
     GOODBYE,
@@ -32,10 +29,11 @@ from instrument.agent.processes import (
     Run,
     exit_fd_of,
     exit_fd_of_another,
+    has_open_span,
     image_of,
+    rows_held,
 )
-from instrument.agent.saves import Saves
-from instrument.agent.unseen import LOOK_S, Unseen
+from instrument.agent.unseen import LOOK_S, ConnectionWatch, Unseen
 from instrument.runtime import run_folder
 
 GRACE_S = 0.3
@@ -187,8 +185,8 @@ class Runs:
         process.has_recorded = bool(facts.get("records"))
         if process.has_recorded:
             journal.note(self._folder, process)
-        process.memory_events = exit_status.memory_events(connection.pid)
-        process.oom_kills = exit_status.oom_kills(process.memory_events)
+        process.memory_events = processes.memory_events(connection.pid)
+        process.oom_kills = processes.oom_kills(process.memory_events)
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
@@ -376,7 +374,7 @@ class Runs:
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
             if how == VANISHED and process.status is None:
-                process.status = exit_status.status_of(process.exit_fd, process.pid)
+                process.status = processes.status_of(process.exit_fd, process.pid)
             os.close(process.exit_fd)
             process.exit_fd = -1
         self._trim(process.run)
@@ -467,7 +465,7 @@ class Runs:
             self._end_of(run)
 
         if paths:
-            self._jobs.start(lambda: run_report.fold(paths, into), then)
+            self._jobs.start(lambda: departure.fold(paths, into), then)
 
     def _end_of(self, run: Run) -> None:
         """Tell of the run and let it go, once nobody is left of it; of one that nobody could tell, tell now."""

@@ -1,20 +1,24 @@
-"""The Python processes of a run that record nothing because our `sitecustomize` cannot begin a session in them.
+"""The Python processes of a run in which our `sitecustomize` begins no session, and the requests that none records.
 
-Those that run it without effect, of an older Python or without our package, note that themselves. Others never load it:
-the agent finds them below the run's first process as long as they live.
+A process that runs it without effect, of an older Python or without our package, notes that itself. Others never load
+it: the agent finds them below the run's first process as long as they live. It also looks for connections to processes
+that have recorded no request: soon after one has joined, then at growing distances, until it records requests. The
+process gets each port and makes a verdict of it; the agent reports on one that ended before that.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from instrument.agent.processes import PROC
-from instrument.runtime import run_folder
+from instrument.agent.processes import PROC, Process
+from instrument.runtime import listening, run_folder
 
 NOTES_SUFFIX = ".unseen"
 """The suffix that the file of their notes adds to the name of the agent's socket. `sitecustomize` has it, too."""
@@ -101,3 +105,59 @@ def _parent_of(pid: int) -> int:
         return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+FIRST_S, LONGEST_S = 0.5, 60.0
+"""The fewest and the most seconds between two looks at a process."""
+
+AGE_SHARE, COST_SHARE = 4, 100
+"""Between two looks is a fourth of the time since a process has joined, and a hundred times what a look has cost."""
+
+
+class ConnectionWatch:
+    """Looks at the processes that live. `after(seconds, function)` calls a function later, `tell` sends a message."""
+
+    def __init__(
+        self,
+        after: Callable[[float, Callable[[], object]], object],
+        tell: Callable[[Process, Mapping[str, Any]], None],
+        living: Callable[[], Iterable[Process]],
+    ) -> None:
+        self._after = after
+        self._tell = tell
+        self._living = living
+
+    def begin(self, process: Process) -> None:
+        """Look at a process that has joined, if its number means anything here."""
+        if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
+            self._after(FIRST_S, lambda: self._look(process))
+
+    def _look(self, process: Process) -> None:
+        if not process.lives or process.has_requests:
+            return
+        began = time.thread_time()
+        before = process.ports
+        self.last_look(process)
+        if process.ports != before:
+            self._tell(process, {"connections": sorted(process.ports)})
+        age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
+        wait_s = min(max(age_s / AGE_SHARE, FIRST_S), LONGEST_S) + COST_SHARE * (time.thread_time() - began)
+        self._after(wait_s, lambda: self._look(process))
+
+    def last_look(self, process: Process) -> None:
+        """Take down the ports of a process that connections came to, also where it listens there no more."""
+        folder = PROC / str(process.pid)
+        process.shares_network = process.shares_network or listening.is_same_network(folder)
+        network = PROC / "self" if process.shares_network else None
+        found = listening.connections_of(folder, process.listened, network, process.started)
+        process.listened |= found.listens
+        process.ports |= found.open
+        if not found.closed <= process.ports and self._has_alone(process, found):
+            process.ports |= found.closed
+
+    def _has_alone(self, process: Process, found: listening.Connections) -> bool:
+        """Return True where no other process of the run has its listening sockets. Workers of a server share them."""
+        others = (one for one in self._living() if one.pid != process.pid)
+        return not any(
+            found.sockets & listening.sockets_of(PROC / str(one.pid)) for one in others if one.run is process.run
+        )
