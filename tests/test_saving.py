@@ -256,7 +256,7 @@ def test_all_processes_of_a_run_write_beside_one_another_under_its_name() -> Non
     assert len({path.name.split("-0")[0] for path in paths}) == 1
     assert paths[0].name.startswith(f"shop-{began[:6]}")
     saved = [file.load(path) for path in paths]
-    assert [len(one.columns) for one in saved] == [3, 1, 1]
+    assert [len(one.trace.columns) for one in saved] == [3, 1, 1]
     assert [path.name.endswith(f"-{one.trace.origin.pid}.npz") for path, one in zip(paths, saved, strict=True)] == [
         False, True, True,
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from instrument.recording.spans import Cost, OwnNotes, Site, never_called
 from instrument.runtime.cheap_start import LazyModule, dataclass, field
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
-from instrument.sessions.window_reader import WindowReader
+from instrument.sessions.window import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp

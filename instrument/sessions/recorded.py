@@ -48,7 +48,7 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.own_export import OwnExport
 from instrument.sessions.step_spans import Loop
 from instrument.sessions.stretch import TakenStretch, held_now
-from instrument.sessions.window_reader import WindowReader
+from instrument.sessions.window import WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
