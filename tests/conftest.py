@@ -30,6 +30,9 @@ pytest_plugins = ["driver"]
 # cores busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Sessions that tests start in code have no agent, unless a test says so: most look at what the process does by itself.
+os.environ.setdefault("INSTRUMENT_AGENT", "")
+
 # How long an example takes, and how long it takes to make one, says how busy the machine is. `clean_process` holds
 # between tests; between the examples of one test, each test sees to that itself.
 settings.register_profile(

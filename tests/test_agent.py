@@ -70,6 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("INSTRUMENT")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("INSTRUMENT_AGENT", "")
     runs = Path("/tmp") / f"instrument-test-{os.getpid()}"  # short: a socket's path has an end
     runs.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))

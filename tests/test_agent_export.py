@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -425,6 +426,52 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     assert f"{spans_of(10)} spans that no agent has exported" in errors
     assert (service.returncode, len(collector.taken)) == (0, 2 * spans_of(10))
     run_folder.remove_abandoned()
+
+
+STARTS = """
+import os, signal, sys, threading
+import multiprocessing
+import engine
+import instrument
+
+def work():
+    instrument.start("profile.yaml")
+    engine.serve(1)
+    instrument.stop()
+
+if __name__ == "__main__":
+    instrument.start("profile.yaml")
+    for x in range(10):
+        engine.serve(x)
+    assert instrument.flush(60).complete
+    other = multiprocessing.get_context("spawn").Process(target=work)
+    other.start()
+    other.join()
+    print(sorted(one.name for one in threading.enumerate()), "INSTRUMENT_RUN" in os.environ, flush=True)
+    if sys.argv[1] == "stops":
+        instrument.stop()
+        print("INSTRUMENT_AGENT" in os.environ)
+    else:
+        engine.serve(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["stops", "is killed"])
+def test_a_session_that_is_started_in_code_has_an_agent_as_one_of_instrument_run(
+    ends: str, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(run_folder.VARIABLE, raising=False)
+    Path("main.py").write_text(STARTS)
+    done = subprocess.run([sys.executable, "main.py", ends], capture_output=True, text=True, timeout=240, check=False)
+    first, *more = done.stdout.splitlines()
+    assert first == "['MainThread', 'instrument-control'] True", done.stderr
+    assert (done.returncode, more) == ((0, ["False"]) if ends == "stops" else (-signal.SIGKILL, [])), done.stderr
+    until(lambda: not run_folder.found())
+    requests = 11 if ends == "stops" else 12
+    assert Counter(collector.taken) == {"serve": requests, "step": 9 * requests, "fail": 1}
+    assert len(list(Path().glob("**/*-died.npz"))) == (ends != "stops")
 
 
 @pytest.mark.slow

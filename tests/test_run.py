@@ -228,7 +228,7 @@ def test_a_forking_program_of_its_own_session_writes_nothing_where_only_its_chil
                 raise SystemExit
             os.waitpid(child, 0)
             instrument.stop()
-            print(child, sorted(name for name in os.environ if name.startswith("INSTRUMENT")))
+            print(child, sorted(name for name in os.environ if name.startswith("INSTRUMENT") and os.environ[name]))
         """)
     )
     done = subprocess.run([sys.executable, "main.py"], capture_output=True, text=True, check=True)

@@ -24,6 +24,9 @@ from instrument.runtime.unpatched import sleep
 
 ENTRY = Path(__file__).parents[1] / "agent" / "entry.py"
 
+FIRST = "INSTRUMENT_RUN_PID"
+"""The variable that `instrument run` sets for the processes of its run."""
+
 INTERPRETER, BEGINNINGS = "python", "agents"
 """The names in a run's folder of a link to the interpreter of its agents, and of the times at which they began."""
 
@@ -36,14 +39,23 @@ LOCK_S, LOCK_TRIES = 0.01, 50
 
 def prepare(run: str) -> socket.socket:
     """Make the folder of a run and listen in it: processes may join from now on. Raises `OSError`."""
+    path = socket_of(run)
+    try:
+        return run_folder.listen(path)
+    except BaseException:
+        run_folder.remove(path.parent)
+        raise
+
+
+def socket_of(run: str) -> Path:
+    """Make the folder of a run, and return the path of its agent's socket, at which nobody listens yet.
+
+    Raises `OSError`.
+    """
     run_folder.remove_abandoned()
     folder = run_folder.make(run)
-    try:
-        (folder / INTERPRETER).symlink_to(sys.executable)
-        return run_folder.listen(folder / run_folder.SOCKET)
-    except BaseException:
-        run_folder.remove(folder)
-        raise
+    (folder / INTERPRETER).symlink_to(sys.executable)
+    return folder / run_folder.SOCKET
 
 
 def begin(listener: socket.socket, run: str, first: int) -> None:
@@ -65,10 +77,11 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
 def can_replace(path: Path) -> bool:
     """Return True where processes of the run may begin an agent at a path, once the one there has gone.
 
-    An agent by hand is its owner's to begin, and the first process of a container begins its own.
+    An agent by hand is its owner's to begin, and `instrument run` as the first process of a container begins its own.
     """
     folder = path.parent
-    is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and run_folder.first_process(folder.name) > 1
+    is_of_container = run_folder.first_process(folder.name) == 1 and FIRST in os.environ
+    is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container
     return is_of_run and (folder / INTERPRETER).is_symlink()
 
 
@@ -91,7 +104,7 @@ def replace_gone(path: Path) -> bool:
         beginnings.write(f"{time.monotonic()}\n")
         interpreter = str((folder / INTERPRETER).readlink())
         with closing(run_folder.listen(path)) as listener:
-            first = run_folder.first_process(folder.name)
+            first = run_folder.first_process(folder.name) if FIRST in os.environ else 0
             child = spawn(interpreter, listener, folder.name, first, is_apart=True)
             with suppress(ChildProcessError):  # the service has reaped it
                 return posix.waitpid(child, 0)[1] == 0

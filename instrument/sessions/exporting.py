@@ -49,7 +49,7 @@ GAUGES_FOR_NS = 30 * 10**9
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
-    "meanwhile (`instrument run` begins one, unless the profile says `agent: off`)"
+    "meanwhile (one begins unless the profile says `agent: off`, or `INSTRUMENT_AGENT` is empty)"
 )
 
 
@@ -402,7 +402,9 @@ class Exporting:
 
     def find_agent_at_end(self) -> None:
         """Begin another agent where that of the run has gone, or count the rows that none has exported."""
-        if self.handover.is_here or self._membership.is_agent_there() or not self._membership.join(begins=True):
+        if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
+            return
+        if not self._membership.join(begins=True):
             return
         if count := self.flush_by_agent(0.0)[1]:
             self.handover.left = {ABANDONED: count}

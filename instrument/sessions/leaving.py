@@ -15,7 +15,7 @@ from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_c
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import COLLECTION
-from instrument.runtime import environment
+from instrument.runtime import environment, run_folder
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread
@@ -176,7 +176,7 @@ class Leaving:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
     def _is_first(self) -> bool:
-        return self._is_of_run and files.is_main()
+        return files.is_main() and (self._is_of_run or run_folder.first_process(files.run_told()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector; but a moment where another process of the run has just done so in vain.

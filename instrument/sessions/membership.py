@@ -232,7 +232,8 @@ class Membership:
             return {}
         goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
         # Where its agent has gone, or the service has closed the connection, another one may have taken over.
-        if not self.tell(goodbye) and (self.join(begins=True) or not self.tell(goodbye)):
+        begins = bool(facts.get("calls") or facts.get("unmet"))
+        if not self.tell(goodbye) and (self.join(begins=begins) or not self.tell(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()

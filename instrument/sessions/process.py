@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from _thread import get_native_id
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -26,13 +26,13 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
-from instrument.runtime import environment, run_folder
+from instrument.runtime import agent_launch, environment, run_folder
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet_fork
 from instrument.runtime.unpatched import RLock, local, sleep
-from instrument.sessions.files import is_main
+from instrument.sessions.files import RUN_VARIABLE, is_main, new_run
 from instrument.sessions.generation import FORK_WAIT_S, Reload
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.recorded import Recorded
@@ -92,17 +92,46 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
                 f"asked to start a session with {wanted.source}, but one with {_session.profile.source} runs already; "
                 "call instrument.stop() first"
             )
+        leave = _begin_run(wanted)
         session = Session(wanted, _forget)
+        session.leaving.undos.append(leave)
         _session = session
         try:
             session.start()
         except BaseException:
             _session = None
+            leave()
             raise
         if not _fork_hook_registered:
             hook_forks(_before_fork, _after_fork_in_parent, _after_fork_in_child)
             _fork_hook_registered = True
     return session
+
+
+def _begin_run(profile: Profile) -> Callable[[], object]:
+    """Make a run of this process and its children, if the profile has an agent export what they record.
+
+    The agent begins with the first span. Returns a function that ends the membership of later children.
+    """
+    export = profile.export
+    is_asked = export.otlp is not None or export.prometheus is not None or profile.capture.to is not None
+    is_free = not {run_folder.VARIABLE, RUN_VARIABLE} & os.environ.keys()
+    if profile.agent == "off" or not (is_asked and is_free and "python" in Path(sys.executable).name):
+        return bool
+    try:
+        path = agent_launch.socket_of(run := new_run())
+    except OSError:
+        return bool  # the session exports by itself
+    os.environ.update({run_folder.VARIABLE: str(path), RUN_VARIABLE: run})
+    pid = os.getpid()
+
+    def leave() -> None:
+        for name in (run_folder.VARIABLE, RUN_VARIABLE):
+            os.environ.pop(name, None)
+        if os.getpid() == pid and not run_folder.is_heard(path):
+            run_folder.remove(path.parent)
+
+    return leave
 
 
 def _loaded(path: str | os.PathLike[str]) -> Profile:
