@@ -317,7 +317,7 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_650, 20),
+    "agent": (4_662, 20),
     "chrome": (3_071, 9),
     "cli": (2_405, 20),
     "compat": (1_367, 6),

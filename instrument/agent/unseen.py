@@ -126,6 +126,9 @@ class ConnectionWatch:
         self._after = after
         self._tell = tell
         self._living = living
+        self._table: list[listening.TcpRow] = []
+        self._table_at = -FIRST_S
+        self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
         """Look at a process that has joined, if its number means anything here."""
@@ -137,7 +140,7 @@ class ConnectionWatch:
             return
         began = time.thread_time()
         before = process.ports
-        self.last_look(process)
+        self._look_now(process, by_table_of_s=FIRST_S)
         if process.ports != before:
             self._tell(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
@@ -146,10 +149,19 @@ class ConnectionWatch:
 
     def last_look(self, process: Process) -> None:
         """Take down the ports of a process that connections came to, also where it listens there no more."""
+        self._look_now(process)
+
+    def _look_now(self, process: Process, by_table_of_s: float = 0.0) -> None:
+        """Look at a process. Processes use a table of this network of at most that age in seconds, once each."""
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)
-        network = PROC / "self" if process.shares_network else None
-        found = listening.connections_of(folder, process.listened, network, process.started)
+        is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s
+        if process.shares_network and is_old:
+            self._table, self._table_at = [*listening.rows_of(PROC / "self")], time.monotonic()
+            self._table_users.clear()
+        self._table_users.add(process.pid)
+        table = self._table if process.shares_network else None
+        found = listening.connections_of(folder, process.listened, table, process.started)
         process.listened |= found.listens
         process.ports |= found.open
         if not found.closed <= process.ports and self._has_alone(process, found):

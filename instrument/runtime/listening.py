@@ -8,7 +8,7 @@ from __future__ import annotations
 import _socket
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -38,16 +38,16 @@ class Connections(NamedTuple):
 
 
 def connections_of(
-    process: Path, listened: frozenset[int] = frozenset(), network: Path | None = None, start_ticks: int = 0
+    process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
     """Return the connections of a process, by its folder in `/proc`; none where the system does not show them.
 
-    `listened` are ports at which it listened before. `network` is the folder of a process of the same network, and
-    `start_ticks` the time of its start, for one that has ended.
+    `listened` are ports at which it listened before. `table` has the sockets of its network, and `start_ticks` the time
+    of its start, for one that has ended.
     """
     least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
     own = sockets_of(process)
-    rows = list(_rows_of(network or process))
+    rows = list(rows_of(process) if table is None else table)
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in own}
     known = listening.keys() | listened
     others = [row for row in rows if row.state != LISTENS]
@@ -105,7 +105,7 @@ def sockets_of(process: Path) -> frozenset[str]:
     return frozenset(inodes)
 
 
-class _Row(NamedTuple):
+class TcpRow(NamedTuple):
     """A socket of a network. It `is_local` where both ends have one address.
 
     After `ticks_left` the system forgets one that was closed.
@@ -129,14 +129,14 @@ def _least_ticks_left(start_ticks: int) -> int:
     return CLOSED_FOR_S * hertz - age_ticks
 
 
-def _rows_of(process: Path) -> Iterator[_Row]:
+def rows_of(process: Path) -> Iterator[TcpRow]:
     """Yield the sockets of a process's network."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
             next(file, None)
-            for line in file:
-                fields = line.split()
+            for fields in map(str.split, file):
                 if len(fields) > 9:
                     (address, _, port), (to_address, _, to_port) = (end.rpartition(":") for end in fields[1:3])
                     ticks_left = int(fields[5].partition(":")[2], 16)
-                    yield _Row(int(port, 16), int(to_port, 16), fields[3], fields[9], address == to_address, ticks_left)
+                    ports = int(port, 16), int(to_port, 16)
+                    yield TcpRow(*ports, fields[3], fields[9], address == to_address, ticks_left)
