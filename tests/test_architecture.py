@@ -312,6 +312,27 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
         assert importlib.util.find_spec(extension["name"]) is not None, extension["name"]
 
 
+MOST_METHODS = 40
+LARGE_CLASSES = {"Recorder", "Readback", "Runs", "Exporter"}
+"""Classes that have more methods. None is added."""
+
+
+def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None:
+    methods: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in ast.walk(ast.parse((ROOT / module).with_suffix(".py").read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods[node.name] = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+    def all_of(name: str) -> set[str]:
+        return methods.get(name, set()).union(*map(all_of, bases.get(name, ())))
+
+    assert {name for name in methods if len(all_of(name)) > MOST_METHODS} <= LARGE_CLASSES
+    assert len(all_of("Session")) < 25
+
+
 # -------------------------------------------------------------------- bounds that only fall
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
