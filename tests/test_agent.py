@@ -1315,7 +1315,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
     assert re.search(r"\bstep .* 12 ", done.stderr), done.stderr
     for pattern, load in (
         ("*.npz", lambda path: file.load(path).trace.columns),
-        ("*.json", lambda path: chrome.read(path)[0].spans),
+        ("*.json", lambda path: chrome.read(path).trace.spans),
     ):
         paths = [path for path in Path("traces").glob(pattern) if not path.name.endswith("-died.npz")]
         assert sum(len(load(path)) for path in paths) == 11

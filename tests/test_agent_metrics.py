@@ -23,10 +23,10 @@ from instrument.agent.exports import EXPORTER
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import MeteredFacts
 from instrument.otlp.packing import Ids
-from instrument.otlp.snapshots import PREFERENCE
 from instrument.profile.model import Capture
 from instrument.recorder.meter import queued_tasks
 from instrument.runtime import run_folder
+from instrument.runtime.environment import TEMPORALITY
 
 __all__ = ["folder"]
 
@@ -103,7 +103,7 @@ QUEUED = "instrument.request.time_in_queue"
 
 @pytest.fixture(params=["cumulative", "delta"])
 def preference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(PREFERENCE, request.param)
+    monkeypatch.setenv(TEMPORALITY, request.param)
     return str(request.param)
 
 

@@ -430,7 +430,7 @@ def test_what_is_annotated_is_in_trace_files_and_at_the_collector(recording: Any
     assert by_name["request"]["tenant"] == "x"
     assert root.attributes["streamed"] is True
     path = chrome.dump(tmp_path / "trace.json", Trace(ORIGIN, 0, 2**62, spans))
-    found = {span.site.name: span for span in chrome.read(path)[0].spans}
+    found = {span.site.name: span for span in chrome.read(path).trace.spans}
     assert found["request"].attributes == {"tenant": "x", "streamed": True}
     assert dict(found["work of a kind"].attributes) == work.attributes
     assert found["work of a kind"].error == "overloaded"

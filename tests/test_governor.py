@@ -13,7 +13,7 @@ import pytest
 from trees import tree
 
 from instrument.instrumentors import functions
-from instrument.instrumentors.loaders import _recorded
+from instrument.instrumentors.loaders import _Next
 from instrument.recorder.governor import Budget, Governor
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.wrapping import bare_of
@@ -333,7 +333,12 @@ def user_of(recorder: Any, shape: str) -> tuple[Callable[[], object], str]:
 
         return with_kept, "used"
     if shape == "loader":
-        return lambda: _recorded(recorder, site, lambda: None, ()), "used"
+
+        def wait() -> None:
+            with _Next(recorder, site):
+                pass
+
+        return wait, "used"
 
     async def coroutine() -> None: ...
 

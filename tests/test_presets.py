@@ -232,7 +232,7 @@ def test_a_service_runs_without_any_profile_and_its_requests_are_on_one_screen(f
         "Not observed: requests: routes: unreachable (2 requests have none"
     )  # no framework has any
     (file,) = folder.glob("traces/*.json.gz")
-    trace, _ = chrome.read(file)
+    trace = chrome.read(file).trace
     assert sum(span.site.kind == "request" for span in trace.spans) == 2
     (recording,) = folder.glob("traces/*.npz")  # beside it, and read in its place
     assert recording.stem == file.name.removesuffix(".json.gz")

@@ -16,12 +16,12 @@ from engine_service import beside_engine
 from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
-from instrument.otlp.snapshots import PREFERENCE
 from instrument.recorder.meter import Books, Meter
 from instrument.recording.distributions import Distribution
 from instrument.recording.rows import Row, span_of
 from instrument.recording.spans import Site
 from instrument.runtime import run_folder
+from instrument.runtime.environment import TEMPORALITY
 
 __all__ = ["folder"]
 
@@ -150,7 +150,7 @@ def bounds_s() -> tuple[float, float]:
 def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PREFERENCE, preference)
+    monkeypatch.setenv(TEMPORALITY, preference)
     service = begin(SERVICE)
     _, errors = service.communicate("40\nflush\n", timeout=60)
     assert service.returncode == 0, errors

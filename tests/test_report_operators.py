@@ -136,7 +136,7 @@ class Expected:
         return [
             interval
             for other in self.spans
-            if span is other or span in above(other, self.by_id)
+            if span == other or span in above(other, self.by_id)
             for interval in timed(other, self.window)
         ]
 

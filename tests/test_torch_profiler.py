@@ -287,7 +287,7 @@ def span(name: str, span_id: int, parent_id: int, start_us: int, end_us: int, ki
 
 def laid(ours: list[Span], theirs: Kineto, tmp_path: Path) -> Trace:
     """Our spans with the operators of a file whose times are on the same clock."""
-    beside, _ = chrome.read(theirs.save(tmp_path / "theirs.json"))
+    beside = chrome.read(theirs.save(tmp_path / "theirs.json")).trace
     trace = Trace(Origin(PID, "train", 0, BASE_NS), 0, 1_000 * US, ours, {PID: "main"})
     joined = chrome.join(trace, replace(beside, watched=(0, 1_000 * US)))
     return with_operators(joined, beside, 0)

@@ -68,17 +68,17 @@ SHOWN, SHOWN_CHARACTERS = (PLAIN, "full on devices", "full on the host"), 60_000
 
 def through_recording(path: Path) -> Recording:
     """The trace as a recording has it that was saved of it; one that is not sound as it is, for none has that."""
-    trace, make_tally = chrome.read(path)
-    tally = None if trace.origin.recorder == "other" else make_tally()
+    saved = chrome.read(path)
+    tally = None if saved.trace.origin.recorder == "other" else saved.counted()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return Recording.of_saved(file.load(file.dump(Path(folder, "recording.npz"), trace, tally)))
+            return Recording.of_saved(file.load(file.dump(Path(folder, "recording.npz"), saved.trace, tally)))
         except TraceError:
-            return Recording.of_trace(trace, make_tally)
+            return Recording.of_saved(saved)
 
 
 WAYS: dict[str, Callable[[Path], Recording]] = {
-    "chrome": lambda path: Recording.of_trace(*chrome.read(path)),
+    "chrome": lambda path: Recording.of_saved(chrome.read(path)),
     "recording": through_recording,
 }
 """How a trace comes into a report."""
