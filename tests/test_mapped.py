@@ -320,6 +320,14 @@ def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: An
     assert read(recorder).open_spans() == []
 
 
+def test_open_spans_are_in_the_memory_of_a_recorder_that_begins_again_beside_another_one(make_recorder: Any) -> None:
+    first, other = make_recorder(), make_recorder()
+    with other.scope("before"):
+        first.begin(1 << 22, {})
+        with first.scope("outer"), first.scope("inner"):
+            assert [span.site.name for span in read(first).open_spans()] == ["outer", "inner"]
+
+
 def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 24)
     if recorder.memory_fd < 0:

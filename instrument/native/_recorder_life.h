@@ -108,6 +108,29 @@ begin_generation(Core *core)
         PyDict_Clear(core->told_sites);
 }
 
+/* The next frames lie in this memory. Free ones that nobody could read there are given up. */
+static void
+use_frames_of(memory_t *memory)
+{
+    while (free_frames != NULL) {
+        frame_t *frame = free_frames;
+        free_frames = frame->above;
+        if (memory_of(frame) == NULL)
+            frame_count--;
+        free_lines_in(frame, PART_FRAMES);
+    }
+    while (free_frame_object_count > 0) {
+        Frame *frame = free_frame_objects[--free_frame_object_count];
+        PyObject_GC_UnTrack(frame);
+        free_lines_in(frame->frame, PART_FRAMES);
+        PyObject_GC_Del(frame);
+        frame_object_count--;
+    }
+    frame_memory = memory;
+    frame_objects_elsewhere = frame_object_count;
+    frame_objects_kept = frame_objects_elsewhere > 0 ? 0 : OBJECTS_KEPT;
+}
+
 static PyObject *
 Core_reset(Core *self, PyObject *argument)
 {
@@ -119,6 +142,8 @@ Core_reset(Core *self, PyObject *argument)
     }
     PyObject *rings = PyList_New(0), **old_sites = NULL;
     begin_generation(self);
+    if (self->memory != NULL && frame_memory != self->memory) /* that of another recorder */
+        use_frames_of(self->memory);
     Ring *ended = rings == NULL ? NULL : empty_ring(self);
     if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
         mark_moving(self);
@@ -164,21 +189,7 @@ Core_attach(Core *self, PyObject *args)
     memory_t *memory = map_memory(fd, is_file), *before = self->memory;
     if (memory == NULL)
         return NULL;
-    /* Free frames that nobody outside could read are given up; the next ones lie there. */
-    while (free_frames != NULL) {
-        frame_t *frame = free_frames;
-        free_frames = frame->above;
-        if (memory_of(frame) == NULL)
-            frame_count--;
-        free_lines_in(frame, PART_FRAMES);
-    }
-    while (free_frame_object_count > 0) {
-        Frame *frame = free_frame_objects[--free_frame_object_count];
-        PyObject_GC_UnTrack(frame);
-        free_lines_in(frame->frame, PART_FRAMES);
-        PyObject_GC_Del(frame);
-        frame_object_count--;
-    }
+    use_frames_of(memory);
     while (self->spare != NULL) {
         node_t *node = self->spare;
         self->spare = node->parent;
@@ -189,9 +200,7 @@ Core_attach(Core *self, PyObject *args)
         leave_memory(before);
     memory->core = self;
     memory->next = memories;
-    memories = frame_memory = self->memory = memory;
-    frame_objects_elsewhere = frame_object_count;
-    frame_objects_kept = frame_objects_elsewhere > 0 ? 0 : OBJECTS_KEPT;
+    memories = self->memory = memory;
     memory->at->counted = *self->counted;
     self->counted = &memory->at->counted;
     Py_RETURN_NONE;
