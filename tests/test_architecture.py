@@ -344,7 +344,7 @@ LINES_AND_FILES = {
     "compat": (1_367, 6),
     "device": (3_699, 13),
     "instrumentors": (11_189, 48),
-    "native": (9_742, 28),
+    "native": (9_751, 28),
     "otlp": (5_051, 21),
     "profile": (2_504, 8),
     "proposal": (1_416, 5),
