@@ -289,8 +289,13 @@ class Exports:
             self._write_unsent()
 
     def _write_unsent(self) -> None:
-        with suppress(OSError), atomic.replacing(self._folder / run_folder.UNSENT) as file:
-            file.write(b"%d" % (self.fates["perhaps"] + sum(self._unsent.values())))
+        path, spans = self._folder / run_folder.UNSENT, self.fates["perhaps"] + sum(self._unsent.values())
+        with suppress(OSError):
+            if not spans:
+                path.unlink()
+                return
+            with atomic.replacing(path) as file:
+                file.write(b"%d" % spans)
 
 
 def exports_spans(process: Process) -> bool:
