@@ -338,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_662, 20),
+    "agent": (4_667, 20),
     "chrome": (3_071, 9),
     "cli": (2_405, 20),
     "compat": (1_367, 6),
