@@ -14,10 +14,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids, linked_spans
 from instrument.otlp.span_queue import Source
-from instrument.recording.remote_parents import link_of
+from instrument.recording.remote_parents import LinkedRequest, link_of
 from instrument.recording.spans import Origin, Site, Span
-from instrument.trace.by_process import linked_requests, rows_by_process, where_began
+from instrument.trace.by_process import rows_by_process, where_began
 from instrument.trace.columns import Columns
+from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
 from instrument.trace.trace import Trace, columns_of_spans, spans_of, with_spans
@@ -83,6 +84,21 @@ def links_of(span: Span, ids: Ids) -> list[tuple[int, int, str]]:
     ]
 
 
+def linked_requests(columns: Columns, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
+    """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
+    served, rows = joined.served, joined.rows
+    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
+    requests = [
+        LinkedRequest(span_id, root_id, remotes.get(root_id))
+        for span_id, root_id in zip(columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True)
+    ]
+    known = np.flatnonzero(served.request != NONE)
+    found: dict[int, dict[int, None]] = {}
+    for batch, place in zip(served.batch[known].tolist(), served.request[known].tolist(), strict=True):
+        found.setdefault(batch, {})[place] = None
+    return {batch: tuple(map(requests.__getitem__, its)) for batch, its in found.items()}
+
+
 def legal(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
@@ -144,11 +160,11 @@ def spans_by_process(
     more = [span for its in (below or {}).values() for span in its]
     linked, began = linked_requests(trace, joined), where_began(trace, joined)
     remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
-    for facts, own, rows, interruptions in rows_by_process(merged, with_spans(trace, more)):
+    for facts, own, rows, _ in rows_by_process(merged, with_spans(trace, more)):
         found = spans_of(with_spans(trace, more), rows)
         for span, row in zip(found, rows.tolist(), strict=True):
             span.thread_id = span.thread_id if own is None else own.threads.get(span.thread_id, span.thread_id)
-            span.links, span.interruptions = linked.get(row, ()), interruptions.get(row, ())
+            span.links = linked.get(row, ())
             span.remote = remotes.get(span.root_id)
             if row in began:
                 span_id, root_id = began[row]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from otlp_spans import links_of, messages_of, spans_by_process
+from otlp_spans import linked_requests, links_of, messages_of, spans_by_process
 from test_ledger import (
     ACCEPT,
     API,
@@ -36,7 +36,6 @@ from instrument.otlp.packing import Ids
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.trace import file
-from instrument.trace.by_process import linked_requests
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.grafted import graft, grafted, trace_id_of

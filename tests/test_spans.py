@@ -49,14 +49,14 @@ NUMBERS = (5, 0, 5, 7, 0, 100, 130, 30, 20)
 def test_a_span_is_a_dataclass_whose_fields_can_be_set() -> None:
     span = Span(SITE, *NUMBERS)
     assert [field.name for field in dataclasses.fields(Span)] == list(Span.__slots__) == list(Span.__match_args__)
-    assert (span.error, span.attributes, span.device, span.clipped, span.remote, span.links, span.interruptions) == (
-        None, {}, (), False, None, (), (),
+    assert (span.error, span.attributes, span.device, span.clipped, span.remote, span.links) == (
+        None, {}, (), False, None, (),
     )  # fmt: skip
     assert Span(SITE, *NUMBERS[:-1], self_ns=20) == Span(**dict(zip(Span.__slots__, (SITE, *NUMBERS), strict=False)))
     span.attributes["key"] = "kept"
     span.error, span.clipped, span.remote, span.span_id = "OSError", True, RemoteParent(1, 2), -(2**63)
     assert dataclasses.astuple(dataclasses.replace(span, site=7, remote=None)) == (
-        7, -(2**63), *NUMBERS[1:], "OSError", {"key": "kept"}, (), True, None, (), (),
+        7, -(2**63), *NUMBERS[1:], "OSError", {"key": "kept"}, (), True, None, (),
     )  # fmt: skip
     span.error = None
     assert span.error is None
@@ -77,7 +77,7 @@ def test_spans_are_equal_by_value_and_have_no_hash() -> None:
         hash(span)
     assert repr(span).startswith("Span(site=Site(name='x', ")
     assert repr(span).endswith(
-        "self_ns=20, error=None, attributes={}, device=(), clipped=False, remote=None, links=(), interruptions=())"
+        "self_ns=20, error=None, attributes={}, device=(), clipped=False, remote=None, links=())"
     )
 
 

@@ -142,7 +142,7 @@ class Span:
     `active_ns` is the time in which the body ran: less than the total for generators, and where the span waited,
     suspended by what it awaited. `self_ns` is what the span spent outside the children of its own thread and task, also
     in which it waited. `clipped` marks a span that was open at the window's edge. `links` are the requests that a batch
-    serves, and `interruptions` what interrupted the span, both as far as known where the object was made.
+    serves, as far as known where the object was made.
     """
 
     site: Site
@@ -161,7 +161,6 @@ class Span:
     clipped: bool = False
     remote: RemoteParent | None = None
     links: Sequence[LinkedRequest] = ()
-    interruptions: Sequence[Span] = ()
 
     @property
     def total_ns(self) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.remote_parents import LINK, LinkedRequest
+from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import Span, is_blocked_loop, is_interruption
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE
@@ -67,21 +67,6 @@ def _by_trees(trace: Columns) -> Int64s:
     if is_later.all():  # a stable sort of roots that are nearly in order takes a fifth of the time
         return np.argsort(trace.root_id, kind="stable")
     return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
-
-
-def linked_requests(columns: Columns, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
-    """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
-    served, rows = joined.served, joined.rows
-    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
-    requests = [
-        LinkedRequest(span_id, root_id, remotes.get(root_id))
-        for span_id, root_id in zip(columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True)
-    ]
-    known = np.flatnonzero(served.request != NONE)
-    found: dict[int, dict[int, None]] = {}
-    for batch, place in zip(served.batch[known].tolist(), served.request[known].tolist(), strict=True):
-        found.setdefault(batch, {})[place] = None
-    return {batch: tuple(map(requests.__getitem__, its)) for batch, its in found.items()}
 
 
 def where_began(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
