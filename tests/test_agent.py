@@ -773,7 +773,7 @@ def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> 
     with Path("service.err").open("w") as errors:
         subprocess.run([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"], stderr=errors, check=True)
     until(lambda: "\nProcesses:" in Path("service.err").read_text())
-    assert "its agent writes it once it is" in Path("service.err").read_text()
+    assert Path("service.err").read_text().count("\nProcesses:") == 1
 
 
 def test_a_process_that_vanishes_and_had_recorded_nothing_is_not_worth_a_word() -> None:
