@@ -492,7 +492,7 @@ class ExportedRun:
 
 
 class _Reading:
-    """How one generation of a recording is read: from where it was, with the fates that were known by then."""
+    """The reading of one generation of a recording, from the place and with the fates of the exporter before."""
 
     def __init__(
         self,
@@ -513,7 +513,7 @@ class _Reading:
         self.interruptions = Interruptions()
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self._facts.resource)
         self.derived = replace(self.source, counts=Counter())
-        """The same process, for spans that it has not recorded."""
+        """The source of spans of this process that it did not record itself: stages."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source)
 
     @property
@@ -531,6 +531,6 @@ class _Reading:
 
 
 def _origin_now(header: Header) -> Origin:
-    """Which process it is, with a fresh pair of both clocks, which are the machine's."""
+    """Return the process of a recording, with a fresh reading of the machine's two clocks."""
     monotonic_ns, realtime_ns = clock.pair()
     return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

@@ -151,7 +151,7 @@ class Exporter:
             time.sleep(_LOOK_S)
 
     def is_telling(self, source: Source) -> bool:
-        """Whether metrics of a source are just being sent, or it is told what became of these."""
+        """Return True while metrics of a source are being sent, or their outcome is reported to it."""
         return self._telling is source
 
     @property

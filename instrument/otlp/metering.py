@@ -1,4 +1,4 @@
-"""The metrics of one recording, as who exports it counts and tells them: by the session's own meter, over its reader.
+"""The metrics of one recording, counted by the session's own meter over the reader of its exporter.
 
 What has been counted and told is written into the recording before it is sent and after, so that whoever exports it
 next, another agent or the process itself, goes on from there.
@@ -33,17 +33,17 @@ from instrument.trace.settling import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""How soon a snapshot that was asked for is taken again where what had ended then was not read yet."""
+"""Nanoseconds until a snapshot is taken again, where spans that had ended when it was asked for were unread."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """Nanoseconds; a scrape gets no older reading of a gauge."""
 
 RELEASE_S = 0.5
-"""The longest that a request with metrics is waited for as another one is to go on."""
+"""Seconds; the longest wait for a request of metrics that is being sent as another exporter takes over."""
 
 
 class _MeteredRows:
-    """What the meter asks of a recorder, of a recording."""
+    """A recording with the methods of a recorder that the meter calls."""
 
     def __init__(self, mapped: Mapped, reader: RecordingReader) -> None:
         self._mapped = mapped
@@ -52,7 +52,7 @@ class _MeteredRows:
         self.lost = 0
         self.has_ended = False
         self.marks: Collection[str] = ()
-        """Of the functions whose calls are counted."""
+        """Marks of the functions whose calls are counted."""
 
     def cursor(self) -> _MeteredRows:
         self._reader.watch()
@@ -68,7 +68,7 @@ class _MeteredRows:
         return self._reader.lines(merged=merged, wanted=self._are_metered)
 
     def _are_metered(self, tree: CallTree) -> Sequence[bool]:
-        """Which sites anything is counted of by the tally, which may have thousands of paths."""
+        """Return True for each site whose tally is counted. A tally may have thousands of paths."""
         endpoints, asked_for = tree.by_site(endpoint_of), self.marks
         if not asked_for:
             return [bool(endpoint) for endpoint in endpoints]
@@ -80,7 +80,7 @@ _GROUPS: dict[tuple[str, str], set[str]] = {}
 
 
 class Metering:
-    """Counts the metrics of a generation of a recording and tells them, for as long as its source is at the exporter.
+    """Counts the metrics of one generation of a recording and hands them to its exporter.
 
     `before_read`, `after_read` and what counts are for the thread that reads it, `note_sent` is for the one that sends.
     """
@@ -115,20 +115,20 @@ class Metering:
         self._meter.begin(facts.metered.start_ns)
         self.metrics = source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
-        """What had ended at a time, of which not all may have been read."""
+        """Requests that had ended at a time. Some of them may be unread."""
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
         self._settled_ns = self._taken_ns = 0
         self._has_last = self._is_said = False
         self.unsaved = 0
-        """Requests whose time in the queue was counted since that was written."""
+        """The number of requests whose queue time was counted after the state was last written."""
         self.change(facts)
         self._catch_up(self._go_on(read_meter(place)))
         exporter.add_metrics(source)
 
     def _go_on(self, saved: MeterState | None) -> Mapping[int, int]:
-        """Begin with what was counted and told before; tells up to which rows that was."""
+        """Take over the counts of the exporter before. Returns by ring the place up to which it counted."""
         if saved is None or saved.generation != self._generation:
             return {}
         try:
@@ -149,7 +149,7 @@ class Metering:
                 self._meter.count_parts(rows, self._streams)
 
     def change(self, facts: ExportFacts) -> None:
-        """Go by what the process says of itself now.
+        """Take over the newest facts of the process.
 
         It says which functions generate before these are called: so they are counted once that was looked up again.
         """
@@ -177,18 +177,18 @@ class Metering:
         )
 
     def note_kept(self, request: Span) -> None:
-        """A request that comes first in its tree is about to be sent: it is an exemplar."""
+        """Note a request that is about to be sent as an exemplar. It is the first span of its tree."""
         self._meter.note_kept(request, *self._facts.ids.of(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
-        """The recording is about to be read: what has ended by now will have been met once it was read up to now."""
+        """Note the requests that have ended, before the recording is read. The read meets all of them."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """The recording was read, to its end where that `is_complete`: take a snapshot where it is time to."""
+        """Take a snapshot where one is due, after the recording was read: to its end if that `is_complete`."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle()
@@ -205,7 +205,7 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take(self, until_ns: int) -> None:
-        """Take a snapshot, of what was read up to a time, and samples."""
+        """Take a snapshot of the rows read up to a time, and the samples."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's
@@ -233,7 +233,7 @@ class Metering:
         self._write()
 
     def _snapshot(self) -> Snapshot | None:
-        """The totals as they are now, None where there are none to tell."""
+        """Return the present totals, None where there are none to send."""
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
@@ -243,7 +243,7 @@ class Metering:
         return self._meter.snapshot(requests=facts.requests, marks=facts.calls, joins=True)
 
     def metered(self) -> Metered | None:
-        """The metrics as they are now, for a scrape: of which a collector gets nothing."""
+        """Return the present metrics for a scrape. The collector gets nothing of them."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._snapshot(), self._mapped.header
@@ -251,14 +251,14 @@ class Metering:
         return Metered(origin_of(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
-        """Whether the process has: many only begin others, and have no metrics."""
+        """Return True where the process has recorded anything. Many processes only start others."""
         has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
         return bool(has_rows or self._rows.open_rows())
 
     # ---------------------------------------------------------------- the end
 
     def take_last(self) -> None:
-        """Its process has ended, and all of it has been read: take what there is, once."""
+        """Take the last metrics, once, after the process has ended and its recording was read."""
         if not self._has_last:
             self._has_last = self._rows.has_ended = True
             until_ns = time.monotonic_ns()
@@ -269,7 +269,7 @@ class Metering:
 
     @property
     def is_settled(self) -> bool:
-        """Whether what was taken has been told, or was tried to be, and nothing more is expected of that."""
+        """Return True where the last metrics were sent, or were tried and dropped."""
         if not self.metrics.waits():
             return True
         self._exporter.hurry()
@@ -286,12 +286,12 @@ class Metering:
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
     def note_sent(self) -> None:
-        """What could be sent of it was, or not; or spans were, after which there is nothing to write."""
+        """Write the state after metrics were sent or lost. After spans there is nothing to write."""
         if self._exporter.is_telling(self._source):
             self._write()
 
     def end(self) -> None:
-        """Tell no more of it, for another one to go on."""
+        """Send no more metrics, for another exporter to go on."""
         self._exporter.remove_metrics(self._source, RELEASE_S)
         self._write()
 

@@ -119,7 +119,7 @@ class RequestQueue:
         self._queued_bytes = 0
         self.newest = 0
         """The number of the newest request."""
-        self._counts = dict.fromkeys((*FATES, "intervals", "requests"), 0)
+        self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
     def offer(self, body: Body, source: Source) -> bool:
         """Hand over one request, without waiting. True if it will be sent unless newer ones push it out."""

@@ -125,8 +125,8 @@ def _least_ticks_left(start_ticks: int) -> int:
     A server that is started again at once listens at the port of the one before, whose connections are there as well.
     """
     hertz = os.sysconf("SC_CLK_TCK")
-    age_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * hertz) - start_ticks
-    return CLOSED_FOR_S * hertz - age_ticks
+    clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
+    return CLOSED_FOR_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
 
 
 def rows_of(process: Path) -> Iterator[TcpRow]:
