@@ -376,17 +376,3 @@ def test_a_folder_has_no_more_lines_and_files_than_its_bound(folder: str) -> Non
 def test_every_folder_has_a_bound() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders | {""} == LINES_AND_FILES.keys()
-
-
-CLAUSE = re.compile(
-    r'^ *(?:r?""")(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b', re.MULTILINE
-)
-PRIVATE_WORD = re.compile(r"\b(?:told|tells|stands|lies|whoever|so many|of these)\b", re.IGNORECASE)
-MOST_CLAUSES, MOST_PRIVATE_WORDS = 288, 674
-"""The most docstrings that begin with a subordinate clause, and uses of words that are not the field's."""
-
-
-def test_the_english_of_the_package_gets_no_worse() -> None:
-    text = "\n".join(path.read_text("utf-8") for path in ROOT.rglob("*.py"))
-    assert len(CLAUSE.findall(text)) <= MOST_CLAUSES, "begin with a verb, or with an article and a noun"
-    assert len(PRIVATE_WORD.findall(text)) <= MOST_PRIVATE_WORDS, "say reported, returns, is, remains, per, up to"

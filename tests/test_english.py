@@ -1,0 +1,101 @@
+"""The English of the sources, as far as a machine can count it: per folder counts that only fall."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "instrument"
+SOURCES = {".py", ".c", ".h", ".js", ".css", ".html"}
+CLAUSE = re.compile(r"(?:What|Which|How|Who|Whose|Whether|Where|When|Why|Of|So|As|That|Those|Such|For|If)\b")
+PRIVATE_WORD = re.compile(
+    r"\b(?:told|tell|tells|telling|beside|stands|lies|held|whoever|whatever|so many|of these|of those)\b", re.IGNORECASE
+)
+VAGUE_NAME = re.compile(
+    r"(?:found|one|its|told|beside|itself|others|other|those|these|that|this"
+    r"|them|each|both|rest|given|known|taken|kept|seen|left|held|begun|gone"
+    r"|done|sent|made|said|meant|asked|wanted|named|whose|who|which|what"
+    r"|where|when|how|there|here|then|so|own|apart|within|without|besides)"
+)
+MOST_WORDS = 30
+COUNTS = ("clauses", "private words", "vague names", "long sentences")
+MOST = {
+    "": (7, 6, 1, 1),
+    "agent": (86, 164, 187, 8),
+    "chrome": (0, 26, 146, 7),
+    "cli": (0, 25, 46, 0),
+    "compat": (0, 13, 18, 4),
+    "device": (0, 38, 36, 6),
+    "instrumentors": (0, 115, 268, 14),
+    "native": (0, 171, 0, 0),
+    "otlp": (48, 93, 173, 7),
+    "profile": (0, 8, 34, 2),
+    "proposal": (0, 5, 37, 0),
+    "recorder": (0, 12, 46, 1),
+    "recording": (23, 147, 146, 8),
+    "report": (0, 394, 525, 37),
+    "runtime": (1, 3, 24, 2),
+    "sessions": (114, 258, 208, 14),
+    "trace": (9, 166, 602, 16),
+}
+"""The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
+named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of a module, of its classes and functions, and of its constants."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value.strip()
+
+
+def variables(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of each variable that is assigned to, and of each argument."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a docstring. A paragraph and an item of a list each end one."""
+    whole = re.sub(r"\s+", " ", re.sub(r"\n\s*\n|\n\s*-", ". ", text))
+    return re.split(r"(?<=[.!?:])\s+", whole)
+
+
+def english(folder: str) -> tuple[int, int, int, int]:
+    """Return the counts of a folder and of those below it, in the order of `COUNTS`; "" is the root alone."""
+    paths = (ROOT / folder).rglob("*") if folder else ROOT.glob("*")
+    clauses = words = names = long_sentences = 0
+    for path in paths:
+        if path.suffix not in SOURCES or path.name.startswith("d3"):
+            continue
+        text = path.read_text("utf-8")
+        words += len(PRIVATE_WORD.findall(text))
+        if path.suffix == ".py":
+            tree = ast.parse(text)
+            names += sum(VAGUE_NAME.fullmatch(name) is not None for name in variables(tree))
+            for docstring in docstrings(tree):
+                clauses += CLAUSE.match(docstring) is not None
+                long_sentences += sum(len(sentence.split()) > MOST_WORDS for sentence in sentences(docstring))
+    return clauses, words, names, long_sentences
+
+
+@pytest.mark.parametrize("folder", MOST)
+def test_the_english_of_a_folder_gets_no_worse(folder: str) -> None:
+    counts = dict(zip(COUNTS, english(folder), strict=True))
+    most = dict(zip(COUNTS, MOST[folder], strict=True))
+    assert all(counts[name] <= most[name] for name in COUNTS), (counts, most)
+
+
+def test_the_english_of_every_folder_has_a_bound() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders | {""} == MOST.keys()
