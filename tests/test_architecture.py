@@ -343,7 +343,7 @@ LINES_AND_FILES = {
     "cli": (2_405, 20),
     "compat": (1_367, 6),
     "device": (3_699, 13),
-    "instrumentors": (11_189, 48),
+    "instrumentors": (11_164, 45),
     "native": (9_751, 28),
     "otlp": (5_051, 21),
     "profile": (2_504, 8),

@@ -23,7 +23,7 @@ from otlp_spans import links_of, messages_of
 from trees import tree_of
 
 from instrument import chrome
-from instrument.instrumentors.requests import ray_serve
+from instrument.instrumentors.requests import model_servers
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import packing
 from instrument.profile.model import Capture, RequestsRule
@@ -274,7 +274,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
 
 
 def test_batches_of_ray_serves_loop_are_no_part_of_the_request_that_began_it(recorder: Any) -> None:
-    attach = ray_serve.RAY_SERVE["ray.serve.batching"]
+    attach = model_servers.RAY_SERVE["ray.serve.batching"]
     (undo,) = attach(SimpleNamespace(_BatchQueue=Batcher), Exchanges(RequestsRule(), recorder))
     serve_batches(recorder, 3, around="main")
     undo()

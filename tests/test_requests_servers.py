@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from instrument.instrumentors.requests import Requests, ray_serve, servers, wsgi
+from instrument.instrumentors.requests import Requests, model_servers, servers, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import RequestsRule
 from instrument.runtime.faults import FAULTS
@@ -124,7 +124,7 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
         raise RuntimeError("a fault of ours")
 
     replica = type("Replica", (Replica,), dict(vars(Replica)))
-    undos = ray_serve.RAY_SERVE["ray.serve._private.replica"](
+    undos = model_servers.RAY_SERVE["ray.serve._private.replica"](
         SimpleNamespace(UserCallableWrapper=replica), Exchanges(RequestsRule(), recorder)
     )
     monkeypatch.delenv("PYTEST_CURRENT_TEST")

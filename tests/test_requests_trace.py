@@ -13,7 +13,7 @@ from otlp_spans import links_of
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.instrumentors.requests.traceparent import w3c
+from instrument.instrumentors.requests.propagation import w3c
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER

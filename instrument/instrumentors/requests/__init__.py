@@ -16,16 +16,14 @@ from instrument.instrumentors.requests import (
     aiohttp,
     blocked,
     grpc,
-    litserve,
-    mosec,
+    model_servers,
     packages,
     propagation,
-    ray_serve,
     routes,
     servers,
     triton,
 )
-from instrument.instrumentors.requests.exchange import PORT, Exchanges
+from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchanges
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -37,9 +35,9 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "wsgi": servers.WSGI,
     "aiohttp": aiohttp.AIOHTTP,
     "grpc": grpc.GRPC,
-    "ray_serve": ray_serve.RAY_SERVE,
-    "litserve": litserve.LITSERVE,
-    "mosec": mosec.MOSEC,
+    "ray_serve": model_servers.RAY_SERVE,
+    "litserve": model_servers.LITSERVE,
+    "mosec": model_servers.MOSEC,
     "triton": {},  # whose seam is in modules of any name that `triton.MODULE` fits
 }
 """By what the profile calls them, the modules that have the seams of servers."""
@@ -101,7 +99,7 @@ class Requests:
                 self._undos += undos
                 self._met[name] = kind if undos else ""
             if name == propagation.MODULE:
-                self._undos += propagation.attach(module, self._recorder)
+                self._undos += propagation.attach(module, self._has_open_request, self._recorder)
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
             if name in routes.ROUTERS:
@@ -111,6 +109,11 @@ class Requests:
         except Exception as fault:
             FAULTS.note(f"requests of {name}", fault)
         return False
+
+    @staticmethod
+    def _has_open_request() -> bool:
+        exchange = CURRENT.get()
+        return exchange is not None and exchange.is_open
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
         """Take on another rule; requests that are open end as they began."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, takes_place
 from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
-from instrument.instrumentors.requests.traceparent import Caller, with_state
+from instrument.instrumentors.requests.propagation import Caller, with_state
 from instrument.recorder.outcomes import STATUS
 
 

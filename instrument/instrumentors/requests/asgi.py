@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, ServedApp
-from instrument.instrumentors.requests.traceparent import Caller, with_state
+from instrument.instrumentors.requests.propagation import Caller, with_state
 from instrument.recorder.outcomes import FIRST_OF_SERVER
 from instrument.recorder.recorder import header_values
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
+from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.outcomes import STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder

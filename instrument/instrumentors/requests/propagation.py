@@ -1,24 +1,76 @@
-"""Our trace, handed on: to OpenTelemetry's propagators and tracers, and into headers by hand.
+"""Traces between services: the caller's, read from headers, and ours, handed on to OpenTelemetry and by hand.
 
-OpenTelemetry asks `trace.get_current_span()` whose trace a client's request continues. Where a request of ours is open
-and no span of OpenTelemetry's own is, that answers with ours: clients that are instrumented by it continue our trace,
-and spans that the service makes with it are children of ours. Nothing is done for each request.
+A caller's trace is read from W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
+
+OpenTelemetry asks `trace.get_current_span()` for the trace that a client's request continues. Where a request of ours
+is open and no span of OpenTelemetry's own is, that returns ours: clients that it instruments continue our trace, and
+spans that the service makes with it are children of ours. Nothing is done for each request.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.requests.exchange import CURRENT
 from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, state_of
+from instrument.runtime.faults import FAULTS
 
 MODULE = "opentelemetry.trace"
 """The module from which OpenTelemetry's propagators and tracers take `get_current_span`."""
+
+Header = bytes | str
+Caller = RemoteParent | Header | tuple[Header, Header]
+"""A caller as `remote_of` reads it: a span, a `traceparent`, or that and a `tracestate`."""
+
+Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
+"""A function that reads the caller from headers by their names in small letters."""
+
+
+def with_state(parent: Header | None, state: Header) -> Caller | None:
+    """Join a `traceparent`, if there is one, and a `tracestate`, which the reader of the span parses."""
+    return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
+
+
+def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
+    """The `traceparent`, with the `tracestate` if there is one."""
+    parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
+    return parent if state is None else with_state(parent, state)
+
+
+def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
+    """The span that OpenTelemetry's propagators find, those of `OTEL_PROPAGATORS`."""
+    try:
+        from opentelemetry import propagate, trace
+
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        context = trace.get_current_span(propagate.extract(carrier)).get_span_context()
+        if not context.is_valid:
+            return None
+        state = state_of(context.trace_state.to_header().encode("latin-1", "replace")) if context.trace_state else ""
+        return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state)
+    except Exception as fault:  # a propagator that is not installed, or somebody else's
+        FAULTS.note("OTEL_PROPAGATORS", fault)
+        return None
+
+
+def extractor() -> Extract:
+    """Return `configured` where `OTEL_PROPAGATORS` names others than the default that are installed, else `w3c`."""
+    asked = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
+    if asked <= {"tracecontext"}:
+        return w3c
+    try:
+        import_module("opentelemetry.propagate")  # it raises each time that it is imported
+    except Exception as problem:
+        FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
+        return w3c
+    return configured
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
@@ -42,8 +94,8 @@ def inject(headers: MutableMapping[str, str]) -> None:
             headers["tracestate"] = state
 
 
-def attach(module: ModuleType, recorder: Recorder = RECORDER) -> list[Undo]:
-    """`opentelemetry.trace` is imported: let it know of our requests."""
+def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Recorder = RECORDER) -> list[Undo]:
+    """Let `opentelemetry.trace` find the spans of ours where the context has an open request."""
     # The last one has a name of its own for it where the service has imported the SDK before us.
     places = [module, sys.modules[f"{MODULE}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
@@ -53,8 +105,7 @@ def attach(module: ModuleType, recorder: Recorder = RECORDER) -> list[Undo]:
         span = original(context)
         if context is not None or span.get_span_context().is_valid:
             return span
-        exchange = CURRENT.get()
-        if exchange is None or exchange.frame is None:
+        if not has_request():
             return span
         found = current(recorder)
         return span if found is None else _span_of(*found)

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges, ServedApp
-from instrument.instrumentors.requests.traceparent import Caller, with_state
+from instrument.instrumentors.requests.propagation import Caller, with_state
 
 StartResponse = Callable[..., Any]
 

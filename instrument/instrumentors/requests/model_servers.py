@@ -1,0 +1,352 @@
+"""Model servers that hand requests to processes of their own: LitServe, mosec and Ray Serve.
+
+LitServe's requests are met over ASGI. A worker takes some, and reports each to its transport before it calls the
+service's `decode_request`, `predict` and `encode_response`. Those calls are batches of the requests that are taken and
+not yet answered. A stream is computed while its parts are asked for, so there its last call is the batch. Loops of
+coroutines, which serve many requests at a time on one thread, are not met: the requests of a call are not known.
+
+mosec takes requests in a front that is no Python, which hands batches to each worker process over a socket. So no
+request is recorded, with a path or the caller's trace, but each batch of a worker, from its arrival to the answers, by
+the numbers that the front gives its requests.
+
+A request of Ray Serve is a span from the call of the deployment to its last answer. It is met where a replica hands it
+to the deployment's code, after it has accepted it: a rejected try is no request. Requests over HTTP are named by method
+and route, prefix included; calls through a handle by deployment and method. The servers of proxies, of Ray's agent and
+of its dashboard record nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
+from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
+from instrument.runtime.faults import FAULTS
+
+STREAMED_CALL = "encode_response"
+"""The call whose answer is gone through to its end where answers are streams."""
+
+
+class _Taken(threading.local):
+    """The ids of the requests that a thread has taken and not answered."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+
+def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Add the id under which a request is handed to the workers to its span."""
+    handler = module.BaseRequestHandler
+    submit = handler._submit_request
+
+    @takes_place(handler, "_submit_request")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = await submit(self, *args, **kwargs)
+        try:
+            if exchanges.is_on and exchanges.recorder.on:
+                exchanges.recorder.annotate_innermost({KEY: found[0]})
+        except Exception as fault:
+            FAULTS.note("request of LitServe", fault)
+        return found
+
+    return [undo]
+
+
+def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the calls of the service by a worker, with its taken requests."""
+    recorder, taken = exchanges.recorder, _Taken()
+    sites: dict[str, Site] = {}
+    put, inject = module.LitLoop.put_response, module._inject_context
+    start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
+    streaming = module.LoopResponseType.STREAMING
+
+    @takes_place(module.LitLoop, "put_response")
+    def undo_put(
+        self: Any, transport: Any, response_queue_id: Any, uid: Any, response_data: Any, status: Any, response_type: Any
+    ) -> None:
+        try:
+            if status == start:
+                if len(taken.ids) < BATCH_LIMIT:
+                    taken.ids.append(uid)
+            elif not (status == parts and response_type == streaming) and uid in taken.ids:
+                taken.ids.remove(uid)
+        except Exception as fault:
+            FAULTS.note("batch of LitServe", fault)
+        put(self, transport, response_queue_id, uid, response_data, status, response_type)
+
+    @takes_place(module, "_inject_context")
+    def undo_inject(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not taken.ids or not exchanges.is_on or not recorder.on:
+            return inject(context, func, *args, **kwargs)
+        name = getattr(func, "__name__", "call")
+        site = sites.get(name) or sites.setdefault(name, Site(f"litserve {name}", "op"))
+        frame = recorder.open(site, {BATCH_KEYS: tuple(taken.ids)})
+        try:
+            answer = inject(context, func, *args, **kwargs)
+        except BaseException as error:
+            recorder.close(frame, error, True)
+            raise
+        if name == STREAMED_CALL and isinstance(answer, Iterator):
+            return _to_its_end(answer, frame)
+        recorder.close(frame, None, True)
+        return answer
+
+    def _to_its_end(items: Iterator[Any], frame: Any) -> Iterator[Any]:
+        error: BaseException | None = None
+        try:
+            yield from items
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            recorder.close(frame, error, True)
+
+    return [undo_put, undo_inject]
+
+
+LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "litserve.server": _litserve_server,
+    "litserve.loops.base": _litserve_worker,
+}
+
+BATCH_SIZE = "requests"
+"""The attribute that says how many requests a batch is of."""
+
+MOSEC_STATUSES: Mapping[str, int] = {
+    "OK": 200,
+    "BAD_REQUEST": 400,
+    "VALIDATION_ERROR": 422,
+    "INTERNAL_ERROR": 500,
+    "TIMEOUT_ERROR": 408,
+}
+"""The status of the front's answer, by the flag of a worker."""
+
+
+class _Batches:
+    """The batches of one worker, one at a time."""
+
+    def __init__(self, exchanges: Exchanges, protocol: Any) -> None:
+        self._recorder = exchanges.recorder
+        # The protocol's name is that of the coordinator, such as <Inference_1|2>, for the second worker of a stage.
+        self._site = Site(f"mosec {protocol.name.strip('<>').partition('|')[0]}", "step")
+        self._frame: Any = None
+        self._events = 0
+
+    def begin(self, ids: Sequence[bytes]) -> None:
+        """Begin a batch of requests that the front has numbered. Ends one that was never answered."""
+        self.end(None)
+        self._events = 0
+        keys = tuple(str(int.from_bytes(one, "big")) for one in ids[:BATCH_LIMIT])
+        self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
+
+    def event(self, count: int) -> None:
+        """Count parts of streamed answers, which another thread sends."""
+        self._events += count
+
+    def end(self, flag: Any) -> None:
+        """End the batch, whose answers have gone to the front with a flag."""
+        frame, self._frame = self._frame, None
+        if frame is None:
+            return
+        status = MOSEC_STATUSES.get(getattr(flag, "name", None) or "")
+        facts: dict[Any, Any] = {} if status is None else {STATUS: status}
+        if self._events:
+            facts[ITEMS] = self._events
+        self._recorder.annotate(frame, facts)
+        self._recorder.close(frame, str(status) if status is not None and status >= FIRST_OF_SERVER else None, True)
+
+
+def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
+    protocol, event = module.Protocol, module.HTTPStatusCode.STREAM_EVENT
+    receive, send = protocol.receive, protocol.send
+    of: WeakKeyDictionary[Any, _Batches] = WeakKeyDictionary()
+
+    @takes_place(protocol, "receive")
+    def undo_receive(self: Any) -> Any:
+        task = receive(self)
+        if exchanges.is_on and exchanges.recorder.on:
+            try:
+                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(task[1])
+            except Exception as fault:
+                FAULTS.note("batch of mosec", fault)
+        return task
+
+    @takes_place(protocol, "send")
+    def undo_send(self: Any, flag: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return send(self, flag, ids, *args, **kwargs)
+        finally:
+            try:
+                batches = of.get(self)
+                if batches is not None and flag == event:
+                    batches.event(len(ids))
+                elif batches is not None:
+                    batches.end(flag)
+            except Exception as fault:
+                FAULTS.note("batch of mosec", fault)
+
+    return [undo_receive, undo_send]
+
+
+MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _mosec}
+
+
+def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
+    wrapper = module.UserCallableWrapper
+    http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
+
+    arrivals = asgi.arrivals(exchanges)
+    calls = exchanges.arrivals("ray_serve", lambda told: "/" + _method(told), None, _read)
+
+    @takes_place(wrapper, "call_http_entrypoint")
+    async def undo_http(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+        batches = http(self, metadata, told, scope, receive)
+        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
+        if exchange is None:
+            async for messages in batches:
+                yield messages
+            return
+        try:
+            if self.get_user_method_info(metadata.call_method).is_asgi_app:
+                exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
+            elif metadata.route:
+                exchange.found(metadata.route)
+        except Exception as fault:
+            FAULTS.note("route of a request of Ray Serve", fault)
+        talk = _Answer() if scope["type"] == "http" else asgi.Websocket()
+        talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
+        batches = SteppedItems(exchange, batches)
+        try:
+            async for messages in batches:
+                await told_of(talk, messages)
+                yield messages
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) and isinstance(talk, _Answer) and talk.is_complete:
+                talk.end()
+            exchange.fail(error)
+            if isinstance(error, GeneratorExit):
+                await batches.aclose()
+            raise
+        if isinstance(talk, _Answer) and talk.is_complete:
+            talk.end()
+        exchange.end()
+
+    async def told_of(talk: asgi.Talk, messages: Any) -> None:
+        try:
+            for message in messages:
+                await talk.send(message)
+        except Exception as fault:
+            FAULTS.note("answer of Ray Serve", fault)
+
+    @takes_place(wrapper, "call_user_method")
+    def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_local_testing_mode", False):
+            return call(self, metadata, *args, **kwargs)
+        return called(self, metadata, *args, **kwargs)
+
+    async def called(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = calls.begun((self, metadata))
+        if exchange is None:
+            return await call(self, metadata, *args, **kwargs)
+        try:
+            answer = await exchange.stepped(call(self, metadata, *args, **kwargs))
+        except BaseException as error:
+            exchange.end(error)
+            raise
+        exchange.end()
+        return answer
+
+    @takes_place(wrapper, "call_user_generator")
+    async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        answers = stream(self, metadata, *args, **kwargs)
+        exchange = calls.begun((self, metadata))
+        if exchange is None:
+            async for answer in answers:
+                yield answer
+            return
+        answers = SteppedItems(exchange, answers)
+        try:
+            async for answer in answers:
+                exchange.item()
+                yield answer
+        except BaseException as error:
+            exchange.end(error)
+            if isinstance(error, GeneratorExit):
+                await answers.aclose()
+            raise
+        exchange.end()
+
+    return [undo_http, undo_call, undo_stream]
+
+
+def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Have the loop of `@serve.batch`, which the first request begins, be no part of that one, as Ray itself has it."""
+    queue = module._BatchQueue
+    loop = queue._process_batches
+
+    @takes_place(queue, "_process_batches")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+        exchanges.recorder.forget_current()
+        return await loop(self, *args, **kwargs)
+
+    return [undo]
+
+
+def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
+    """Switch off the servers of a process that makes an object of a class."""
+
+    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+        owner = getattr(module, class_name)
+        init = owner.__init__
+
+        @takes_place(owner, "__init__")
+        def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+            exchanges.is_on = False
+            init(self, *args, **kwargs)
+
+        return [undo]
+
+    return attach
+
+
+def _method(told: tuple[Any, Any]) -> str:
+    wrapper, metadata = told
+    return f"{wrapper._deployment_id.name}/{metadata.call_method}"
+
+
+def _read(told: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    context = getattr(told[1], "tracing_context", None) or {}  # a handle sends it where Ray's own tracing is on
+    headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
+    return (_method(told), None, None, None), headers, {}
+
+
+class _Answer(asgi.Http):
+    """An answer of a replica. It is over with the replica's own work, which goes on after the last message."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    async def _send_last(self, message: asgi.Message) -> None:
+        self.is_complete = True
+
+
+async def _sent(_: Any) -> None:
+    """Nothing: the replica sends the messages itself."""
+
+
+RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "ray.serve._private.replica": _ray_replica,
+    "ray.serve.batching": _ray_batching,
+    "ray.serve._private.proxy": _silent("GenericProxy"),  # the actor itself is sent to its process by value
+    "ray.dashboard.modules.reporter.reporter_agent": _silent("ReporterAgent"),
+    "ray.dashboard.http_server_head": _silent("HttpServerDashboardHead"),
+    "ray.dashboard.subprocesses.module": _silent("SubprocessModule"),  # the dashboard asks each twice a second
+}
