@@ -31,7 +31,7 @@ from instrument.recording import memory_layout
 from instrument.recording.mapped import Mapped
 from instrument.recording.slot_ring import IntervalRing, Readings
 from instrument.recording.spans import Sample, Site
-from instrument.trace.of_memory import saved_of
+from instrument.trace.of_recording import saved_of
 
 MOST_BYTES = 600 << 20
 SLOWEST_S = 10.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.recording.tally import Tally
-from instrument.trace.counting import tally_of
+from instrument.trace.call_tree import tally_of
 from instrument.trace.trace import Trace, columns_of_spans
 
 WINDOW = (20, 120)

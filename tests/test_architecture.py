@@ -338,22 +338,22 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_667, 20),
+    "agent": (4_666, 20),
     "chrome": (3_071, 9),
-    "cli": (2_405, 20),
+    "cli": (2_477, 20),
     "compat": (1_367, 6),
-    "device": (3_699, 13),
-    "instrumentors": (11_164, 45),
+    "device": (3_685, 11),
+    "instrumentors": (11_164, 43),
     "native": (9_751, 28),
     "otlp": (5_051, 21),
     "profile": (2_504, 8),
     "proposal": (1_416, 5),
     "recorder": (2_598, 9),
     "recording": (4_009, 20),
-    "report": (12_296, 46),
+    "report": (12_295, 46),
     "runtime": (2_556, 19),
     "sessions": (7_291, 31),
-    "trace": (8_736, 34),
+    "trace": (8_617, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.device.anchors import ANCHORS_KEPT
-from instrument.device.cuda import CudaDriver
+from instrument.device.cuda import CudaDriver, NumbaStreams, current_of_numba
 from instrument.device.pairs import LAUNCH_NS, Driver, Pair
 from instrument.device.resolver import ROW_NS, Resolver
-from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
 from instrument.recording.rows import STREAM

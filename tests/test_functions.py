@@ -18,8 +18,7 @@ from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
 from instrument.instrumentors.functions import Probe, references_elsewhere
-from instrument.instrumentors.namespaces import loaded_modules
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.references import loaded_modules, rebind
 from instrument.instrumentors.targets import Target, Unreachable, find, matches, site_of
 from instrument.recorder.recorder import Recorder
 

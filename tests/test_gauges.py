@@ -24,11 +24,10 @@ import pytest
 
 import instrument
 from instrument import chrome
+from instrument.device import gauges as host_room
 from instrument.device import gauges as room
-from instrument.device import host as host_room
 from instrument.device import nvml
-from instrument.device.gauges import Gauges
-from instrument.device.host import Gone, Host
+from instrument.device.gauges import Gauges, Gone, Host
 from instrument.device.nvml import NvmlDevice, visible_devices
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
@@ -625,7 +624,7 @@ def test_the_host_agrees_with_psutil() -> None:
 def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:
     program = """if True:
         import time
-        from instrument.device.host import Gone, Host
+        from instrument.device.gauges import Gone, Host
         host = Host()
         block = bytearray(b"x") * (96 << 20)
         del block

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from instrument.instrumentors.import_times import LIMIT, OTHERS, ImportTimes
+from instrument.instrumentors.startup import LIMIT, OTHERS, ImportTimes
 from instrument.recording.spans import ImportTime
 
 BOOTSTRAP = sys.modules["_frozen_importlib"]
@@ -226,7 +226,7 @@ def test_a_whole_program_imports_as_before() -> None:
     program = """
 import sys
 if sys.argv[1] == "watched":
-    from instrument.instrumentors.import_times import ImportTimes
+    from instrument.instrumentors.startup import ImportTimes
     times = ImportTimes(lambda: 0)
     times.install()
 import asyncio, concurrent.futures, decimal, email.message, http.client, json, logging.config, sqlite3, unittest.mock
@@ -243,7 +243,7 @@ print(sorted((n, l) for n, l in names.items() if n.split(".")[0] in
 
 
 def test_what_the_interpreter_itself_imports_has_no_frame_and_is_not_ours(tmp_path: Path) -> None:
-    begin = "from instrument.instrumentors.import_times import ImportTimes\n"
+    begin = "from instrument.instrumentors.startup import ImportTimes\n"
     (tmp_path / "sitecustomize.py").write_text(f"{begin}times = ImportTimes(lambda: 0)\ntimes.install()\n")
     (tmp_path / "service.py").write_text(
         "from sitecustomize import times\nprint(*(one.package for one in times.packages() if 'runpy' in one.package))"

@@ -21,8 +21,7 @@ from instrument.report.events_view import events
 from instrument.report.overview_view import overview
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.by_process import interruptions_of
-from instrument.trace.interruptions import Interruptions
+from instrument.trace.by_process import Interruptions, interruptions_of
 from instrument.trace.trace import columns_of_spans
 
 PROGRAM = """

@@ -45,7 +45,7 @@ from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing,
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.file import dump, load
-from instrument.trace.of_memory import OPEN, saved_of
+from instrument.trace.of_recording import OPEN, saved_of
 
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",

@@ -36,7 +36,7 @@ from instrument.recording.paths import NOT_BELOW
 from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.recording.tally import OVERFLOW, Totals
-from instrument.trace.of_rows import columns_of
+from instrument.trace.of_recording import columns_of
 from instrument.trace.trace import spans_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")

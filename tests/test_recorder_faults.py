@@ -35,7 +35,7 @@ from trees import tree
 
 from instrument.recording.spans import OUTCOME, Site
 from instrument.recording.tally import Totals
-from instrument.trace.of_rows import columns_of
+from instrument.trace.of_recording import columns_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 

@@ -20,7 +20,7 @@ from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.recording.tally import OVERFLOW, Tally, Totals
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
-from instrument.trace.of_rows import columns_of
+from instrument.trace.of_recording import columns_of
 from instrument.trace.trace import Trace
 
 

@@ -13,7 +13,7 @@ from instrument.recording.spans import Origin, Site, Span
 from instrument.report.units import places, rows_open
 from instrument.report.view import Recording
 from instrument.trace.forest import NONE
-from instrument.trace.innermost import SEVERAL
+from instrument.trace.self_times import SEVERAL
 from instrument.trace.trace import Trace
 
 NEAR, FAR = st.integers(-3, 65), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, -(1 << 62), 512, 1 << 40])

@@ -17,7 +17,7 @@ from instrument.recording.slot_ring import INTERVAL_BYTES
 from instrument.recording.spans import Origin, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.trace.columns import CELL
-from instrument.trace.of_rows import ROW
+from instrument.trace.of_recording import ROW
 from instrument.trace.trace import spans_of
 
 ORIGIN = Origin(1, "shop", 0, 0)

@@ -27,7 +27,7 @@ from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.sessions.stretch import TakenStretch
 from instrument.trace import file
-from instrument.trace.of_memory import saved_of
+from instrument.trace.of_recording import saved_of
 from instrument.trace.self_times import stood_aside, waiting_times
 from instrument.trace.trace import Trace, columns_of_spans
 

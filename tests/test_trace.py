@@ -22,8 +22,7 @@ from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
 from instrument.trace.groups import Groups, numbered
-from instrument.trace.innermost import turns
-from instrument.trace.self_times import self_times_of
+from instrument.trace.self_times import self_times_of, turns
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]

@@ -53,7 +53,7 @@ def capture(
 
     from instrument.recording.mapped import Mapped
     from instrument.trace import file
-    from instrument.trace.of_memory import saved_of
+    from instrument.trace.of_recording import saved_of
 
     mapped = Mapped(fd)
     try:

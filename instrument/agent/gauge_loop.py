@@ -15,8 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from instrument.agent.child import AgentEnd
-from instrument.device.gauges import GaugeSources
-from instrument.device.host import Gone
+from instrument.device.gauges import GaugeSources, Gone
 from instrument.profile.model import Device
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import GAUGES, Sample

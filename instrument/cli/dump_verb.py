@@ -83,7 +83,7 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
 
 def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.recording.mapped import Mapped
-    from instrument.trace.of_memory import saved_of
+    from instrument.trace.of_recording import saved_of
 
     if memory < 0:
         raise TraceError("nobody else can read its recording")

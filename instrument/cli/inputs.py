@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +16,12 @@ from instrument.cli.option_values import one_of, size_bytes
 from instrument.errors import TraceError
 from instrument.runtime import compression
 from instrument.runtime.memory_limit import within_memory
+from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
     from instrument.trace.trace import Trace
+
 
 FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
 WALL = "wall"
@@ -67,7 +72,7 @@ def _files_in(folder: str) -> list[str]:
 
 def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Return the files of the run that is asked for, else of the newest run. Files that are of no run stay."""
-    from instrument.trace.files_of_runs import chosen, runs_of
+    from instrument.cli.inputs import chosen, runs_of
 
     known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not known and run is None:
@@ -143,3 +148,70 @@ def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     from instrument.trace.merge import merge
 
     return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
+
+
+# Runs of the files of a folder
+
+RUNS_NAMED = 5
+"""Runs of a folder that a message names."""
+
+
+@dataclass
+class FilesOfRun:
+    """Files of one run, and the part of time that they are of, in ns since 1970."""
+
+    name: str
+    files: list[str]
+    start_ns: int
+    end_ns: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.files)} file{'s' * (len(self.files) != 1)})"
+
+
+def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
+    """Return the runs of files, by the name of the run, else by the process and its time; the newest last."""
+    runs: list[tuple[FilesOfRun, set[object]]] = []
+    for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
+        newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))
+        origin = newest.origin
+        start_ns, end_ns = origin.realtime_of(newest.start_ns), origin.realtime_of(newest.end_ns)
+        process = origin.host, origin.boot, origin.pid, origin.start_ticks
+        for run, processes in runs:
+            is_same = start_ns <= run.end_ns or process in processes
+            if run.name == origin.run if origin.run else is_same and run.name.startswith(UNNAMED):
+                run.files.append(path)
+                run.end_ns = max(run.end_ns, end_ns)
+                processes.add(process)
+                break
+        else:
+            began = time.strftime("%Y%m%dT%H%M%S", time.gmtime(start_ns // 10**9))
+            name = origin.run or f"{UNNAMED}{began}-{origin.pid}"
+            runs.append((FilesOfRun(name, [path], start_ns, end_ns), {process}))
+    return sorted((run for run, _ in runs), key=attrgetter("end_ns"))
+
+
+UNNAMED = "unnamed-"
+"""The begin of the name of a run whose files have no name of it."""
+
+
+def chosen(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
+    """Return the run of a name, else the newest, and a sentence on the other runs, "" where there is none.
+
+    Raises `TraceError` where the run is not there.
+    """
+    names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
+    more = len(runs) - RUNS_NAMED
+    names += f" and {more} more" if more > 0 else ""
+    if name is not None:
+        for run in runs:
+            if run.name == name:
+                return run, ""
+        raise TraceError(f"asked for the run {name}, found in the folder {folder}: {names}")
+    newest = runs[-1]
+    if len(runs) == 1:
+        return newest, ""
+    return newest, (
+        f"the folder {folder} has files of {len(runs)} runs: {names}; this is the newest, {newest.name}; "
+        "--run RUN takes another one, --all all of them"
+    )

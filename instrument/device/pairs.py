@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from instrument.device.anchors import RESOLUTION_NS, Ahead, AnchoredMoment, Anchors
-from instrument.device.cuda import Reading
-from instrument.device.streams import Stream
+from instrument.device.cuda import Reading, Stream
 
 T = TypeVar("T")
 

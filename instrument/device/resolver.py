@@ -14,8 +14,8 @@ from threading import get_ident
 
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
+from instrument.device.cuda import Stream
 from instrument.device.pairs import Answer, Context, Driver, HeldTimes, Pair, Placing, Times
-from instrument.device.streams import Stream
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing

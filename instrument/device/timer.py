@@ -17,11 +17,11 @@ from functools import partial
 from threading import get_native_id
 from typing import Any
 
-from instrument.device import cuda, streams
+from instrument.device import cuda
 from instrument.device.anchors import Anchors
+from instrument.device.cuda import Current, Stream
 from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
-from instrument.device.streams import Current, Stream
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import IntervalRing
@@ -91,7 +91,7 @@ class Timer:
 
     def _begin_at(self, place: Stream, span_id: int) -> Pair | Untimed | None:
         device, stream = place
-        if stream == streams.UNKNOWN:
+        if stream == cuda.UNKNOWN:
             self.resolver.counts[NO_STREAM_YET] += 1
             return Untimed(self, (device, 0), "dropped", self._now())
         context = self._contexts.get(device)
@@ -157,7 +157,7 @@ class Timer:
             places = [place for device in work.devices or (None,) if (place := current(device)) is not None]
         else:
             places = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
-        return places if len(places) < 2 else streams.likely(places)
+        return places if len(places) < 2 else cuda.likely(places)
 
     def _device_of(self, stream: int) -> int:
         """Return the device of a stream that the code names; -1 where none is in use."""

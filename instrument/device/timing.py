@@ -10,7 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from instrument.device import streams
+from instrument.device import cuda
 from instrument.device.nvtx import Ranges
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.slot_ring import LABELS, IntervalRing
@@ -43,7 +43,7 @@ class Timing:
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
-        self._numba = streams.NumbaStreams(0)
+        self._numba = cuda.NumbaStreams(0)
         self._undos: list[Callable[[], None]] = []
         self.intervals = self._new_intervals()
         self.timer: Timer | None = None
@@ -59,8 +59,8 @@ class Timing:
 
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from the import of such a library on. Returns the detach."""
-        self._undo_imports = imports.install(streams.MODULES.__contains__, self.imported)
-        for name in streams.MODULES:
+        self._undo_imports = imports.install(cuda.MODULES.__contains__, self.imported)
+        for name in cuda.MODULES:
             module = sys.modules.get(name)
             if isinstance(module, ModuleType) and not imports.is_asleep(module):
                 self.imported(module)
@@ -80,11 +80,11 @@ class Timing:
                 return
             hosts = self._hosts  # those before this one may have had no driver
             self.timer = self._new_timer(driver)
-            self._numba = streams.NumbaStreams(driver.default_stream)
+            self._numba = cuda.NumbaStreams(driver.default_stream)
         for host in hosts:
             if host.__name__ == "numba.cuda":
                 self._undos.append(self._numba.install(host))
-            source = streams.current_of(host, self.timer.driver, self._numba)
+            source = cuda.current_of(host, self.timer.driver, self._numba)
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from instrument import native
-from instrument.instrumentors.namespaces import isinstance_of
+from instrument.instrumentors.references import isinstance_of
 from instrument.profile.model import Argument, FunctionRule, RequestKeys
 from instrument.recorder.span_attributes import (
     ALLOWED_KEYS,

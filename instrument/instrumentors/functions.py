@@ -15,8 +15,7 @@ from types import FunctionType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.references import isinstance_of, namespace, own_names, rebind, type_namespace
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
 from instrument.profile.model import KINDS, PHASES

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.namespaces import isinstance_of, type_attribute, type_namespace
+from instrument.instrumentors.references import isinstance_of, type_attribute, type_namespace
 from instrument.instrumentors.targets import parts_of, site_on
 from instrument.runtime.faults import FAULTS
 

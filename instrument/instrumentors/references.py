@@ -1,5 +1,6 @@
-"""References: the names that functions have in modules and classes, and the other objects that refer to them.
+"""The names of modules and classes, and the other objects that refer to functions.
 
+Namespaces are read without running code of the host: no attribute hook, property or `__class__` of its classes.
 A probe replaces its function where a module or a class has a name for it. Other objects keep the function as it is:
 tables that decorators fill, tuples, closures, defaults. The verdict on the rule names them with their place.
 """
@@ -10,14 +11,20 @@ import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from linecache import getlines
 from pathlib import Path
 from traceback import walk_stack
-from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
+from types import (
+    AsyncGeneratorType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
-
-from instrument.instrumentors.namespaces import isinstance_of, loaded_modules, namespace, type_namespace
 
 DEPTH = 4
 """The most objects between a function and a name that leads to it."""
@@ -215,3 +222,46 @@ def is_of_package(holder: Any) -> bool:
     home = type.__dict__["__module__"].__get__(type(holder))
     name = holder.get("__name__") if _is_namespace(holder) else home
     return type(name) is str and name.partition(".")[0] == "instrument"
+
+
+def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Do as `isinstance`, by the thing's own type: its `__class__` may be foreign code."""
+    return issubclass(type(thing), kinds)
+
+
+def own_names(thing: Any) -> dict[str, Any] | None:
+    """Return the thing's own `__dict__`, or None."""
+    if issubclass(type(thing), ModuleType):
+        return namespace(thing)
+    found = type_attribute(type(thing), "__dict__")
+    names = found.__get__(thing) if type(found) is GetSetDescriptorType else None
+    return names if type(names) is dict else None
+
+
+def type_namespace(kind: type) -> Mapping[str, Any]:
+    """Return a class's own names."""
+    names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
+    return names
+
+
+def type_attribute(kind: type, name: str) -> Any:
+    """Return the raw value that a class or its bases have for a name; None where there is none."""
+    for base in type.__dict__["__mro__"].__get__(kind):
+        if name in type_namespace(base):
+            return type_namespace(base)[name]
+    return None
+
+
+def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield name and module of everything in `sys.modules` now that is a module."""
+    for module in sys.modules.copy().values():
+        if issubclass(type(module), ModuleType):
+            name = namespace(module).get("__name__")
+            if isinstance(name, str):
+                yield name, module
+
+
+def namespace(module: ModuleType) -> dict[str, Any]:
+    """Return a module's own names. `vars` would wake a module that loads itself when it is first touched."""
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return names

@@ -17,8 +17,18 @@ from instrument.instrumentors import arguments, functions, registrations, target
 from instrument.instrumentors.arguments import KeyReader
 from instrument.instrumentors.functions import Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
-from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_namespace
-from instrument.instrumentors.references import Kept, Name, Search, is_of_package, names_in_modules, rebind
+from instrument.instrumentors.references import (
+    Kept,
+    Name,
+    Search,
+    is_of_package,
+    isinstance_of,
+    names_in_modules,
+    namespace,
+    own_names,
+    rebind,
+    type_namespace,
+)
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from instrument.instrumentors.functions import Undo, detach_decorated
-from instrument.instrumentors.namespaces import loaded_modules, namespace
+from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES

@@ -37,8 +37,14 @@ from types import (
 from typing import Any, NamedTuple
 
 from instrument import native
-from instrument.instrumentors.namespaces import isinstance_of, namespace, own_names, type_attribute, type_namespace
-from instrument.instrumentors.references import Kept
+from instrument.instrumentors.references import (
+    Kept,
+    isinstance_of,
+    namespace,
+    own_names,
+    type_attribute,
+    type_namespace,
+)
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.main_module import names_of

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.namespaces import own_names, type_namespace
+from instrument.instrumentors.references import own_names, type_namespace
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Work

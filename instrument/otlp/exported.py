@@ -44,8 +44,8 @@ from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
-from instrument.trace.interruptions import Interruptions
-from instrument.trace.of_memory import origin_of, saved_of
+from instrument.trace.by_process import Interruptions
+from instrument.trace.of_recording import origin_of, saved_of
 from instrument.trace.settling import Settled, Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows

@@ -27,7 +27,7 @@ from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
-from instrument.trace.of_memory import origin_of
+from instrument.trace.of_recording import origin_of
 from instrument.trace.settling import ServedRequest
 
 NEVER_NS = 1 << 63

@@ -23,7 +23,7 @@ from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, and_above
 from instrument.trace.groups import distinct, places_of
-from instrument.trace.innermost import Clock
+from instrument.trace.self_times import Clock
 from instrument.trace.watched import KernelColumns
 
 

@@ -35,9 +35,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered
-from instrument.trace.innermost import turns
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
-from instrument.trace.self_times import stood_aside
+from instrument.trace.self_times import stood_aside, turns
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
 """The order in which calls are asked who is under way."""

@@ -17,8 +17,8 @@ from instrument.report.view import Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above, rows_of
 from instrument.trace.groups import distinct, numbered, ranked
-from instrument.trace.innermost import innermost
 from instrument.trace.intervals import Unions, successive, union_by_group
+from instrument.trace.self_times import innermost
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"

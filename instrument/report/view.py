@@ -236,7 +236,7 @@ class Recording:
         """
 
         def counted(recording: Recording) -> Tally:
-            from instrument.trace.counting import tally_of
+            from instrument.trace.call_tree import tally_of
 
             return tally_of(recording.columns, trace.threads)
 

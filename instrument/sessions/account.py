@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timing import Timing
-from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.startup import ImportTimes
 from instrument.instrumentors.verdict import Verdict, marks_of, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder

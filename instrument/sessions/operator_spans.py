@@ -176,7 +176,7 @@ def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequenc
     """The innermost of the spans that was open on each thread at each time, None where none was or nobody can tell."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
-    from instrument.trace.innermost import innermost
+    from instrument.trace.self_times import innermost
     from instrument.trace.trace import columns_of_spans
 
     points = (np.array(column, dtype=np.int64) for column in (thread_ids, times_ns))

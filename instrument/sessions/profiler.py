@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instrument.device.host import Host
+from instrument.device.gauges import Host
 from instrument.errors import ProfileError, StateError, TargetError
 from instrument.instrumentors.loaders import Waiting, listen, loader
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule

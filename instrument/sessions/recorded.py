@@ -20,9 +20,9 @@ from instrument import chrome, clock
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timing import Timing
-from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.startup import ImportTimes
 from instrument.profile.model import EVERYTHING, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, Ticks

@@ -59,7 +59,7 @@ def prepare() -> None:
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import counting, file, of_rows, trace  # noqa: F401
+        from instrument.trace import call_tree, file, of_recording, trace  # noqa: F401
     except ImportError:
         pass  # `why_no_files` reports it, or what is written
 

@@ -53,7 +53,7 @@ class TakenStretch:
     def columns(self, timing: Timing | None = None) -> columns.Columns:
         """Its spans, clipped to it, with the device times that are known by now, at 0.2 us each; on any thread, at any
         later time."""
-        from instrument.trace.of_rows import columns_of
+        from instrument.trace.of_recording import columns_of
 
         device_of = None if timing is None else timing.columns_of
         return columns_of(self.taken, self.start_ns, self.end_ns, device_of)
@@ -62,13 +62,13 @@ class TakenStretch:
         """From when on none of its spans is missing; 0 where none is."""
         if not (self.wrapped or self.given_up):
             return 0
-        from instrument.trace.of_rows import oldest_ns
+        from instrument.trace.of_recording import oldest_ns
 
         return _held_from_ns(oldest_ns(self.taken, self.start_ns, self.end_ns), self.wrapped, self.given_up)
 
     def begun_since(self, at_ns: int) -> bool:
         """Whether a span has begun in it after that time."""
-        from instrument.trace.of_rows import has_begun
+        from instrument.trace.of_recording import has_begun
 
         return has_begun(self.taken, at_ns, self.end_ns)
 

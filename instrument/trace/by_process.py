@@ -2,6 +2,9 @@
 
 A process keeps the numbers that it gave to threads, streams and devices. Ids, parents and roots are those of the merged
 trace, and times are on its clock. A batch knows the requests that it serves.
+
+Interruptions become events of the spans that they hit, not traces of one span. A blocked event loop hits the requests
+and the roots that were open on its thread, a garbage collection those of its process.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
-from instrument.trace.trace import MergedProcess, Trace, spans_of
+from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
 
 
 class ProcessRows(NamedTuple):
@@ -106,3 +109,26 @@ def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Map
     for at, which in zip(row[is_hit].tolist(), one[is_hit].tolist(), strict=True):
         found.setdefault(at, []).append(its[which])
     return found
+
+
+NEWEST = 1_000
+"""Interruptions of a process that are kept for the spans that end after them."""
+
+
+class Interruptions:
+    """The newest interruptions of one process."""
+
+    def __init__(self) -> None:
+        self._newest: list[Span] = []
+
+    def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
+        """Return the rows without interruptions, and by row those that hit it, of this trace and of those before."""
+        alone = trace.of_sites([is_interruption(site) for site in trace.sites])
+        if alone.any():
+            _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
+            alone &= (sizes == 1)[trees.reshape(-1)]
+        rows, own = np.flatnonzero(~alone), np.flatnonzero(alone)
+        found = with_spans(trace, self._newest)
+        hits = interruptions_of(found, rows, np.concatenate([own, np.arange(len(trace), len(found))]))
+        self._newest = sorted([*self._newest, *spans_of(trace, own)], key=attrgetter("end_ns"))[-NEWEST:]
+        return rows, hits

@@ -27,7 +27,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
-from instrument.trace.counting import tally_of
+from instrument.trace.call_tree import tally_of
 from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe

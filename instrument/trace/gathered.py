@@ -18,7 +18,7 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import numbered
-from instrument.trace.of_rows import numbers_in
+from instrument.trace.of_recording import numbers_in
 from instrument.trace.unsettled import NO_DETAIL, UnsettledRows, detail_of_open
 
 OPEN_NS = 1 << 61

@@ -31,9 +31,9 @@ from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, and_above, nearest, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered, running_most
-from instrument.trace.innermost import turns
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
+from instrument.trace.self_times import turns
 
 QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
 SHARE, WAITING = "share of batches", "waiting in batches"

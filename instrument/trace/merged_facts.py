@@ -14,8 +14,8 @@ from instrument.recording.allocations import Allocations
 from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, never_called
 from instrument.recording.tally import Tally
 from instrument.trace.apart import ApartFile, Numbers
+from instrument.trace.call_tree import tally_of
 from instrument.trace.columns import Columns
-from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace

@@ -93,7 +93,7 @@ def start_torch() -> Any:
     """torch's device, warm, with a kernel on its way."""
     import torch
 
-    from instrument.device.streams import current_of_torch
+    from instrument.device.cuda import current_of_torch
 
     if not torch.cuda.is_available():
         return None

@@ -94,7 +94,7 @@ def make(count: int, in_tasks: bool) -> Any:
 
 def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument import chrome
-    from instrument.trace.counting import tally_of
+    from instrument.trace.call_tree import tally_of
 
     trace = make(count, in_tasks)
     started = time.perf_counter()

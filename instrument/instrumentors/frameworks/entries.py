@@ -17,7 +17,7 @@ from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.namespaces import loaded_modules, namespace
+from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule

@@ -23,8 +23,7 @@ from typing import Any
 from instrument.instrumentors.frameworks.entries import missing, replaced, taken
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.loaders import StandIn
-from instrument.instrumentors.namespaces import loaded_modules, namespace
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.references import loaded_modules, namespace, rebind
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule

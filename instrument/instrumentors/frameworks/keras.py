@@ -19,7 +19,7 @@ from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, m
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.layers import Layers, Paths
 from instrument.instrumentors.lineages import subclasses
-from instrument.instrumentors.namespaces import namespace
+from instrument.instrumentors.references import namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder

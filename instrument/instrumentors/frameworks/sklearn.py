@@ -17,7 +17,7 @@ from typing import Any
 from instrument.instrumentors.frameworks.entries import missing, no_function, recorded_once, replaced
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
-from instrument.instrumentors.namespaces import namespace
+from instrument.instrumentors.references import namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
