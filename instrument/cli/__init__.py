@@ -27,7 +27,7 @@ VERBS: Mapping[str, str] = {
     **{word: f"{word}_verb" for word in ("init", "run", "check", "ps", "live", "dump")},
     "on": "switch_verb",
     "off": "switch_verb",
-    **{word: f"{word}_verb" for word in ("reload", "report", "convert", "merge", "query", "agent", "recover")},
+    **{word: f"{word}_verb" for word in ("reload", "report", "convert", "merge", "query", "agent", "recover", "help")},
 }
 """The module of each verb, in the order in which help lists them."""
 
@@ -88,6 +88,7 @@ def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
+        epilog="`instrument help` lists the topics of the documentation.",
     )
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(required=True, metavar="VERB")

@@ -1,0 +1,49 @@
+"""`instrument help`: print a topic of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import pydoc
+from collections.abc import Mapping
+from pathlib import Path
+
+from instrument.cli.option_values import Verbs
+from instrument.errors import InstrumentError
+from instrument.profile.document import nearest
+
+FOLDER = Path(__file__).parent.parent / "docs"
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser("help", help="print a topic of the documentation, or the list of topics")
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="the topic to print (default: list all)")
+    parser.set_defaults(verb=show)
+
+
+def topics() -> Mapping[str, Path]:
+    """Return the file of each topic, by its name."""
+    return {path.stem.lower(): path for path in sorted(FOLDER.glob("*.md"), key=lambda path: path.stem.lower())}
+
+
+def show(options: argparse.Namespace, host: list[str]) -> int:
+    """Print a topic, page by page at a terminal. Return the exit code. Raise `InstrumentError` for an unknown topic."""
+    pages = topics()
+    if options.topic is None:
+        width = max(map(len, pages))
+        print("Topics, for `instrument help TOPIC`:\n")
+        for name, path in pages.items():
+            print(f"  {name:{width}}  {summary(path.read_text('utf-8'))}")
+        print("\nThe options of a command: `instrument COMMAND --help`.")
+        return 0
+    name = options.topic.lower()
+    if name not in pages:
+        near = nearest(name, pages)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise InstrumentError(f"help: found the topic {options.topic!r}; allowed: {', '.join(pages)}{hint}")
+    pydoc.pager(pages[name].read_text("utf-8"))
+    return 0
+
+
+def summary(text: str) -> str:
+    """Return the line below the title of a topic."""
+    return text.split("\n", 3)[2]
