@@ -12,9 +12,9 @@ from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.packing import Ids, linked_spans
+from instrument.otlp.packing import Ids
 from instrument.otlp.span_queue import Source
-from instrument.recording.remote_parents import LinkedRequest, link_of
+from instrument.recording.remote_parents import LinkedSpan, link_of
 from instrument.recording.spans import Origin, Site, Span
 from instrument.trace.by_process import rows_by_process, where_began
 from instrument.trace.columns import Columns
@@ -46,7 +46,7 @@ def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list
 def offer(exporter: Exporter, spans: Sequence[Span], source: Source | None = None) -> bool:
     """Hand over spans of one process, packed at once. Returns True unless the exporter is closed."""
     source = source or exporter.own
-    links = {row: linked_spans(one.links, source.ids) for row, one in enumerate(spans) if one.links}
+    links = {row: one.links for row, one in enumerate(spans) if one.links}
     exporter.submit_rows(source, columns_of_spans(spans), np.arange(len(spans)), links=links)
     return not exporter._queue.is_closed
 
@@ -57,7 +57,7 @@ def messages_of(
     """Return the official messages of spans of one process, each followed by those of its device intervals."""
     ids = ids or Ids()
     source = Source(ids, origin, lambda: threads or {}, dict)
-    links = {row: linked_spans(one.links, ids) for row, one in enumerate(spans) if one.links}
+    links = {row: one.links for row, one in enumerate(spans) if one.links}
     bodies = source.requests(columns_of_spans(spans), np.arange(len(spans)), 1 << 30, links=links)
     return [
         message
@@ -84,12 +84,14 @@ def links_of(span: Span, ids: Ids) -> list[tuple[int, int, str]]:
     ]
 
 
-def linked_requests(columns: Columns, joined: Joined) -> Mapping[int, Sequence[LinkedRequest]]:
-    """By the row of each batch the requests that it serves, those that are known, each once and in its order."""
+def linked_requests(columns: Columns, joined: Joined, ids: Ids | None = None) -> Mapping[int, Sequence[LinkedSpan]]:
+    """By the row of each batch the requests that it serves, those that are known, each once and in its order.
+
+    Without `ids` the links have the numbers of the spans and of the roots.
+    """
     served, rows = joined.served, joined.rows
-    remotes = {int(columns.root_id[row]): one for row, one in columns.remote.items()}
     requests = [
-        LinkedRequest(span_id, root_id, remotes.get(root_id))
+        LinkedSpan(root_id, span_id) if ids is None else LinkedSpan(ids.trace_id(root_id), ids.span_id(span_id))
         for span_id, root_id in zip(columns.span_id[rows].tolist(), columns.root_id[rows].tolist(), strict=True)
     ]
     known = np.flatnonzero(served.request != NONE)

@@ -33,7 +33,7 @@ MOST = {
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 113, 268, 13),
     "native": (0, 171, 0, 0),
-    "otlp": (48, 93, 173, 7),
+    "otlp": (48, 93, 170, 7),
     "profile": (0, 8, 34, 2),
     "proposal": (0, 5, 37, 0),
     "recorder": (0, 12, 46, 1),
@@ -41,7 +41,7 @@ MOST = {
     "report": (0, 394, 525, 37),
     "runtime": (1, 3, 24, 2),
     "sessions": (114, 258, 208, 14),
-    "trace": (9, 162, 597, 14),
+    "trace": (9, 159, 595, 14),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

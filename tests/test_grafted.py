@@ -373,7 +373,7 @@ def test_links_of_a_batch_are_what_a_collector_reads() -> None:
     trace = columns_of_spans(engine())
     joined = join(trace)
     spans, ids = spans_of(grafted(trace, joined)), Ids()
-    for row, its in linked_requests(trace, joined).items():
+    for row, its in linked_requests(trace, joined, ids).items():
         spans[row].links = its
     packed = messages_of(spans, ids, Origin(1, "", 0, 10**18))
     step = packed[8]

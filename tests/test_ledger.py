@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import queue_times
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import device_ledger, ledger, timeline
-from instrument.trace.stages import queue_times, stages
+from instrument.trace.stages import stages
 from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")

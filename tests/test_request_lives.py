@@ -20,11 +20,11 @@ from real_servers import Served, with_report
 from sent_spans import SentSpan, converted, sent_to, trees
 from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
+from trees import queue_times
 
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
-from instrument.trace.stages import queue_times
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

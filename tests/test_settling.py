@@ -17,6 +17,7 @@ from kept import sent_spans
 from otlp_spans import identify, links_of, spans_by_process
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
+from trees import queue_times
 
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Where
@@ -26,7 +27,6 @@ from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, Site, Span
-from instrument.trace import stages as trace_stages
 from instrument.trace import tail_sampling, unsettled
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
@@ -536,7 +536,7 @@ def of_files(run: Run) -> tuple[Columns, Joined]:
 def queued(run: Run) -> dict[int, int]:
     """How long each request was in the queue, as the recordings tell."""
     columns, joined = of_files(run)
-    found = trace_stages.queue_times(columns, joined)
+    found = queue_times(columns, joined)
     numbers = columns.attributes.values("number", joined.rows)
     return {int(str(numbers[place])): queue_ns for place, queue_ns in found.items()}
 

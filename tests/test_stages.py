@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ledger import CHAT, ENGINE, STEP, engine, made, schedule
+from trees import queue_times
 
 from instrument.cli import main
 from instrument.profile.keys import load
 from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span
 from instrument.trace import file
 from instrument.trace.joined import join
-from instrument.trace.stages import queue_times, stage_spans, stages
+from instrument.trace.stages import stage_spans, stages
 from instrument.trace.trace import Trace, columns_of_spans
 
 PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")

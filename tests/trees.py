@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 
 from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Span
+from instrument.trace.columns import Columns
+from instrument.trace.joined import Joined
+from instrument.trace.stages import stages
 
 
 def _name(span: Span) -> str:
@@ -39,3 +42,9 @@ def outline(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     margin = min(len(line) - len(line.lstrip()) for line in lines)
     return "\n".join(line[margin:].rstrip() for line in lines)
+
+
+def queue_times(trace: Columns, joined: Joined) -> dict[int, int]:
+    """How long each request was in the queue, by its place: 0 where a served request did not wait."""
+    queues = ((one.place, one.queue or (0, 0)) for one in stages(trace, joined))
+    return {place: end_ns - start_ns for place, (start_ns, end_ns) in queues}

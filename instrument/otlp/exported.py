@@ -25,7 +25,6 @@ from instrument.otlp.exposition import Metered
 from instrument.otlp.interval_join import DeviceTimes
 from instrument.otlp.kept_files import KeptFiles
 from instrument.otlp.metering import Metering
-from instrument.otlp.packing import linked_spans
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording import export_place
@@ -46,7 +45,8 @@ from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.by_process import Interruptions
 from instrument.trace.of_recording import origin_of, saved_of
-from instrument.trace.settling import Settled, Settling
+from instrument.trace.sent_rows import Settled
+from instrument.trace.settling import Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
@@ -211,8 +211,7 @@ class Exported:
             reading.base["kept"] += len(rows) + intervals
             self.note_read(settled_ns)
         if trace is not None and self._sends:
-            links = {row: linked_spans(its, reading.source.ids) for row, its in settled.links.items()}
-            self._exporter.submit_rows(reading.source, trace, rows, links=links, interruptions=hits)
+            self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.files is not None:
             self.files.put(spans_of(trace, rows), reading.source)
         if settled.derived and self._sends:

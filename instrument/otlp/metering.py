@@ -28,7 +28,7 @@ from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
 from instrument.trace.of_recording import origin_of
-from instrument.trace.settling import ServedRequest
+from instrument.trace.sent_rows import ServedRequest
 
 NEVER_NS = 1 << 63
 

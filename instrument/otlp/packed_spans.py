@@ -24,7 +24,6 @@ from instrument.otlp.packing import (
     LINK_NAMES,
     SERVER_KIND,
     Body,
-    LinkedSpan,
     cause_of,
     device_attributes,
     device_name,
@@ -43,6 +42,7 @@ from instrument.otlp.packing import (
     varint,
 )
 from instrument.otlp.span_ids import RowIds, SpanIds
+from instrument.recording.remote_parents import LinkedSpan
 from instrument.recording.spans import AttributeValue, Origin, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE

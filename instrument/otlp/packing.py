@@ -17,14 +17,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.remote_parents import (
-    LINK,
-    LINK_REMOTE,
-    LINK_STATE,
-    LINK_TRACE_ID,
-    LinkedRequest,
-    remote_of,
-)
+from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, remote_of
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
 
 SCOPE = "instrument"
@@ -118,26 +111,6 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
-
-
-class LinkedSpan(NamedTuple):
-    """A span that another one is linked to, as a collector knows it, and the state of its trace."""
-
-    trace_id: int
-    span_id: int
-    state: str = ""
-
-
-def linked_spans(requests: Sequence[LinkedRequest], ids: Ids) -> list[LinkedSpan]:
-    """Return the requests that a batch serves as links."""
-    found = []
-    for one in requests:
-        if not one.root_id and one.remote is not None:
-            found.append(LinkedSpan(one.remote.trace_id, one.remote.span_id, one.remote.state))
-            continue
-        trace_id = ids.trace_id(one.root_id) if one.remote is None else one.remote.trace_id
-        found.append(LinkedSpan(trace_id, ids.span_id(one.span_id), "" if one.remote is None else one.remote.state))
-    return found
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:

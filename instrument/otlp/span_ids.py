@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids, LinkedSpan
-from instrument.recording.remote_parents import RemoteParent
+from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids
+from instrument.recording.remote_parents import LinkedSpan, RemoteParent
 from instrument.trace.by_process import where_began
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE

@@ -119,12 +119,9 @@ def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 
-class LinkedRequest(NamedTuple):
-    """A request that a batch serves: its span and the root of its tree, by their numbers, and its caller's span.
+class LinkedSpan(NamedTuple):
+    """A span that another one is linked to, as a collector knows it, and the state of its trace."""
 
-    Of another process's request both numbers are 0, and `remote` is its own span.
-    """
-
+    trace_id: int
     span_id: int
-    root_id: int
-    remote: RemoteParent | None
+    state: str = ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar, NamedTuple
 
-from instrument.recording.remote_parents import LinkedRequest, RemoteParent
+from instrument.recording.remote_parents import LinkedSpan, RemoteParent
 from instrument.runtime.cheap_start import Field, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -160,7 +160,7 @@ class Span:
     device: tuple[DeviceInterval, ...] = ()
     clipped: bool = False
     remote: RemoteParent | None = None
-    links: Sequence[LinkedRequest] = ()
+    links: Sequence[LinkedSpan] = ()
 
     @property
     def total_ns(self) -> int:

@@ -154,16 +154,6 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     return found
 
 
-def queue_times(trace: Columns, joined: Joined) -> Mapping[int, int]:
-    """Return the nanoseconds that requests waited in the queue, by their places: 0 where a served request did not wait.
-
-    A request that no batch serves is in it only where it was given up in the queue.
-    """
-    batches, between = served_stretches(trace, joined)
-    found = dict.fromkeys(batches.request.tolist(), 0)
-    return found | {place: end_ns - start_ns for place, (start_ns, end_ns) in _queues(between).items()}
-
-
 def _generating(trace: Columns, joined: Joined) -> set[int]:
     """The places of the requests of which a rule, or the service, says that a model generates something."""
     rows = [trace.attributes.having(name) for name in GENERATION]

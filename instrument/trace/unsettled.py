@@ -139,8 +139,8 @@ class UnsettledRows:
 
     def add(
         self, rings: Sequence[RingRows], opened: Mapping[int, OpenSpan], details: Details, room_bytes: int = 1 << 30
-    ) -> list[EndedRequest]:
-        """Take in rows that were read, with the spans that were open before; return the requests that have ended.
+    ) -> None:
+        """Take in rows that were read, with the spans that were open before.
 
         Details are written before their rows. Up to twice `room_bytes` of them wait for rows.
         """
@@ -153,14 +153,11 @@ class UnsettledRows:
             )
         kept: list[NDArray[np.void]] = [self.rows]
         threads: list[NDArray[np.int64]] = [self.thread_id]
-        ended: list[EndedRequest] = []
         for ring in rings:
             rows = ring.rows[self._are_wanted(ring.rows)]
             self._take_details(ring.rows, rows)
             kept.append(rows)
             threads.append(np.full(len(rows), ring.thread_id, np.int64))
-            roots = rows[(rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)]
-            ended += map(self.ended_request, roots)
         count = sum(map(len, kept)) - len(self.rows)
         if count:
             self.lingers = True
@@ -168,7 +165,6 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
             if len(self.rows) > MOST_ROWS:
                 self._make_room()
-        return sorted(ended, key=lambda request: request.end_ns)
 
     def adopt(
         self,

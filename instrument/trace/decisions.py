@@ -1,0 +1,327 @@
+"""Decisions: the requests of a run that are kept, and what becomes of the rows of all others.
+
+A request is decided about with its parts in other processes. A batch goes with the first request that is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, KEY
+from instrument.trace.columns import Bools, Columns
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.gathered import OPEN, Gathered
+from instrument.trace.grafted import grafted
+from instrument.trace.joined import join
+from instrument.trace.tail_sampling import EndedRequest, are_sampled
+from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, UnsettledRows
+
+PATIENCE_NS = 10**9
+"""Nanoseconds for which spans wait, when they have come due, for a request that nobody has heard of."""
+
+UNKNOWN_NS = 8 * 10**9
+"""Nanoseconds for which spans wait for a request of their process that nobody has seen."""
+
+BEYOND_LIMIT = "requests beyond the capture limit"
+
+MOST_TRACES = 50_000
+"""Traces and keys that are remembered; the oldest are forgotten."""
+
+
+class RememberedTraces:
+    """The traces that were kept, and the first request of each key, over all rounds of settling."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._first_of_key: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def is_kept(self, trace_id: int) -> bool:
+        """Return True where a part of this trace was kept."""
+        return trace_id in self._kept
+
+    def keep_trace(self, trace_id: int) -> None:
+        """Remember that a part of this trace was kept."""
+        self._kept[trace_id] = None
+        if len(self._kept) > MOST_TRACES:
+            self._kept.popitem(last=False)
+
+    def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
+        """Return True for the first request, by its process and span, that asks for the trace of a key."""
+        found = self._first_of_key.setdefault(key, request)
+        if len(self._first_of_key) > MOST_TRACES:
+            self._first_of_key.popitem(last=False)
+        return found == request
+
+
+class Decisions:
+    """The decisions of one round of settling over the gathered rows. `kept` and `passed` are the roots of requests."""
+
+    def __init__(
+        self, remembered: RememberedTraces, gathered: Gathered, horizon_ns: int, *, is_last: bool, at_once: bool
+    ) -> None:
+        self._remembered, self.gathered, self._horizon_ns = remembered, gathered, horizon_ns
+        self._is_last, self._at_once = is_last, at_once
+        self.members = gathered.members
+        trace = gathered.trace
+        self.joined = join(trace)
+        self.run = self.members[0].ids.run if self.members else ""
+        found = grafted(trace, self.joined, self.run) if self.run else grafted(trace, self.joined)
+        self.found = self._with_traces(found) if self.run else found
+        count = len(trace)
+        self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
+        """The row of the root of each row's tree, `NONE` where it is not here."""
+        self.is_root = gathered.is_request_root
+        self.out = np.zeros(count, np.bool_)
+        """Rows that are sent."""
+        self.gone = np.zeros(count, np.bool_)
+        """Rows that are dropped."""
+        self._place_adopted()
+        self.kept, self.passed = self._decided()
+        self._settle_trees(self.kept, self.passed)
+        self._settle_batches(self.served)
+        self._settle_others()
+
+    def _with_traces(self, found: Columns) -> Columns:
+        """Leave the trace of a key to the first request that had it, over all rounds."""
+        named = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
+        remote = dict(found.remote)
+        for row, key in named.items():
+            own = (int(self.gathered.member[row]), int(self.gathered.own[row]))
+            is_of_key = row in remote and row not in self.gathered.trace.remote
+            if is_of_key and not self._remembered.has_trace_of_key(key, own):
+                del remote[row]
+        return replace(found, remote=remote)
+
+    # ---------------------------------------------------------------- requests
+
+    def member(self, row: int) -> UnsettledRows:
+        return self.members[int(self.gathered.member[row])]
+
+    def _request(self, row: int) -> EndedRequest:
+        member = self.member(row)
+        return member.ended_request(member.rows[self.gathered.place[row]])
+
+    def trace_id(self, root: int) -> int:
+        """Return the trace of a tree at a collector."""
+        remote = self.found.remote.get(root)
+        if remote is not None:
+            return remote.trace_id
+        return self.member(root).ids.trace_id(int(self.gathered.own[root]))
+
+    def span_id(self, row: int) -> int:
+        return self.member(row).ids.span_id(int(self.gathered.own[row]))
+
+    def _decided(self) -> tuple[set[int], set[int]]:
+        """Decide about the requests that have come due: the rows of the roots that are kept, and that are dropped."""
+        gathered, state = self.gathered, self.gathered.state
+        parts: dict[int, list[int]] = {}
+        for row in np.flatnonzero(self.is_root & (state != SETTLED) & (self.unit != NONE)).tolist():
+            parts.setdefault(int(self.unit[row]), []).append(row)
+        undue_traces: set[int] = set()
+        due: list[int] = []
+        for unit in parts:
+            if not self.is_root[unit] or state[unit] in (SETTLED, PASSED):
+                continue
+            if state[unit] == OPEN or gathered.trace.end_ns[unit] > self._horizon_ns:
+                if not self.member(unit).is_over:
+                    undue_traces.add(self.trace_id(unit))
+            else:
+                due.append(unit)
+        due.sort(key=lambda row: int(gathered.trace.end_ns[row]))
+        ended: dict[int, list[EndedRequest]] = {}
+        for unit in due:
+            ended.setdefault(int(gathered.member[unit]), []).append(self._request(unit))
+        for member, requests in ended.items():
+            self.members[member].sampler.look(requests)
+        kept: set[int] = set()
+        passed: set[int] = set()
+        standing_out: list[tuple[int, int, int]] = []
+        for unit in due:
+            self._judge(unit, parts[unit], kept, passed, undue_traces, standing_out)
+        for unit in list(passed):  # a part of its trace may have been kept after it was looked at
+            if self._remembered.is_kept(self.trace_id(unit)):
+                passed.discard(unit)
+                self._keep(unit, kept)
+        self._keep_before(standing_out, kept, passed)
+        return kept, passed
+
+    def _place_adopted(self) -> None:
+        """Find the rows of an earlier reader that it had settled, and have the others wait as any do."""
+        gathered, state = self.gathered, self.gathered.state
+        adopted = np.flatnonzero(state == ADOPTED)
+        if not len(adopted):
+            return
+        served, sampled = self.served, self.are_sampled()
+        for row in adopted.tolist():
+            member, unit = self.member(row), int(self.unit[row])
+            is_late = gathered.trace.end_ns[row] > member.adopted_until_ns
+            if row in served:
+                states = {int(state[root]) for root in served[row] if root != NONE}
+                waits = SETTLED not in states and (is_late or (bool(states) and not sampled[row]))
+            elif unit != NONE and self.is_root[unit]:
+                waits = state[unit] != SETTLED
+            else:
+                waits = bool(is_late)
+            state[row] = member.state[gathered.place[row]] = WAITING if waits else SETTLED
+            member.adopted += waits
+
+    def _judge(
+        self,
+        unit: int,
+        parts: Sequence[int],
+        kept: set[int],
+        passed: set[int],
+        undue_traces: set[int],
+        standing_out: list[tuple[int, int, int]],
+    ) -> None:
+        ended = [
+            (self.member(row).sampler, self._request(row), row) for row in parts if self.gathered.state[row] != OPEN
+        ]
+        is_kept = self._remembered.is_kept(self.trace_id(unit))
+        if is_kept or any(sampler.is_asked_for(its, is_part=row != unit) for sampler, its, row in ended):
+            self._keep(unit, kept)
+            return
+        for sampler, its, row in ended:
+            if sampler.stands_out(its):
+                if sampler.is_allowed(its.end_ns):
+                    if its.root_id not in self.member(row).early:  # what came before those is long gone
+                        standing_out.append((int(self.gathered.member[row]), its.start_ns, its.end_ns))
+                    self._keep(unit, kept)
+                else:
+                    self.member(row).counts[BEYOND_LIMIT] += 1
+                    passed.add(unit)
+                return
+        for sampler, its, row in ended:
+            if sampler.is_early(its) and not (self.member(row).is_over or self._is_last):
+                self.member(row).early.add(its.root_id)
+                return
+        if self._is_last or self.trace_id(unit) not in undue_traces:
+            passed.add(unit)
+
+    def _keep(self, unit: int, kept: set[int]) -> None:
+        kept.add(unit)
+        self._remembered.keep_trace(self.trace_id(unit))
+
+    def _keep_before(self, standing_out: Iterable[tuple[int, int, int]], kept: set[int], passed: set[int]) -> None:
+        """Keep what came before requests that stand out, as `capture.before` says."""
+        gathered = self.gathered
+        recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
+        for member, start_ns, end_ns in standing_out:
+            before_ns = self.members[member].sampler.capture.before_ns
+            for unit in [*recent, *passed] if before_ns else ():
+                if gathered.member[unit] == member and start_ns - before_ns <= gathered.trace.end_ns[unit] <= end_ns:
+                    passed.discard(unit)
+                    if unit not in kept:
+                        self._keep(unit, kept)
+
+    # ---------------------------------------------------------------- rows
+
+    @property
+    def is_undecided(self) -> Bools:
+        state = self.gathered.state
+        return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
+
+    def marked(self, units: set[int]) -> Bools:
+        """Mark the rows of some trees."""
+        wanted = np.zeros(len(self.unit) + 1, np.bool_)
+        wanted[np.fromiter(units, np.int64, len(units))] = True
+        wanted[NONE] = False
+        return wanted[self.unit]
+
+    def _settle_trees(self, kept: set[int], passed: set[int]) -> None:
+        """Settle the rows of requests that were decided about, now or before."""
+        gathered, undecided = self.gathered, self.is_undecided
+        late: dict[bool, set[int]] = {True: set(), False: set()}
+        units = np.unique(self.unit[undecided & (self.unit != NONE)])
+        for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
+            decided = self.member(unit).decided.get(int(gathered.own[unit]))
+            late[decided is not None and decided.is_kept].add(unit)
+        self.out |= undecided & self.marked(kept | late[True])
+        self.gone |= undecided & self.marked(passed | late[False])
+        # Late rows of requests that are not here any more.
+        rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
+        for row in np.flatnonzero(rootless).tolist():
+            member = self.member(row)
+            decided = member.decided.get(int(gathered.own_root[row]))
+            if decided is not None:
+                (self.out if decided.is_kept else self.gone)[row] = True
+            elif not member.is_over and gathered.trace.end_ns[row] <= self._horizon_ns - UNKNOWN_NS:
+                self.gone[row] = True
+
+    @property
+    def _is_of_others(self) -> Bools:
+        """Mark undecided rows that have come due in trees that are no request's."""
+        is_request = np.append(self.is_root, False)[self.unit]
+        is_unknown = (self.unit == NONE) & (self.gathered.own_root & REQUEST_BIT != 0)
+        return np.asarray(
+            self.is_undecided & ~is_request & ~is_unknown & (self.gathered.trace.end_ns <= self._horizon_ns)
+        )
+
+    def _settle_others(self) -> None:
+        """Settle the rows of trees that are no request's: the sample decides."""
+        gathered = self.gathered
+        due = self._is_of_others
+        batches = self.found.attributes.having(BATCH_KEYS)
+        due[batches] = False
+        if not due.any():
+            return
+        keyed = np.zeros(len(due), np.bool_)
+        keyed[self.found.attributes.having(KEY)] = True
+        waits = (nearest(self.found.parent, keyed) != NONE) & (
+            gathered.trace.end_ns > self._horizon_ns - (0 if self._at_once or self._is_last else PATIENCE_NS)
+        )
+        due &= ~waits
+        sampled = self.are_sampled()
+        self.out |= due & sampled
+        self.gone |= due & ~sampled
+
+    def are_sampled(self) -> Bools:
+        found = np.zeros(len(self.unit), np.bool_)
+        for number, member in enumerate(self.members):
+            rows = self.gathered.member == number
+            found[rows] = are_sampled(self.gathered.own_root[rows], member.sampler.capture.sample)
+        return found
+
+    @cached_property
+    def served(self) -> Mapping[int, list[int]]:
+        """Return the roots of the requests that each batch serves, and `NONE` for those that nobody knows."""
+        served, found = self.joined.served, dict[int, list[int]]()
+        roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
+        for batch, root in zip(served.batch.tolist(), roots.tolist(), strict=True):
+            found.setdefault(batch, []).append(root)
+        return found
+
+    def fate_of(self, root: int) -> bool | None:
+        """Return True for a request that is kept, False for one that is dropped, None for one that is undecided."""
+        if self.gathered.state[root] == SETTLED:
+            decided = self.member(root).decided.get(int(self.gathered.own[root]))
+            return decided is not None and decided.is_kept
+        if self.out[root]:
+            return True
+        return False if self.gone[root] or self.gathered.state[root] == PASSED else None
+
+    def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
+        """Settle batches in trees that are no request's: with the first request that is kept, or by the sample."""
+        due, sampled = self._is_of_others, self.are_sampled()
+        state, end_ns = self.gathered.state, self.gathered.trace.end_ns
+        hurries = self._is_last or self._at_once
+        for batch in self.found.attributes.having(BATCH_KEYS).tolist():
+            if not due[batch]:
+                continue
+            fates = [None if root == NONE else self.fate_of(root) for root in served.get(batch, ())]
+            is_open = [root != NONE and state[root] == OPEN for root in served.get(batch, ())]
+            is_patient = not hurries and end_ns[batch] > self._horizon_ns - PATIENCE_NS
+            if is_patient and any(fate is None and not opened for fate, opened in zip(fates, is_open, strict=True)):
+                continue
+            if sampled[batch] or True in fates:
+                self.out[batch] = True
+            elif self._is_last or not any(
+                root != NONE and fate is None for root, fate in zip(served.get(batch, ()), fates, strict=True)
+            ):
+                self.gone[batch] = True
