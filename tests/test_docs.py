@@ -1,24 +1,33 @@
 """The documentation: its English, its links, its examples, and `instrument help`, which prints it.
 
-`DOCS=write python -m pytest tests/test_docs.py -k tables` writes the tables of keys in `profile.md` anew.
+`DOCS=write python -m pytest tests/test_docs.py -k keys` writes the lists of keys in `profile.md` anew.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from test_english import MOST_WORDS, PRIVATE_WORD
 
 import instrument
 from instrument import cli
 from instrument.cli.help_verb import FOLDER, summary, topics
-from instrument.profile.keys import loads
+from instrument.profile.keys import KEYS, loads
+from instrument.profile.model import VIEWS
+from instrument.profile.values import VARIABLES
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
@@ -132,11 +141,101 @@ def test_every_block_of_python_runs(page: str, tmp_path: Path, monkeypatch: pyte
             instrument.stop()
 
 
+@functools.cache
+def texts_of_the_code() -> str:
+    """Return all constant texts of the package, a line each."""
+    trees = (ast.parse(path.read_text("utf-8")) for path in FOLDER.parent.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+@pytest.mark.parametrize("page", ["reports.md", "troubleshooting.md"])
+def test_the_headings_and_messages_of_a_page_are_those_of_the_code(page: str) -> None:
+    """A message has `...` in place of the words that vary."""
+    rows = re.findall(r"(?m)^\| (`.+?`) \|", PAGES[page].read_text("utf-8"))
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    parts = [part.strip(" ;:,.") for text in quoted for part in text.split("...")]
+    code = texts_of_the_code()
+    assert len(parts) > 20
+    assert [part for part in parts if part not in code] == []
+
+
+def test_reports_has_a_section_for_every_view() -> None:
+    headings = re.findall(r"(?m)^## ([a-z]+)$", PAGES["reports.md"].read_text("utf-8"))
+    assert set(headings) == set(VIEWS)
+
+
 class Request:
     """A request as the examples in Python have it."""
 
     id = "r3"
     tokens = 5
+
+
+# ---------------------------------------------------------------- the keys of a profile
+
+SCHEMA = json.loads((FOLDER.parent / "profile" / "profile.schema.json").read_text("utf-8"))
+WORDS = {
+    "duration": "a duration", "size": "a size", "rate": "a rate", "usual": "a percentile and a factor",
+    "function_pattern": "a pattern", "reference": "", "left_out": "",
+}  # fmt: skip
+
+
+def values_of(shape: Any) -> Iterator[str]:
+    """Yield the values that a key takes, in words."""
+    if "$ref" in shape:
+        name = shape["$ref"].rpartition("/")[2]
+        yield WORDS.get(name, "a mapping")
+    for part in (*shape.get("anyOf", ()), *shape.get("allOf", ())):
+        yield from values_of(part)
+    if "enum" in shape:
+        yield from (f"`{word}`" for word in shape["enum"] if word is not False)
+    if shape.get("type") == "array":
+        yield "a list"
+    elif shape.get("type") == "boolean":
+        yield from ("`true`", "`false`")
+    elif shape.get("type") in ("integer", "number"):
+        most = shape["maximum"]
+        yield f"a number from {shape['minimum']}{f' to {most}' if most < 10**9 else ''}"
+    elif shape.get("type") == "string":
+        yield "text"
+    elif shape.get("type") == "object":
+        yield "a mapping"
+
+
+def described_keys(section: str) -> str:
+    """Return the list of a section's keys, as the page has it."""
+    properties = (SCHEMA["$defs"][section] if section else SCHEMA)["properties"]
+    lines = []
+    for name in KEYS[section]:
+        key = properties[name]
+        facts = [", ".join(dict.fromkeys(filter(None, values_of({"anyOf": key["anyOf"]}))))]
+        if KEYS[section][name].required:
+            facts.append("required")
+        default = key.get("default")
+        if default is not None:
+            facts.append(f"default `{yaml.safe_dump(default, default_flow_style=True, width=1000).split(chr(10))[0]}`")
+        path = f"{section}.{name}" if section else name
+        variables = [f"`{variable}`" for variable, _ in VARIABLES.get(path, ()) if variable.startswith("OTEL_")]
+        text = f"- `{name}` ({'; '.join(facts)}). {key['description']}"
+        if variables:
+            text += f" Variable: {', '.join(variables)}."
+        lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("section", KEYS, ids=lambda section: section or "top")
+def test_the_lists_of_keys_are_those_of_the_definition(section: str) -> None:
+    path = PAGES["profile.md"]
+    head, tail = f"Keys of `{section}`:\n\n" if section else "Keys of a profile:\n\n", "\n\n"
+    text = path.read_text("utf-8")
+    before, found, rest = text.partition(head)
+    assert found, f"profile.md has no line {head.strip()!r}"
+    if os.environ.get("DOCS") == "write":
+        path.write_text(before + head + described_keys(section) + tail + rest.partition(tail)[2])
+        text = path.read_text("utf-8")
+    assert head + described_keys(section) + tail in text
 
 
 # ---------------------------------------------------------------- instrument help

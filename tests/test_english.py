@@ -34,7 +34,7 @@ MOST = {
     "instrumentors": (0, 113, 268, 13),
     "native": (0, 171, 0, 0),
     "otlp": (48, 93, 170, 7),
-    "profile": (0, 8, 34, 2),
+    "profile": (0, 8, 33, 2),
     "proposal": (0, 5, 37, 0),
     "recorder": (0, 12, 46, 1),
     "recording": (23, 147, 146, 8),

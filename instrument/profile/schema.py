@@ -92,9 +92,9 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
 }
 """The shapes of sections with conditions on several keys."""
 
-_SERVERS = ", ".join(f"{name} ({whose})" for name, whose in model.SERVERS.items())
+_SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
-COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Whose requests: {_SERVERS}."}
+COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
 """The descriptions with words of other modules."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
