@@ -26,8 +26,8 @@ from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE, rows_of, tops
-from instrument.trace.layout import GatheredAttributes, column, rank_of, written
-from instrument.trace.metadata import Metadata, attribute
+from instrument.trace.layout import GatheredAttributes, as_tuples, column, rank_of, written
+from instrument.trace.metadata import Metadata
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
 
@@ -381,4 +381,4 @@ def _refuse_attributes(text: bytes) -> None:
     if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
         return
     for value in checked(json.loads(text), dict).values():
-        attribute(value)
+        as_tuples(value)

@@ -17,7 +17,7 @@ import numpy as np
 
 from instrument.recording.spans import AttributeValue, Site
 from instrument.sessions.step_spans import STEP, Step
-from instrument.trace.columns import Bools, Columns, ExtendedAttributes, Int64s
+from instrument.trace.columns import Bools, Columns, Int64s, extended
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.trace import Trace
@@ -193,7 +193,7 @@ class _Among:
             error=np.concatenate([trace.error, np.full(len(steps), NONE, np.int32)]),
             clipped=np.concatenate([trace.clipped, [step.clipped for step in steps]]),
             device=trace.device,
-            attributes=ExtendedAttributes(trace.attributes, count, attributes),
+            attributes=extended(trace.attributes, count, attributes),
             remote=trace.remote,
         )
 

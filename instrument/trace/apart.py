@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.allocations import Allocations
-from instrument.recording.remote_parents import LINK
-from instrument.recording.spans import HOST, AttributeValue, Sample, Site
+from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
-from instrument.trace.columns import AttributesOfSome, Bools, Columns, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of, tops
 from instrument.trace.groups import ranked
 from instrument.trace.trace import MergedProcess, Trace
-from instrument.trace.watched import ROW, KernelColumns
+from instrument.trace.watched import moved_watched
 
 
 class Apart:
@@ -218,7 +216,6 @@ def unmerged(saved: Saved) -> list[Saved]:
     if not processes:
         return [saved]
     of_thread = {thread: number for number, one in enumerate(processes) for thread in one.threads}
-    tallies = _tallies(saved, of_thread)
     known, places = ranked(saved.trace.columns.thread_id)
     of_row = np.array([of_thread.get(thread, 0) for thread in known.tolist()], dtype=np.int64)[places]
     tallies = _tallies(saved, of_thread)
@@ -237,9 +234,8 @@ def unmerged(saved: Saved) -> list[Saved]:
 
 
 def _own(numbers: NDArray[Any], known: Mapping[int, int]) -> Int64s:
-    """The numbers that a process gave, by the merged ones; an unknown number stays."""
-    its, places = ranked(numbers)
-    return np.array([known.get(one, one) for one in its.tolist()], dtype=np.int64)[places]
+    """Return the numbers that a process gave, by the merged ones; an unknown number stays."""
+    return _each(numbers, lambda number: known.get(number, number))
 
 
 def _columns(trace: Columns, of_row: Int64s, wanted: Bools, process: MergedProcess) -> Columns:
@@ -269,7 +265,7 @@ def _columns(trace: Columns, of_row: Int64s, wanted: Bools, process: MergedProce
         start_ns=its.start_ns - moved_ns,
         end_ns=its.end_ns - moved_ns,
         device=device,
-        attributes=_OwnAttributes(trace, rows, process),
+        attributes=_own_attributes(trace, rows, process),
     )
 
 
@@ -279,28 +275,14 @@ def _own_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
 
 
-class _OwnAttributes(AttributesOfSome):
-    """The attributes of the rows of a process, with links by the ids that it gave."""
+def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
+    """Return the attributes of the rows of a process, with links by the ids that it gave."""
 
-    def __init__(self, trace: Columns, rows: Int64s, process: MergedProcess) -> None:
-        super().__init__(trace.attributes, rows, len(trace))
-        self._trace, self._process = trace, process
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        its = super().__getitem__(row)
-        return {**its, LINK: self._own_link(its[LINK])} if LINK in its else its
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        found = super().values(name, rows)
-        return [value and self._own_link(value) for value in found] if name == LINK else found
-
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        numbers, sets = super().distinct(rows)
-        return numbers, [{**one, LINK: self._own_link(one[LINK])} if LINK in one else one for one in sets]
-
-    def _own_link(self, link: Any) -> Any:
+    def relink(_: int, link: Any) -> Any:
         ids = linked_ids(link)
-        return link if ids is None else tuple(_own_ids(self._trace, ids, self._process).tolist())
+        return link if ids is None else tuple(_own_ids(trace, ids, process).tolist())
+
+    return ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink)
 
 
 def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
@@ -338,23 +320,14 @@ def _facts(facts: Trace, number: int) -> Trace:
             if (one.device != HOST or number == 0) and is_first(one)
         ],
         gpus=[replace(gpu, device=its[gpu.device]) for gpu in facts.gpus if gpu.device in its],
-        **(_watched(facts, process) if process.is_watched else {}),
-    )
-
-
-def _watched(facts: Trace, process: MergedProcess) -> dict[str, Any]:
-    moved_ns = process.moved_ns
-    kernels, allocations = KernelColumns.of(facts.kernels).moved(-moved_ns), Allocations.of(facts.allocations)
-    rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
-    rows["device"], rows["thread_id"] = _own(rows["device"], process.devices), _own(rows["thread_id"], process.threads)
-    return {
-        "kernels": replace(
-            kernels, device=_own(kernels.device, process.devices), thread_id=_own(kernels.thread_id, process.threads)
+        **(
+            moved_watched(
+                facts,
+                lambda numbers: _own(numbers, process.devices),
+                lambda numbers: _own(numbers, process.threads),
+                -moved_ns,
+            )
+            if process.is_watched
+            else {}
         ),
-        "allocations": Allocations(rows.tobytes(), allocations.base_ns).moved(-moved_ns),
-        "watched": facts.watched and (facts.watched[0] - moved_ns, facts.watched[1] - moved_ns),
-        "flops": [
-            one._replace(thread_id=process.threads.get(one.thread_id, one.thread_id), at_ns=one.at_ns - moved_ns)
-            for one in facts.flops
-        ],
-    }
+    )

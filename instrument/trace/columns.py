@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
@@ -73,58 +73,73 @@ class AttributesOfRows(Attributes):
         return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 
-class ExtendedAttributes(Attributes):
-    """The attributes of some spans by their row, and of others whose rows follow these `count` rows."""
+class ComposedAttributes(Attributes):
+    """The attributes of rows that come from several `parts`: a row's part is in `part`, and its row there in `own`.
 
-    def __init__(self, first: Attributes, count: int, others: Sequence[Mapping[str, AttributeValue]]) -> None:
-        self._first, self._count, self._others = first, count, others
+    `relink` returns the link of a root by the ids of the composed trace, by the number of its part.
+    """
 
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._first[row] if row < self._count else self._others[row - self._count]
-
-    def rows(self) -> Int64s:
-        return np.concatenate([self._first.rows(), self._count + np.arange(len(self._others))])
-
-    def having(self, name: str) -> Int64s:
-        has = np.array([name in its for its in self._others], dtype=np.bool_)
-        return np.concatenate([self._first.having(name), self._count + np.flatnonzero(has)])
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        return [self[row].get(name) for row in rows.tolist()]
-
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        is_first = rows < self._count
-        numbers, sets = self._first.distinct(rows[is_first])
-        found = np.full(len(rows), NONE, dtype=np.int64)
-        found[is_first] = numbers
-        found[~is_first] = len(sets) + np.arange(len(rows) - len(numbers))
-        return found, [*sets, *(self._others[row - self._count] for row in rows[~is_first].tolist())]
-
-
-class AttributesOfSome:
-    """The attributes of some `rows` of a trace of `count` spans."""
-
-    def __init__(self, attributes: Attributes, rows: Int64s, count: int) -> None:
-        self._attributes, self._rows, self._place = attributes, rows, places_of(rows, count)
+    def __init__(
+        self,
+        parts: Sequence[Attributes],
+        part: NDArray[Any],
+        own: Int64s,
+        relink: Callable[[int, Any], Any] = lambda _, link: link,
+    ) -> None:
+        self._parts, self._part, self._own, self._relink = parts, part, own, relink
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._attributes[int(self._rows[row])]
+        number = int(self._part[row])
+        return self._relinked(number, self._parts[number][int(self._own[row])])
+
+    def _relinked(self, number: int, attributes: Mapping[str, AttributeValue]) -> Mapping[str, AttributeValue]:
+        if LINK not in attributes:
+            return attributes
+        return {**attributes, LINK: self._relink(number, attributes[LINK])}
 
     def rows(self) -> Int64s:
-        return self._among(self._attributes.rows())
+        return self._composed([part.rows() for part in self._parts])
 
     def having(self, name: str) -> Int64s:
-        return self._among(self._attributes.having(name))
+        return self._composed([part.having(name) for part in self._parts])
+
+    def _composed(self, rows: Sequence[Int64s]) -> Int64s:
+        """Return the composed rows, in order, of rows of each part."""
+        composed = [np.zeros(0, dtype=np.int64)]
+        for number, rows_of_part in enumerate(rows):
+            composed_rows = np.flatnonzero(self._part == number)
+            own = self._own[composed_rows]
+            count = max(int(own.max(initial=0)), int(rows_of_part.max(initial=0))) + 1
+            places = places_of(own, count)[rows_of_part]
+            composed.append(composed_rows[places[places != NONE]])
+        return np.sort(np.concatenate(composed))
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        return self._attributes.values(name, self._rows[rows])
+        values: list[AttributeValue | None] = [None] * len(rows)
+        of_rows = self._part[rows]
+        for number, part in enumerate(self._parts):
+            places = np.flatnonzero(of_rows == number)
+            for place, value in zip(places.tolist(), part.values(name, self._own[rows[places]]), strict=True):
+                values[place] = value if name != LINK or value is None else self._relink(number, value)
+        return values
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        return self._attributes.distinct(self._rows[rows])
+        numbers = np.full(len(rows), NONE, dtype=np.int64)
+        sets: list[Mapping[str, AttributeValue]] = []
+        of_rows = self._part[rows]
+        for number, part in enumerate(self._parts):
+            places = np.flatnonzero(of_rows == number)
+            numbers_of_part, sets_of_part = part.distinct(self._own[rows[places]])
+            numbers[places] = np.where(numbers_of_part == NONE, NONE, numbers_of_part + len(sets))
+            sets += [self._relinked(number, attributes) for attributes in sets_of_part]
+        return numbers, sets
 
-    def _among(self, rows: Int64s) -> Int64s:
-        places = self._place[rows]
-        return np.asarray(places[places != NONE])
+
+def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
+    """Return the attributes of `count` rows, and of further rows behind them."""
+    own = np.concatenate([np.arange(count), np.arange(len(more))])
+    part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
+    return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +294,7 @@ class Columns:
         """The wanted rows alone, with their attributes."""
         rows = np.flatnonzero(wanted)
         remote = {at: self.remote[row] for at, row in enumerate(rows.tolist()) if row in self.remote}
-        attributes = AttributesOfSome(self.attributes, rows, len(self))
+        attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
         return replace(self.only(wanted), attributes=attributes, remote=remote)
 
     def owners(self, wanted: Bools) -> Int32s:

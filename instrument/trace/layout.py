@@ -264,11 +264,12 @@ def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     found = json.loads(b"[%b]" % b",".join(texts))
     if not all(isinstance(one, dict) for one in found):
         raise TypeError("attributes in it are none")
-    return [{key: _tuples(value) if isinstance(value, list) else value for key, value in one.items()} for one in found]
+    return [{key: as_tuples(value) for key, value in one.items()} for one in found]
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def as_tuples(value: Any) -> Any:
+    """Return the value of an attribute, in which JSON's lists were tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:

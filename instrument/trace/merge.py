@@ -11,7 +11,7 @@ are bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording.remote_parents import LINK
-from instrument.recording.spans import AttributeValue, Site
+from instrument.recording.spans import Site
 from instrument.recording.tally import OVERFLOW, Tally
 from instrument.trace.apart import ApartFile, Numbers, linked_ids, processes_of
-from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
@@ -123,61 +122,21 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
     return sum(sorted(bounds)[-2:])
 
 
-class JoinedAttributes:
-    """The attributes of spans of several files by their row, decoded when they are asked for."""
+def _joined_attributes(parts: Sequence[ApartFile], count: int) -> Attributes:
+    """Return the attributes of the spans of several files, which are decoded when they are asked for."""
+    part, own = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
+    for number, file in enumerate(parts):
+        rows = np.flatnonzero(file.is_kept)
+        part[file.row[rows]], own[file.row[rows]] = number, rows
 
-    def __init__(self, parts: Sequence[ApartFile], count: int) -> None:
-        self._parts = parts
-        self._part, self._own = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
-        for number, part in enumerate(parts):
-            own = np.flatnonzero(part.is_kept)
-            self._part[part.row[own]], self._own[part.row[own]] = number, own
+    def relink(number: int, link: Any) -> Any:
+        ids = linked_ids(link)
+        if ids is None:
+            return link
+        rows = rows_of(parts[number].trace.span_id, ids)
+        return tuple(0 if row == NONE else int(parts[number].row[row]) + 1 for row in rows.tolist())
 
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        part = self._parts[self._part[row]]
-        its = part.trace.attributes[int(self._own[row])]
-        return {**its, **moved_link(its[LINK], part)} if LINK in its else its
-
-    def rows(self) -> Int64s:
-        return self._now([part.trace.attributes.rows() for part in self._parts])
-
-    def having(self, name: str) -> Int64s:
-        return self._now([part.trace.attributes.having(name) for part in self._parts])
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        if name == LINK:
-            return [self[row].get(name) for row in rows.tolist()]
-        found: list[AttributeValue | None] = [None] * len(rows)
-        for number, part in enumerate(self._parts):
-            at = np.flatnonzero(self._part[rows] == number)
-            for place, value in zip(at.tolist(), part.trace.attributes.values(name, self._own[rows[at]]), strict=True):
-                found[place] = value
-        return found
-
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        found = np.full(len(rows), NONE, dtype=np.int64)
-        sets: list[Mapping[str, AttributeValue]] = []
-        of_part = self._part[rows]
-        for number, part in enumerate(self._parts):
-            at = np.flatnonzero(of_part == number)
-            numbers, its = part.trace.attributes.distinct(self._own[rows[at]])
-            found[at] = np.where(numbers == NONE, NONE, numbers + len(sets))
-            sets += [{**one, **moved_link(one[LINK], part)} if LINK in one else one for one in its]
-        return found, sets
-
-    def _now(self, rows: Iterable[Int64s]) -> Int64s:
-        pairs = zip(self._parts, rows, strict=True)
-        found = [part.row[its[part.is_kept[its]]] for part, its in pairs]
-        return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
-
-
-def moved_link(link: Any, part: ApartFile) -> dict[str, AttributeValue]:
-    """The link of a root to a span, by that one's new id; to none where that was not kept."""
-    ids = linked_ids(link)
-    if ids is None:
-        return {}
-    rows = rows_of(part.trace.span_id, ids)
-    return {LINK: tuple(0 if row == NONE else int(part.row[row]) + 1 for row in rows.tolist())}
+    return ComposedAttributes([file.trace.attributes for file in parts], part, own, relink)
 
 
 class _Merge:
@@ -235,7 +194,7 @@ class _Merge:
             error=error[order].astype(np.int32),
             **columns,
             device=self._intervals(),
-            attributes=JoinedAttributes(parts, len(order)),
+            attributes=_joined_attributes(parts, len(order)),
             remote={
                 int(part.row[row]): remote
                 for part in parts

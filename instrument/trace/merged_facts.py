@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from instrument.recording.allocations import Allocations
 from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, never_called
 from instrument.recording.tally import Tally
 from instrument.trace.apart import ApartFile, Numbers
@@ -19,7 +19,7 @@ from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
-from instrument.trace.watched import ROW, KernelColumns
+from instrument.trace.watched import moved_watched
 
 DEATHS_TOLD = 3
 """Processes without a goodbye that are named one by one."""
@@ -84,7 +84,11 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
     processes = list(_processes(parts))
     newest = [max(its, key=lambda part: part.saved.trace.end_ns) for its in processes]
     watched = list(filter(None, map(_watched, processes)))
-    seen = _seen(watched[0], numbers) if len(watched) == 1 else {}
+    seen: dict[str, Any] = {}
+    if len(watched) == 1:
+        part = watched[0]
+        devices, threads = partial(numbers.devices, part=part), partial(numbers.threads, part=part)
+        seen = moved_watched(part.saved.trace, devices, threads, part.moved_ns)
     losses: dict[str, int] = {}
     for part in newest:
         for reason, count in part.saved.trace.losses.items():
@@ -255,28 +259,6 @@ def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> t
             moved = replace(sample, device=device, at_ns=sample.at_ns + part.moved_ns)
             found.setdefault((moved.name, moved.device, moved.at_ns), moved)
     return sorted(found.values(), key=lambda one: (one.at_ns, one.device, one.name)), left_out
-
-
-def _seen(part: ApartFile, numbers: Numbers) -> dict[str, Any]:
-    """Return the work that torch.profiler saw in one of the files, with its new devices and threads."""
-    facts, moved_ns = part.saved.trace, part.moved_ns
-    kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
-    rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
-    rows["device"] = numbers.devices(rows["device"], part)
-    rows["thread_id"] = numbers.threads(rows["thread_id"], part)
-    return {
-        "kernels": replace(
-            kernels,
-            device=numbers.devices(kernels.device, part),
-            thread_id=numbers.threads(kernels.thread_id, part),
-        ),
-        "allocations": Allocations(rows.tobytes(), allocations.base_ns).moved(moved_ns),
-        "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
-        "flops": [
-            one._replace(thread_id=numbers.thread(one.thread_id, part), at_ns=one.at_ns + moved_ns)
-            for one in facts.flops
-        ],
-    }
 
 
 def _startup(part: ApartFile, numbers: Numbers) -> Startup | None:

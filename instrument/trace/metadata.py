@@ -38,6 +38,7 @@ from instrument.recording.spans import (
     told_fields,
 )
 from instrument.recording.tally import Tally, Totals
+from instrument.trace.layout import as_tuples
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 from instrument.trace.trace import MergedProcess, Trace
 
@@ -76,11 +77,6 @@ def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
     found = [known for known in told_fields(kind) if known.name in facts and known.name not in more]
     return kind(**{known.name: checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
-
-
-def attribute(value: Any) -> Any:
-    """The value of an attribute, in which JSON's lists were tuples."""
-    return tuple(map(attribute, value)) if isinstance(value, list) else value
 
 
 # Written
@@ -407,7 +403,7 @@ def _pairs(rows: Any) -> list[tuple[int, int]]:
 
 
 def _site(facts: dict[str, Any]) -> Site:
-    pairs = tuple((checked(key, str), attribute(value)) for key, value in facts.get("attributes", ()))
+    pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
         raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which there is not; it is damaged")

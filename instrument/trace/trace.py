@@ -12,7 +12,6 @@ import numpy as np
 
 from instrument.recording.allocations import Allocation
 from instrument.recording.spans import (
-    AttributeValue,
     Cost,
     DeviceInterval,
     Flops,
@@ -27,46 +26,14 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.trace.columns import (
-    Attributes,
     AttributesOfRows,
     Columns,
     DeviceIntervals,
-    ExtendedAttributes,
     Int32s,
     Int64s,
+    extended,
 )
 from instrument.trace.forest import NONE
-
-
-class LaterAttributes(Mapping[str, AttributeValue]):
-    """The attributes of one row, decoded when somebody first looks at them."""
-
-    __slots__ = ("_found", "_of", "_row")
-
-    def __init__(self, of: Attributes, row: int) -> None:
-        self._of, self._row = of, row
-        self._found: Mapping[str, AttributeValue] | None = None
-
-    def _all(self) -> Mapping[str, AttributeValue]:
-        found = self._found
-        if found is None:
-            found = self._found = self._of[self._row]
-        return found
-
-    def __getitem__(self, name: str) -> AttributeValue:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self._all()),)
-
-    def __repr__(self) -> str:
-        return repr(self._all())
 
 
 def columns_of_spans(spans: Sequence[Span]) -> Columns:
@@ -113,7 +80,7 @@ def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
         **columns,
         site=np.concatenate([trace.site, more.site + len(trace.sites)]).astype(np.int32),
         error=np.concatenate([trace.error, error]).astype(np.int32),
-        attributes=ExtendedAttributes(trace.attributes, len(trace), [span.attributes for span in spans]),
+        attributes=extended(trace.attributes, len(trace), [span.attributes for span in spans]),
     )
 
 
@@ -181,11 +148,9 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
             spans[at + place].device = its
     for place in np.flatnonzero(trace.clipped[rows]).tolist():
         spans[place].clipped = True
-    having = trace.attributes.rows()
-    if len(having):
-        at_or_after = np.searchsorted(having, rows).clip(max=len(having) - 1)
-        for place in np.flatnonzero(having[at_or_after] == rows).tolist():
-            spans[place].attributes = LaterAttributes(trace.attributes, int(rows[place]))
+    numbers, sets = trace.attributes.distinct(rows)
+    for place in np.flatnonzero(numbers != NONE).tolist():
+        spans[place].attributes = dict(sets[numbers[place]])
     if trace.remote:
         for place, row in enumerate(rows.tolist()):
             if row in trace.remote:

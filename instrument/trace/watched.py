@@ -5,7 +5,7 @@ Both are in the order of time, so that their times are kept as steps; threads st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from typing import Any, overload
@@ -20,6 +20,7 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import ranked
 from instrument.trace.layout import Arrays, Column, narrow, steps, summed
 from instrument.trace.text import clean
+from instrument.trace.trace import Trace
 
 # Kernels as columns
 
@@ -114,6 +115,25 @@ INT64 = np.iinfo(np.int64)
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
 """The fields of an allocation that differ from one to the next, and those that change little."""
+
+
+def moved_watched(
+    facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
+) -> dict[str, Any]:
+    """Return the work that torch.profiler saw, later by some time, with other numbers of devices and threads."""
+    kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
+    rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
+    rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
+    flop_threads = threads(np.array([flops.thread_id for flops in facts.flops], dtype=np.int64)).tolist()
+    return {
+        "kernels": replace(kernels, device=devices(kernels.device), thread_id=threads(kernels.thread_id)),
+        "allocations": Allocations(rows.tobytes(), allocations.base_ns).moved(moved_ns),
+        "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
+        "flops": [
+            flops._replace(thread_id=thread_id, at_ns=flops.at_ns + moved_ns)
+            for flops, thread_id in zip(facts.flops, flop_threads, strict=True)
+        ],
+    }
 
 
 def rows_and_times(found: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
