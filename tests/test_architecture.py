@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_295, 46),
     "runtime": (2_556, 19),
     "sessions": (7_291, 31),
-    "trace": (8_650, 31),
+    "trace": (8_537, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

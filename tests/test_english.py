@@ -41,7 +41,7 @@ MOST = {
     "report": (0, 394, 525, 37),
     "runtime": (1, 3, 24, 2),
     "sessions": (114, 258, 208, 14),
-    "trace": (9, 159, 595, 14),
+    "trace": (9, 150, 575, 14),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

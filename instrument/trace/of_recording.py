@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,15 +13,24 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout
-from instrument.recording.mapped import ROWS, Mapped
-from instrument.recording.mapped_facts import Detail, Header, OpenSpan
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import Detail, Header, OpenSpan, RingRows
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Taken, more_of, packed_row
+from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Block, Row, Taken, more_of, packed_row, row_of
 from instrument.recording.spans import AttributeValue, Origin, Site
-from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
+from instrument.trace.columns import (
+    FARTHEST_NS,
+    AttributesOfRows,
+    Bools,
+    Columns,
+    DeviceIntervals,
+    Int32s,
+    Int64s,
+    device_intervals,
+)
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
-from instrument.trace.layout import GatheredAttributes, written
+from instrument.trace.layout import as_tuples
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace
 
@@ -52,12 +62,16 @@ class _Part(NamedTuple):
 
 
 def columns_of(
-    taken: Taken, start_ns: int, end_ns: int, device_of: Callable[[Int64s], DeviceIntervals] | None = None
+    taken: Taken,
+    start_ns: int,
+    end_ns: int,
+    device_of: Callable[[Int64s], DeviceIntervals] | None = None,
+    open_until_ns: int | None = None,
 ) -> Columns:
-    """The spans that lie in or reach into the window, clipped to it; open ones end with it.
+    """Return the spans in the window, or reaching into it, clipped to it; open ones end with it, or at their own time.
 
-    `device_of` tells the device intervals of spans by their ids. What a clipped span was by itself is what remains of
-    it less its children within the window: its row tells of all of it, of which a part may have lain outside.
+    `device_of` returns the device intervals of spans by their ids. The self time of a clipped span is the rest of it
+    without its children within the window, because its row has that of all of it.
     """
     parts = [*_finished(taken, start_ns, end_ns)]
     finished = sum(len(part.rows) for part in parts)
@@ -66,10 +80,10 @@ def columns_of(
     starts, ends = columns["start_ns"], columns["end_ns"]
     more = _More(parts)
     active_ns = ends - starts
-    active_ns[more.active_rows] = more.active_ns
+    active_ns[more.active_rows] = np.minimum(more.active_ns, active_ns[more.active_rows])
     self_ns = np.clip(active_ns - columns["children_ns"], 0, ends - starts)
     clipped = (starts < start_ns) | (ends > end_ns)
-    clipped[finished:], ends[finished:] = True, end_ns
+    clipped[finished:], ends[finished:] = True, end_ns if open_until_ns is None else open_until_ns
     starts = np.maximum(starts, start_ns)
     ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
     sites, site = _sites(taken, columns["node"])
@@ -199,7 +213,8 @@ OPEN = "instrument.open"
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
-_NOTHING = Detail(-1, None, {})
+NO_MORE = Detail(-1, None, {})
+"""The details of a row whose own were overwritten."""
 
 
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
@@ -212,13 +227,12 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     """
     header, rings, open_spans = mapped.header, mapped.rows(), mapped.open_spans()
     tree = mapped.tree()  # of all of these: the process goes on
-    intervals, samples = mapped.intervals(), mapped.samples(since_ns)
-    rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in rings)])
-    threads = np.repeat([ring.thread_id for ring in rings], [len(ring.rows) for ring in rings]).astype(np.int64)
-    _, first = np.unique(rows["span_id"], return_index=True)
-    kept = np.sort(first)
-    kept = kept[(rows["end_ns"][kept] > since_ns) & (rows["node"][kept] < len(tree))]
-    rows, threads = rows[kept], threads[kept]
+    intervals, samples, losses = mapped.intervals(), mapped.samples(since_ns), mapped.losses()
+    blocks = list(_blocks(rings, mapped.details(), since_ns, len(tree)))
+    rows = np.concatenate([_NO_ROWS, *(np.frombuffer(block.rows, dtype=ROW) for block in blocks)])
+    lacking = sum(more is NO_MORE for block in blocks for more in block.rare)
+    if lacking:
+        losses[NO_DETAIL] = lacking
     ended = set(rows["span_id"].tolist())
     open_spans = [span for span in open_spans if span.span_id not in ended]  # it may have ended since
     if end_ns is None:
@@ -226,12 +240,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         newest += [sample.at_ns for sample in samples[-1:]]
         end_ns = max([*newest, *(span.start_ns for span in open_spans)], default=time.monotonic_ns())
     open_spans = [span for span in open_spans if span.start_ns <= end_ns]
-    held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
+    overwritten = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
     begin_ns = min(header.begun_ns, end_ns)
-    details, losses = mapped.details(), mapped.losses()
-    lacking = sum(span_id not in details for span_id in rows["span_id"][has_more(rows)].tolist())
-    if lacking:
-        losses[NO_DETAIL] = lacking
     facts = Trace(
         origin=origin_of(header),
         start_ns=max(begin_ns, since_ns),
@@ -240,17 +250,55 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         threads=mapped.threads(),
         losses=losses,
         notes=header.notes,
-        held_from_ns=max(held, default=0),
+        held_from_ns=max(overwritten, default=0),
         gpus=header.gpus,
         samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
     )
-    columns = _Columns(rows, threads, open_spans, end_ns)
+    taken = Taken(blocks, [(span.thread_id, _open_row(span)) for span in open_spans], tree)
     try:
         tally = mapped.tally() if since_ns <= begin_ns else None  # which is of all the time
-        site_of = np.array(tree.site_of, np.int32)
-        return Saved(facts.with_columns(columns.trace(tree.sites, site_of, details, intervals)), tally)
+        columns = columns_of(taken, -FARTHEST_NS, FARTHEST_NS, partial(device_intervals, intervals), end_ns)
+        if open_spans:  # whose time is known to that of their children
+            columns.self_ns[-len(open_spans) :] = _self_times(open_spans, end_ns)
+        return Saved(facts.with_columns(columns), tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
+
+
+def _blocks(rings: Sequence[RingRows], details: Mapping[int, Detail], since_ns: int, nodes: int) -> Iterator[Block]:
+    """Yield the rows of each ring that ended after a time, on known call paths and each once, with their details."""
+    ids = np.zeros(0, dtype=np.uint64)
+    for ring in rings:
+        rows = ring.rows[(ring.rows["end_ns"] > since_ns) & (ring.rows["node"] < nodes)]
+        _, firsts = np.unique(rows["span_id"], return_index=True)
+        rows = rows[np.sort(firsts)]
+        rows = rows[~np.isin(rows["span_id"], ids)]
+        ids = np.concatenate([ids, rows["span_id"]])
+        more = [details.get(span_id, NO_MORE) for span_id in rows["span_id"][has_more(rows)].tolist()]
+        yield Block(ring.thread_id, rows.tobytes(), list(map(_with_tuples, more)))
+
+
+def _with_tuples(detail: Detail) -> Detail:
+    if detail is NO_MORE:
+        return detail
+    return detail._replace(attributes={name: as_tuples(value) for name, value in detail.attributes.items()})
+
+
+def _open_row(span: OpenSpan) -> Row:
+    attributes = {name: as_tuples(value) for name, value in span.attributes.items()} | {OPEN: True}
+    task = span.task_id >> 4 & (1 << 32) - 1
+    ids = span.span_id, span.parent_id, span.root_id
+    return row_of(span.node, *ids, task, span.start_ns, span.start_ns, span.children_ns, attributes=attributes)
+
+
+def _self_times(spans: Sequence[OpenSpan], end_ns: int) -> list[int]:
+    """Return the self times of open spans up to a time, without the time of their open children on their lines."""
+    self_ns = {span.span_id: end_ns - span.start_ns - span.children_ns for span in spans}
+    line = {span.span_id: (span.thread_id, span.task_id) for span in spans}
+    for span in spans:
+        if line.get(span.parent_id) == line[span.span_id]:
+            self_ns[span.parent_id] -= end_ns - span.start_ns
+    return [min(max(self_ns[span.span_id], 0), end_ns - span.start_ns) for span in spans]
 
 
 def origin_of(header: Header) -> Origin:
@@ -263,75 +311,3 @@ def origin_of(header: Header) -> Origin:
             said[one.name] = found
     said.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
     return Origin(**{"service": "", **said})
-
-
-class _Columns:
-    """Rows, and open spans behind them."""
-
-    def __init__(self, rows: Any, threads: Int64s, open_spans: list[OpenSpan], end_ns: int) -> None:
-        self._rows, self._threads, self._open, self._end_ns = rows, threads, open_spans, end_ns
-
-    def _column(self, name: str, of_open: list[int]) -> Int64s:
-        return np.concatenate([self._rows[name].astype(np.int64), np.array(of_open, np.int64)])
-
-    def trace(
-        self, sites: list[Site], site_of: Any, details: Mapping[int, Detail], intervals: NDArray[np.void]
-    ) -> Columns:
-        end_ns, count = self._end_ns, len(self._rows)
-        span_id = self._column("span_id", [span.span_id for span in self._open])
-        start_ns = self._column("start_ns", [span.start_ns for span in self._open])
-        ends = self._column("end_ns", [end_ns] * len(self._open))
-        active_ns = ends - start_ns
-        places, told_ns = numbers_in(self._rows)
-        active_ns[places] = np.minimum(told_ns, active_ns[places])
-        children_ns = self._column("children_ns", self._children_ns())
-        node = self._column("node", [span.node for span in self._open])
-        error = np.full(len(span_id), NONE, np.int32)
-        errors: dict[str, int] = {}
-        remote: dict[int, RemoteParent] = {}
-        attributes = GatheredAttributes()
-        for row, own in enumerate(span_id.tolist()):
-            detail = details.get(own, _NOTHING if row >= count else None)
-            if detail is None:
-                continue
-            if detail.active_ns >= 0:
-                active_ns[row] = min(detail.active_ns, int(active_ns[row]))
-            if detail.error is not None:
-                error[row] = errors.setdefault(detail.error, len(errors))
-            told = {**detail.attributes, **(self._open[row - count].attributes if row >= count else {})}
-            noted = told.pop(REMOTE, None)
-            caller = remote_of(tuple(noted) if isinstance(noted, list) else noted)
-            if caller is not None:
-                remote[row] = caller
-            if row >= count:
-                told[OPEN] = True
-            if told:
-                attributes.add(row, written(told))
-        return Columns(
-            sites=tuple(sites),
-            errors=tuple(errors),
-            span_id=span_id,
-            parent_id=self._column("parent_id", [span.parent_id for span in self._open]),
-            root_id=self._column("root_id", [span.root_id for span in self._open]),
-            thread_id=np.concatenate([self._threads, np.array([span.thread_id for span in self._open], np.int64)]),
-            task_id=self._column("task", [span.task_id >> 4 & (1 << 32) - 1 for span in self._open]),
-            start_ns=start_ns,
-            end_ns=ends,
-            active_ns=active_ns,
-            self_ns=np.clip(active_ns - children_ns, 0, ends - start_ns),
-            site=site_of[node] if len(node) else np.zeros(0, np.int32),
-            error=error,
-            clipped=np.arange(len(span_id)) >= count,
-            device=device_intervals(intervals, span_id),
-            attributes=attributes.packed(np.arange(len(span_id), dtype=np.int32)),
-            remote=remote,
-        )
-
-    def _children_ns(self) -> list[int]:
-        """Return the time of the children of open spans, those that are open with them."""
-        taken = {span.span_id: span.children_ns for span in self._open}
-        line = {span.span_id: (span.thread_id, span.task_id) for span in self._open}
-        for span in self._open:
-            if line.get(span.parent_id) == line[span.span_id]:
-                taken[span.parent_id] += self._end_ns - span.start_ns
-        return list(taken.values())
