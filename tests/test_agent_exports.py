@@ -42,8 +42,13 @@ class Table:
         self.selector = selectors.DefaultSelector()
         self.said: list[str] = []
         self.left: list[Process] = []
-        self.exports = Exports(self.selector, folder, lambda: None, self.said.append, self.left.append)
+        self.exports = Exports(self.selector, folder, lambda: None, self.said.append, self.leave)
         self._folder = folder
+
+    def leave(self, process: Process, message: packets.Message) -> None:
+        """Hear that a process is told of no export."""
+        assert message == {"unexported": True}
+        self.left.append(process)
 
     def add(self, settings: dict[str, Any] | None = None, memory: int = -1) -> Process:
         """A process; where nothing else is given its recording is none, so that the exporter is soon done with it."""
@@ -165,7 +170,7 @@ def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_i
         recorded = sum(mapped.heads().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
     os.link(tmp_path / run_folder.UNSENT, tmp_path / "next" / run_folder.UNSENT)  # where this agent is killed now
-    taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.left.append)
+    taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.leave)
     assert export_place.told(taken_over.fates) == {
         "spans that an agent had perhaps not sent as it was killed": recorded
     }
@@ -193,7 +198,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
-    exported, exported_run = Exported(os.dup(recorder.memory_fd), exporter), ExportedRun()
+    exported, exported_run = Exported(os.dup(recorder.memory_fd), exporter), ExportedRun({})
     exported_run.members[0] = exported
 
     def look() -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import selectors
+import queue
 import signal
-import socket
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
-from instrument.agent.gauge_loop import GaugeLoop
-from instrument.agent.gauge_reader import ELSEWHERE, READER, GaugeReader
-from instrument.agent.loop import Connection
-from instrument.agent.processes import Process, Run
+from instrument.agent.exports import ELSEWHERE, EXPORTER
+from instrument.agent.gauge_thread import SILENT_S, GaugeThread
+from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST
 from instrument.runtime import packets, run_folder
@@ -173,48 +171,85 @@ def test_the_last_gauges_of_a_process_that_is_killed_are_in_what_it_leaves() -> 
     assert all(sample.value for sample in trace.samples if sample.name == "process_memory"), "not of what was left"
 
 
-def test_what_reads_gauges_for_an_agent_has_another_one_in_its_place_where_it_is_killed() -> None:
+def test_an_exporter_that_is_killed_has_another_one_in_its_place_which_reads_gauges_on() -> None:
     service = serve(FUNCTIONS + GAUGES)
     do(service, "until(samples)")
     (agent,) = agents()
-    (reader,) = children_of(agent, READER)
-    os.kill(reader, signal.SIGKILL)
+    (exporter,) = children_of(agent)
+    os.kill(exporter, signal.SIGKILL)
     do(service, "before = len(samples()); until(lambda: len(samples()) > before + 20)")
     assert do(service, "print(threads())") == "['instrument-control']"
     end(service)
 
 
-def test_what_reads_gauges_and_hangs_has_another_one_in_its_place_and_that_is_said() -> None:
+def test_a_run_whose_gauges_alone_are_read_has_an_exporter_without_numpy() -> None:
+    service = serve(FUNCTIONS + GAUGES)
+    do(service, "until(samples)")
+    (agent,) = agents()
+    (exporter,) = children_of(agent, EXPORTER)
+    assert "numpy" not in Path(f"/proc/{exporter}/maps").read_text()
+    end(service)
+
+
+class Answers:
+    """The messages of a gauge thread about its processes."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[packets.Message] = queue.SimpleQueue()
+        self.thread = GaugeThread(self._messages.put)
+
+    def ask(self, number: int, message: dict[str, Any], *, anew: bool = True) -> None:
+        descriptors = [os.dup(RECORDER.memory_fd)] if anew else []
+        self.thread.ask({"process": number, "pid": os.getpid(), **message}, descriptors)
+
+    def next(self, number: int) -> Any:
+        message = self._messages.get(timeout=60)
+        assert message["process"] == number
+        return message["gauges"]
+
+
+@pytest.fixture
+def gauges() -> Iterator[Answers]:
     RECORDER.begin(1 << 20, {})
-    due: list[Callable[[], object]] = []
-    told: list[packets.Message] = []
-    with selectors.DefaultSelector() as selector:
-        reader = GaugeReader(
-            selector, lambda _, action: due.append(action), lambda _, message: told.append(message["gauges"])
-        )
-        facts = {"gauges": {"host_ns": 10**6}}
-        process = Process(
-            run=Run("one"), pid=os.getpid(), started=1, facts=facts, joined_ns=0, memory=RECORDER.memory_fd
-        )
-        before = set(children_of(os.getpid()))
+    found = Answers()
+    try:
+        yield found
+    finally:
+        found.thread.stop()
 
-        def hear_one() -> packets.Message:
-            while not told:
-                for key, _ in selector.select(60):
-                    key.data(key.fd)
-            return told.pop()
 
-        reader.add(process)
-        assert hear_one() == {"gpus": [], "notes": []}
-        (child,) = set(children_of(os.getpid())) - before
-        os.kill(child, signal.SIGSTOP)
-        while child in children_of(os.getpid()):
-            due.pop()()  # and the child has said nothing in between
-        (note,) = hear_one()["notes"]
-        assert "no sign of life for 10 s and was begun anew; no gauges were read meanwhile" in note
-        reader.hear(process, {"gauges": None})
-        assert hear_one().keys() == {"ended"}
-        reader.stop()
+def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_named_and_counted(
+    gauges: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, answers = threading.Semaphore(0), threading.Event()
+    read = GaugeSources.read
+
+    def hang(sources: GaugeSources, *, is_last: bool = False) -> None:
+        if not answers.is_set():
+            inside.release()
+            answers.wait(60)
+        read(sources, is_last=is_last)
+
+    monkeypatch.setattr(GaugeSources, "read", hang)
+    gauges.ask(1, {"gauges": {"host_ns": 10**6}})
+    assert gauges.next(1) == {"gpus": [], "notes": []}
+    for often in ("", ", 2 times"):
+        assert inside.acquire(timeout=60)
+        gauges.thread.look(time.monotonic())  # a short silence is none
+        for _ in range(2):  # it is named once
+            gauges.thread.look(time.monotonic() + 2 * SILENT_S)
+        (note,) = gauges.next(1)["notes"]
+        assert f"read no gauges for more than 10 s{often}: a driver did not answer" in note
+        answers.set()
+        answers.clear()
+    gauges.ask(2, {"gauges": {"host_ns": 10**6}})
+    assert inside.acquire(timeout=60)
+    gauges.thread.look(time.monotonic())
+    gauges.thread.look(time.monotonic() + 2 * SILENT_S)
+    assert {gauges.next(number)["notes"][0][-50:] for number in (1, 2)} == {note[-50:]}, "also who has come meanwhile"
+    answers.set()
+    gauges.ask(1, {"gauges": None}, anew=False)
+    assert gauges.next(1) == {"ended": True}
 
 
 @pytest.mark.slow
@@ -224,8 +259,8 @@ def test_where_an_agent_is_killed_the_next_one_reads_the_gauges_of_its_processes
     do(service, "until(samples); until(lambda: threads() == ['instrument-control'])")
     (agent,) = agents()
     if hangs:
-        (reader,) = children_of(agent, READER)
-        os.kill(reader, signal.SIGSTOP)
+        (exporter,) = children_of(agent, EXPORTER)
+        os.kill(exporter, signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     until(lambda: [one for one in agents() if one != agent])
     do(service, "before = len(samples()); until(lambda: len(samples()) > before + 1)")
@@ -293,36 +328,20 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     path.parent.rmdir()
 
 
-def test_what_cannot_be_used_of_what_a_process_says_of_its_gauges_leaves_them_to_it() -> None:
-    RECORDER.begin(1 << 20, {})
-    ours, theirs = (Connection(end) for end in socket.socketpair(packets.FAMILY, packets.KIND))
-    reader = threading.Thread(target=lambda: GaugeLoop(theirs.sock).serve())
-    reader.start()
-    waiting = select.poll()
-    waiting.register(ours, select.POLLIN)
-
-    def told(number: int, gauges: Any, *, anew: bool = True, name: str = "gauges") -> Any:
-        message = {"process": number, "pid": os.getpid(), name: gauges}
-        ours.send(message, [RECORDER.memory_fd] if anew else [])
-        answer: packets.Message | None = {"lives": True}
-        while answer == {"lives": True}:
-            assert waiting.poll(60_000)
-            answer, _ = ours.receive()
-        assert answer is not None
-        assert answer["process"] == number
-        return answer["gauges"]
-
+def test_what_cannot_be_used_of_what_a_process_says_of_its_gauges_leaves_them_to_it(gauges: Answers) -> None:
     for facts in ({"host_ns": "soon"}, [1], {"host_ns": 10**6, "environ": 5}, {"host_ns": float("inf")}):
-        assert list(told(1, facts)) == ["yours"]
-    assert told(2, {"host_ns": 10**6}) == {"gpus": [], "notes": []}
-    packets.send(ours.sock, {"process": 2, "gauges": "x" * packets.PACKET_BYTES})
+        gauges.ask(1, {"gauges": facts})
+        assert list(gauges.next(1)) == ["yours"]
+    gauges.ask(2, {"gauges": {"host_ns": 10**6}})
+    assert gauges.next(2) == {"gpus": [], "notes": []}
     for row in ([0, "torch_reserved"], [0, "torch_reserved", float("nan")], ["x", "y", 1]):
-        assert list(told(2, [row], anew=False, name="readings")) == ["yours"]
-        assert told(2, {"host_ns": 10**6}) == {"gpus": [], "notes": []}
-    assert told(9, [], anew=False, name="readings") == {"ended": True}
-    ours.close()
-    reader.join()
-    theirs.close()
+        gauges.ask(2, {"readings": [row]}, anew=False)
+        assert list(gauges.next(2)) == ["yours"]
+        gauges.ask(2, {"gauges": {"host_ns": 10**6}})
+        assert gauges.next(2) == {"gpus": [], "notes": []}
+    gauges.ask(2, {"ended": True}, anew=False)
+    gauges.ask(9, {"readings": []}, anew=False)
+    assert gauges.next(9) == {"ended": True}
 
 
 def test_a_process_that_records_nothing_has_no_gauges_read() -> None:

@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_666, 20),
+    "agent": (4_638, 19),
     "chrome": (3_071, 9),
     "cli": (2_527, 21),
     "compat": (1_367, 6),
@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "recording": (4_006, 20),
     "report": (12_295, 46),
     "runtime": (2_556, 19),
-    "sessions": (7_291, 31),
+    "sessions": (7_290, 31),
     "trace": (8_537, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -61,7 +61,7 @@ class Service:
         exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
         exporter.start()
         self.exported = Exported(os.dup(self.recorder.memory_fd), exporter)
-        self.run = ExportedRun()
+        self.run = ExportedRun({})
         self.run.members[0] = self.exported
         self.exporter = exporter
         return self.exported

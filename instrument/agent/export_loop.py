@@ -1,4 +1,4 @@
-"""The program of the agent's exporter: a child of the agent, which reads the recordings of a run and sends their spans.
+"""The program of the agent's exporter: a child of the agent, which reads recordings and gauges, and sends spans.
 
 The agent hands it each recording that is to be exported, and tells when its process has ended. It ends when the agent
 says so, within a time, and at once where the agent has gone: the next agent's goes on where it stood.
@@ -11,24 +11,29 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.agent.child import AgentEnd
-from instrument.agent.scrapes import EndedMetrics, Scope, Scrapes
+from instrument.agent.gauge_thread import GaugeThread
 from instrument.errors import ExportError
-from instrument.otlp.export_facts import settings_from
-from instrument.otlp.exported import Exported, ExportedRun
-from instrument.otlp.exporter import Exporter
-from instrument.otlp.exposition import Metered
-from instrument.otlp.kept_files import KeptFiles
-from instrument.otlp.span_queue import Source
 from instrument.profile.model import Otlp
-from instrument.recording.distributions import Metric
 from instrument.recording.spans import Origin
 from instrument.runtime import packets
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import logger
+
+if TYPE_CHECKING:
+    from instrument.agent import scrapes
+    from instrument.otlp import export_facts, exported, exporter, kept_files
+    from instrument.otlp.exposition import Metered
+    from instrument.otlp.span_queue import Source
+    from instrument.recording.distributions import Metric
+else:  # a run that has only its gauges read needs no numpy
+    scrapes = LazyModule("instrument.agent.scrapes")
+    export_facts, exported = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.exported")
+    exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
 
 LOOK_S = 0.2
 """How often recordings are looked at; the ring of a thread must hold what it records in that time."""
@@ -62,14 +67,14 @@ class ExportLoop:
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
-        self._exporters: dict[Otlp | None, Exporter] = {}
-        self._run = ExportedRun()
-        self._recordings = self._run.members
+        self._gauges = GaugeThread(self._agent.tell)
+        self._exporters: dict[Otlp | None, exporter.Exporter] = {}
+        self._recordings: dict[int, exported.Exported] = {}
         self._settings: dict[int, Otlp | None] = {}
-        self._scopes: dict[int, list[Scope]] = {}
+        self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scopes of scrapes that each recording belongs to, by number."""
-        self._scrapes: Scrapes | None = None
-        self._ended = EndedMetrics(None)
+        self._scrapes: scrapes.Scrapes | None = None
+        self._folder: Path | None = None
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._agent.tell))
         logger.propagate = False
@@ -85,6 +90,7 @@ class ExportLoop:
                 self._do(message, descriptors)
             if self._agent.has_gone:
                 return
+            self._gauges.look(time.monotonic())
             if self._scrapes is not None:
                 self._scrapes.answer(self._scraped)
             has_more = self._look()
@@ -93,18 +99,30 @@ class ExportLoop:
                 time.sleep(BEHIND_S)
         while self._look(is_last=True) and time.monotonic() < self._ends_at:
             pass
-        for exporter in self._exporters.values():
-            exporter.hurry()  # at the same time, whatever one of the collectors does
-        for exporter in self._exporters.values():
-            exporter.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
+        for sender in self._exporters.values():
+            sender.hurry()  # at the same time, whatever one of the collectors does
+        for sender in self._exporters.values():
+            sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
             self._let_go(number)
+        self._gauges.stop()
+
+    @cached_property
+    def _run(self) -> exported.ExportedRun:
+        return exported.ExportedRun(self._recordings)
+
+    @cached_property
+    def _ended(self) -> scrapes.EndedMetrics:
+        """The metrics of processes that have ended."""
+        return scrapes.EndedMetrics(self._folder)
 
     # ---------------------------------------------------------------- the agent
 
     def _do(self, message: packets.Message, descriptors: list[int]) -> None:
         """Do what the agent says."""
-        if "export" in message:
+        if "process" in message:
+            self._gauges.ask(message, descriptors)
+        elif "export" in message:
             number, settings = int(message["export"]), message["settings"]
             generation = int(message.get("generation", 0))
             listens = settings.get("prometheus")
@@ -113,9 +131,11 @@ class ExportLoop:
             if (begun := self._recordings.get(number)) is not None:
                 begun.is_scraped = bool(listens or message["is_scraped"])
                 if folder := settings.get("captures"):
-                    begun.files = KeptFiles(Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0))
+                    begun.files = kept_files.KeptFiles(
+                        Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0)
+                    )
         elif "folder" in message:
-            self._ended = EndedMetrics(Path(message["folder"]))
+            self._folder = Path(message["folder"])
         elif "listen" in message or "scrape" in message:
             self._begin_scrapes(message, *descriptors)
         elif "end" in message:
@@ -126,13 +146,13 @@ class ExportLoop:
             if found is not None:
                 self._attempt(int(message[name]), partial(action, int(message[name]), found))
 
-    def _note_ended(self, _: int, found: Exported) -> None:
+    def _note_ended(self, _: int, found: exported.Exported) -> None:
         found.has_ended = True
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer a scrape on a connection, or those at an address."""
         try:
-            self._scrapes = self._scrapes or Scrapes(self._agent.wake)
+            self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake)
         except ExportError as problem:
             os.close(descriptor)
             self._agent.tell({"said": f"export.prometheus: {problem}"})
@@ -142,7 +162,7 @@ class ExportLoop:
         else:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
-    def _scraped(self, scope: Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
+    def _scraped(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         """Return the metrics of the recordings of a scope as they are now, and the totals of those that have ended."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
         for found in [self._recordings[number] for number in numbers if number in self._recordings]:
@@ -158,32 +178,30 @@ class ExportLoop:
     def _begin(self, number: int, settings: Mapping[str, Any] | None, descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
         try:
-            wanted = None if settings is None else settings_from(settings)
-            exporter = self._exporter(wanted)
+            wanted = None if settings is None else export_facts.settings_from(settings)
+            sender = self._exporter(wanted)
         except BaseException:
             os.close(fd)
             raise
-        self._recordings[number] = Exported(fd, exporter, generation, sends=wanted is not None)
+        self._recordings[number] = exported.Exported(fd, sender, generation, sends=wanted is not None)
         self._settings[number] = wanted
 
-    def _exporter(self, settings: Otlp | None) -> Exporter:
+    def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
         if settings not in self._exporters:
             self._stop_unused()
             own = Origin(os.getpid(), "", 0, 0)
             sends = settings is not None
-            exporter = Exporter(settings or Otlp(), own, dict, self._note_settled, detects=False, sends=sends)
+            sender = exporter.Exporter(settings or Otlp(), own, dict, self._note_settled, detects=False, sends=sends)
             if sends:
-                exporter.start()
-            self._exporters[settings] = exporter
+                sender.start()
+            self._exporters[settings] = sender
         return self._exporters[settings]
 
     def _stop_unused(self) -> None:
         """Stop exporters that no recording has any more, the oldest ones beyond a few."""
         used = set(self._settings.values())
-        unused = [
-            one for one, exporter in self._exporters.items() if one not in used and not exporter.counts()["pending"]
-        ]
+        unused = [one for one, sender in self._exporters.items() if one not in used and not sender.counts()["pending"]]
         for settings in unused[: max(len(self._exporters) - EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
@@ -203,17 +221,19 @@ class ExportLoop:
             self.faults += 1
             self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
 
-    def _look(self, *, is_last: bool = False, at_once: bool = False, metered: Exported | None = None) -> bool:
+    def _look(self, *, is_last: bool = False, at_once: bool = False, metered: exported.Exported | None = None) -> bool:
         """Read and settle all of them once, and take the metrics of one; returns True where any has more by now."""
-        has_more = self._run.look(self._attempt, is_last=is_last, at_once=at_once, metered=metered)
+        has_more = bool(self._recordings) and self._run.look(
+            self._attempt, is_last=is_last, at_once=at_once, metered=metered
+        )
         self._is_behind = False
         for number, found in list(self._recordings.items()):
             self._attempt(number, partial(self._look_after, number, found))
-        for exporter in self._exporters.values():
-            exporter.note_silence()
+        for sender in self._exporters.values():
+            sender.note_silence()
         return has_more
 
-    def _look_after(self, number: int, found: Exported) -> None:
+    def _look_after(self, number: int, found: exported.Exported) -> None:
         found.write_kept(at_once=False)
         if not found.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
@@ -221,7 +241,7 @@ class ExportLoop:
         if found.is_over and found.is_settled():
             self._let_go(number)
 
-    def _send_window(self, message: Mapping[str, Any], _: int, found: Exported) -> None:
+    def _send_window(self, message: Mapping[str, Any], _: int, found: exported.Exported) -> None:
         """Send all that was recorded in a time; requests that are open are kept until they end."""
         spans = found.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         found.keep_open(spans)
@@ -234,7 +254,7 @@ class ExportLoop:
             if not self._look(at_once=True):
                 return
 
-    def _send_now(self, _: int, found: Exported) -> None:
+    def _send_now(self, _: int, found: exported.Exported) -> None:
         """Send what a process has recorded until now."""
         self._settle_now()
         self._look(at_once=True, metered=found)

@@ -1,7 +1,8 @@
-"""The agent's exporter as the agent has it: a child of its own, begun when the first recording is to be exported.
+"""The agent's end of its exporter: a child of its own, begun when the first recording is to be exported, or the first
+process wants its gauges read.
 
-What reads recordings and talks to a collector is a process by itself, so that the agent stays small, answers meanwhile,
-and outlives a fault there: where the child ends, another one goes on where the recordings stand.
+What reads recordings, talks to a collector and to drivers is a process by itself, so that the agent stays small,
+answers meanwhile, and outlives a fault there: where the child ends, another one goes on where the recordings stand.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from instrument.runtime import atomic, packets, run_folder
 EXPORTER = "instr-exporter"
 """The name of the child."""
 
+ELSEWHERE = "the processes of its container are not to be seen from that of the agent"
+
 
 class Exports:
-    """The recordings that are exported, and the child that does so. `selector` is the agent's own.
+    """The recordings that are exported, the processes whose gauges are read, and the child that does both.
 
     A file in `folder` has the number of spans of ended processes that may still be unsent, for the agent itself may be
     killed meanwhile. The number that one before this one left there is among the `fates`.
-    `changed` is called when a recording needs no export any more, `says` with each line about the export, and
-    `gives_up` with each process that wants its recording exported and whose recording is not, any more or at all.
+    `selector` is the agent's own, `send` sends a message to a process. `changed` is called when a recording needs no
+    export any more, and `says` with each line about the export. A process that wants its recording exported is sent
+    `unexported` where it is not, any more or at all.
     """
 
     def __init__(
@@ -41,15 +45,17 @@ class Exports:
         folder: Path,
         changed: Callable[[], object],
         says: Callable[[str], object],
-        gives_up: Callable[[Process], object],
+        send: Callable[[Process, packets.Message], object],
     ) -> None:
         self._child = Child(selector, _serve, EXPORTER, self._heard, self._go_on, self._flush_waiting)
         self._changed = changed
-        self._gives_up = gives_up
+        self._send = send
         self._says = says
         self.is_ending = False
         """True where the exporter is to come to its end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
+        self._gauged: dict[int, Process] = {}
+        """The processes whose gauges are read, by number."""
         self._missed: list[tuple[Process, int]] = []
         self._to_flush: set[int] = set()
         self._next = 0
@@ -89,7 +95,7 @@ class Exports:
         run.is_scraped = True
         for process in run.living():
             self.add(process)
-        if not self.is_ending and self._is_begun():
+        if not self.is_ending and not self._why_not_begun():
             self._child.send({"scrape": run.name}, connection.fileno())
 
     def _listen(self, address: str) -> None:
@@ -114,13 +120,13 @@ class Exports:
             return
         if self.is_ending or not self._is_begun():
             self._count_left(process, process.memory, is_told=False)
-            self._gives_up(process)
+            self._refuse(process)
             return
         try:
             memory = os.dup(process.memory)
         except OSError as problem:
             self.problem = f"the recording of process {process.pid} could not be kept: {problem.strerror}"
-            self._gives_up(process)
+            self._refuse(process)
             return
         self._begin_with(process, memory)
         for one, kept in [found for found in self._missed if _is_alike(found[0], process)]:
@@ -151,6 +157,9 @@ class Exports:
         """Have the rest of a process's recording sent: it has ended."""
         for number in self._tell("ended", process):
             self._note(process, self._recordings[number][1])
+        if (gauged := self._gauged_number(process)) is not None:
+            del self._gauged[gauged]
+            self._child.send({"process": gauged, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
         """Send all that a process has recorded in a time, also what is not sampled."""
@@ -182,12 +191,55 @@ class Exports:
     def stop(self) -> None:
         """End the child, whatever it is about."""
         self.is_ending = True
+        self._gauged.clear()
         self._child.end()
         self._forget_recordings()
         for listener in self._listeners.values():
             if listener is not None:
                 listener.close()
         self._listeners.clear()
+
+    # ---------------------------------------------------------------- gauges
+
+    def read_gauges(self, process: Process) -> None:
+        """Read the gauges that a process asks for, or go by its present settings of them."""
+        settings, number = process.facts.get("gauges"), self._gauged_number(process)
+        if not isinstance(settings, dict) or not process.lives or process.memory < 0:
+            return
+        if number is not None:
+            self._child.send({"process": number, "gauges": settings})
+        elif why := ELSEWHERE if process.is_elsewhere else self._why_not_begun():
+            self._send(process, {"gauges": {"yours": why}})
+        else:
+            self._next += 1
+            self._gauged[self._next] = process
+            self._hand_over_gauges(self._next)
+
+    def hear_gauges(self, process: Process, message: packets.Message) -> None:
+        """Go by a message of a process: other settings, None for the last reading, or what it alone can read."""
+        number = self._gauged_number(process)
+        if "gauges" in message:
+            process.facts["gauges"] = message["gauges"]
+        if number is not None:
+            name = "readings" if "readings" in message else "gauges"
+            self._child.send({"process": number, name: message[name]})
+        elif message.get("gauges", ()) is None:
+            self._send(process, {"gauges": {"ended": True}})
+
+    def _gauged_number(self, process: Process) -> int | None:
+        return next((number for number, other in self._gauged.items() if other is process), None)
+
+    def _hand_over_gauges(self, number: int) -> None:
+        process = self._gauged[number]
+        message = {"process": number, "pid": process.pid, "gauges": process.facts["gauges"]}
+        self._child.send(message, process.memory)
+
+    def _heard_of_gauges(self, number: int, gauges: packets.Message) -> None:
+        process = self._gauged.get(number)
+        if process is not None:
+            if gauges.keys() & {"yours", "ended"}:
+                del self._gauged[number]
+            self._send(process, {"gauges": gauges})
 
     # ---------------------------------------------------------------- the child
 
@@ -210,18 +262,22 @@ class Exports:
             self._child.send({"ended": number})
 
     def _is_begun(self) -> bool:
-        """Whether there is a child: one is begun where there is none."""
+        """Return True where there is a child: one is begun where there is none."""
+        self.problem = self._why_not_begun() or self.problem
+        return self._child.is_there
+
+    def _why_not_begun(self) -> str:
+        """Begin a child where there is none. Returns the reason for which that cannot be, "" where there is one."""
         is_there, problem = self._child.is_there, self._child.begin()
         if problem:
-            self.problem = f"the process that exports spans {problem}"
-            return False
+            return f"the agent's exporter {problem}"
         if not is_there:
             self._child.send({"folder": str(self._folder)})
         for address, listener in self._listeners.items():
             if listener is not None and address not in self._handed_over:
                 self._handed_over.add(address)
                 self._child.send({"listen": address}, listener.fileno())
-        return True
+        return ""
 
     def _flush_waiting(self) -> None:
         to_flush, self._to_flush = self._to_flush, set()
@@ -229,6 +285,9 @@ class Exports:
             self._child.send({"flush": number})
 
     def _heard(self, message: packets.Message) -> None:
+        if "process" in message:
+            self._heard_of_gauges(int(message["process"]), dict(message["gauges"]))
+            return
         if "said" in message:
             self._says(f"instrument: {message['said']!s}")
         else:
@@ -244,7 +303,7 @@ class Exports:
             fates = message.get("fates") or {}
             self.fates.update(fates)
             self._count_left(process, memory, is_told=bool(fates))
-            self._gives_up(process)
+            self._refuse(process)
             os.close(memory)
             self._forget_note(process)
 
@@ -257,21 +316,36 @@ class Exports:
             self.fates["unread"] += export_place.unread(place)
 
     def _go_on(self) -> None:
-        """The child has ended: by a fault, unless it was to."""
+        """Begin another child, for this one has ended: by a fault, unless it was to."""
         self._handed_over.clear()
         self._to_flush.clear()
+        if self.is_ending:
+            self._gauged.clear()
         if not self.is_ending and self._recordings and self._is_begun():
             for number in list(self._recordings):
                 self._hand_over(number)
         else:
             self._forget_recordings()
+        why = self._why_not_begun() if self._gauged else ""
+        for number, process in list(self._gauged.items()):
+            if process.facts["gauges"] is None:
+                self._heard_of_gauges(number, {"ended": True})
+            elif why:
+                self._heard_of_gauges(number, {"yours": why})
+            else:
+                self._hand_over_gauges(number)
         self._changed()
+
+    def _refuse(self, process: Process) -> None:
+        """Let a process know that its recording is not exported, so that it waits for nothing at its end."""
+        if exports_spans(process):
+            self._send(process, {"unexported": True})
 
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
             self._count_left(process, memory, is_told=False)
-            self._gives_up(process)
+            self._refuse(process)
             os.close(memory)
             self._forget_note(process)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure, journal, processes, telling
-from instrument.agent.exports import Exports, exports_spans
-from instrument.agent.gauge_reader import GaugeReader
+from instrument.agent.exports import Exports
 from instrument.agent.jobs import Jobs, Saves
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import (
@@ -94,11 +93,10 @@ class Runs:
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self._is_saved)
-        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._refuse_export)
+        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._tell)
         self._has_told_exports = False
         self._takes_over = bool(journal.noted(folder)[0])
         """True where processes live that an agent before this one knew."""
-        self.gauges = GaugeReader(loop.selector, loop.after, self._tell)
         self._connections = ConnectionWatch(
             loop.after, self._tell, lambda: (process for run in self for process in run.living())
         )
@@ -142,7 +140,6 @@ class Runs:
         self._jobs.stop()
         self.exports.stop()
         self.exports.forget_missed()
-        self.gauges.stop()
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:
@@ -219,7 +216,7 @@ class Runs:
     def _read_gauges(self, process: Process) -> None:
         """Read them of those that record, once they do: many processes only begin others."""
         if process.has_recorded:
-            self._loop.attempt(partial(self.gauges.add, process))
+            self._loop.attempt(partial(self.exports.read_gauges, process))
 
     # ---------------------------------------------------------------- who leaves
 
@@ -370,7 +367,6 @@ class Runs:
         if how != VANISHED or not process.has_recorded:
             journal.forget(self._folder, process)
         self.exports.note_ended(process)
-        self.gauges.note_ended(process)
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
             if how == VANISHED and process.status is None:
@@ -594,11 +590,6 @@ class Runs:
             self._has_told_exports = True
             text = f"instrument: the agent could not export what a process records: {self.exports.problem}"
             self.say_everywhere(text)
-
-    def _refuse_export(self, process: Process) -> None:
-        """Let a process know that what it records is not exported, so that it waits for nothing at its end."""
-        if exports_spans(process):
-            self._tell(process, {"unexported": True})
 
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.connection is not None:

@@ -208,7 +208,7 @@ class Agent:
         elif process is not None and "flush" in message:
             self._runs.exports.flush(process)
         elif process is not None and ("gauges" in message or "readings" in message):
-            self._runs.gauges.hear(process, message)
+            self._runs.exports.hear_gauges(process, message)
         elif process is not None and "hears" in message:
             process.hears = True
         elif process is not None and "goodbye" in message:

@@ -433,12 +433,12 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
 class ExportedRun:
     """The recordings of a run, read and settled together: in an exporter those of all processes, in a process its own.
 
-    Used by one thread.
+    `members` has them by number. Used by one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: dict[int, Exported]) -> None:
         self._settling = Settling()
-        self.members: dict[int, Exported] = {}
+        self.members = members
         self._settled_at_ns = 0
 
     def look(

@@ -68,8 +68,7 @@ class OwnExport:
         except OSError:
             memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
         self._exported = Exported(memory, self._exporter, sends=self._sends, facts=self._facts)
-        self._run = ExportedRun()
-        self._run.members[0] = self._exported
+        self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:
         """Let go of the parent's recording."""
