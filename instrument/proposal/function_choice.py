@@ -185,7 +185,7 @@ class _Chooser:
         self._observation = observation
         met = [node for node in observation.nodes() if node.called.kind == "request"]
         self._requests = [node for node in met if not is_probe(node.called.name.rpartition(" ")[2])] or met
-        self._hot, self._short = self._too_frequent(), self._too_short()
+        self._hot = self._not_worth_a_span()
         units = self._units_of_work()
         self._named_requests: list[ObservedNode] = []
         if not self._requests:
@@ -210,10 +210,9 @@ class _Chooser:
             rules.setdefault(rule.label, rule)
         kept = self._largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in kept})
-        self._small -= {rule.label for rule in kept} | self._hot.keys() | self._short.keys()
-        hot = dict(sorted({**self._short, **self._hot}.items(), key=lambda item: (-self._calls[item[0]], item[0])))
+        self._small -= {rule.label for rule in kept} | self._hot.keys()
         rules_in_order = sorted(kept, key=lambda rule: rule.order)
-        return FunctionChoice(rules_in_order, hot, self._small, self._requests, self._units)
+        return FunctionChoice(rules_in_order, self._hot, self._small, self._requests, self._units)
 
     # ---------------------------------------------------------------- what is what
 
@@ -257,33 +256,26 @@ class _Chooser:
         largest = max(named, key=lambda unit: (unit.total_ns, unit.called.label)).called.label
         return [unit for unit in units if unit.called.label == largest]
 
-    def _too_frequent(self) -> dict[str, str]:
-        calls: dict[str, int] = defaultdict(int)
+    def _not_worth_a_span(self) -> dict[str, str]:
+        """Return the calls of the functions that are too short or too frequent, by label, the most frequent first."""
+        by_label: dict[str, _Paths] = {}
         for node in self._observation.nodes():
             if node.called.label:
-                calls[node.called.label] += node.calls
-        self._calls = calls
+                by_label.setdefault(node.called.label, _Paths()).nodes.append(node)
         seconds = max(self._observation.seconds, 1e-3)
-        return {
-            label: f"{number_of(count)} calls, {number_of(count / seconds)} a second"
-            for label, count in calls.items()
-            if count / seconds > HOT
-        }
-
-    def _too_short(self) -> dict[str, str]:
-        total_ns: dict[str, int] = defaultdict(int)
-        for node in self._observation.nodes():
-            total_ns[node.called.label] += node.total_ns
-        short = {}
-        for label, count in self._calls.items():
-            if count >= REPEATED and total_ns[label] < SHORT_NS * count and total_ns[label] > 0:
-                short[label] = each_of(count, total_ns[label])
-        return short
+        hot = {}
+        for label, paths in sorted(by_label.items(), key=lambda item: (-item[1].calls, item[0])):
+            calls, total_ns = paths.calls, paths.total_ns
+            if calls / seconds > HOT:
+                hot[label] = f"{number_of(calls)} calls, {number_of(calls / seconds)} a second"
+            elif calls >= REPEATED and 0 < total_ns < SHORT_NS * calls:
+                hot[label] = each_of(calls, total_ns)
+        return hot
 
     def _is_kept(self, node: ObservedNode) -> bool:
         """Return True for a call path that can have a rule of its own."""
         label = node.called.label
-        if not label or node.called.kind in ("layer", "copy") or label in self._hot or label in self._short:
+        if not label or node.called.kind in ("layer", "copy") or label in self._hot:
             return False
         qualname = label.rpartition(":")[2]
         return not _SPECIAL.search(qualname) and node.called.shape != "layer"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,6 @@ class ObservedNode:
     parent: ObservedNode | None = None
     children: dict[Called, ObservedNode] = field(default_factory=dict)
     calls: int = 0
-    errors: int = 0
     total_ns: int = 0
     self_ns: int = 0
     first_ns: int = 0
@@ -129,33 +129,24 @@ def write_report(
         if verdict.site is not None and ":" in verdict.target and verdict.site.kind != "layer"
     }
     shape_of = {site.key: shape for site, shape in shapes.items()}
-    numbers: dict[tuple[object, ...], int] = {}
-    called: list[Called] = []
-    known: dict[tuple[int, ...], int] = {(): -1}
-    lines: list[list[int]] = []
+
+    @cache
+    def called_of(site: Site) -> Called:
+        label = labels.get(site.key, "")
+        shape = "layer" if _is_of_layer(label) else shape_of.get(site.key, "")
+        return Called(site.name, site.kind, label, site.instance, shape, site.file, site.line)
+
+    numbers: dict[Called, int] = {}
+    lines = []
     for row in tally.rows():
-        path: tuple[int, ...] = ()
-        for site in row.path:
-            if site.key not in numbers:
-                numbers[site.key] = len(called)
-                label = labels.get(site.key, "")
-                shape = "layer" if _is_of_layer(label) else shape_of.get(site.key, "")
-                called.append(Called(site.name, site.kind, label, site.instance, shape, site.file, site.line))
-            upper, path = path, (*path, numbers[site.key])
-            if path not in known:
-                known[path] = len(lines)
-                lines.append([path[-1], known[upper], 0, 0, 0, 0, 0])
-        if path:
-            line, totals = lines[known[path]], row.totals
-            firsts = [first for first in (line[6], totals.first_ns) if first]
-            sums = totals.calls, totals.errors, totals.total_ns, totals.self_ns
-            line[2:] = [*(a + b for a, b in zip(line[2:6], sums, strict=True)), min(firsts, default=0)]
+        path = [numbers.setdefault(called_of(site), len(numbers)) for site in row.path]
+        lines.append([path, row.totals.calls, row.totals.total_ns, row.totals.self_ns, row.totals.first_ns])
     cuda = sys.modules.get("torch.cuda")
     facts_left = {
         "pid": os.getpid(),
         "lasted_ns": lasted_ns,
         "cost": cost_ns / max(lasted_ns, 1),
-        "called": [[getattr(step, name) for name in Called.__slots__] for step in called],
+        "called": [[getattr(step, name) for name in Called.__slots__] for step in numbers],
         "lines": lines,
         "arguments": arguments,
         "packages": sorted(imported_packages()),
@@ -246,18 +237,17 @@ def merged_reports(folder: str) -> Observation:
 
 def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None:
     called = [Called(*fields) for fields in facts["called"]]
-    nodes: list[ObservedNode] = []
-    for number, parent, calls, errors, total_ns, self_ns, first_ns in facts["lines"]:
-        upper = nodes[parent] if parent >= 0 else None
-        siblings = top if upper is None else upper.children
-        node = siblings.setdefault(called[number], ObservedNode(called[number], upper))
-        nodes.append(node)
-        node.calls += calls
-        node.errors += errors
-        node.total_ns += total_ns
-        node.self_ns += self_ns
-        node.first_ns = min(filter(None, (node.first_ns, first_ns)), default=0)
-        node.processes.add(facts["pid"])
+    for path, calls, total_ns, self_ns, first_ns in facts["lines"]:
+        node, siblings = None, top
+        for number in path:
+            node = siblings.setdefault(called[number], ObservedNode(called[number], node))
+            node.processes.add(facts["pid"])
+            siblings = node.children
+        if node is not None:
+            node.calls += calls
+            node.total_ns += total_ns
+            node.self_ns += self_ns
+            node.first_ns = min(filter(None, (node.first_ns, first_ns)), default=0)
 
 
 def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
