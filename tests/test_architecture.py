@@ -349,13 +349,13 @@ LINES_AND_FILES = {
     "native": (9_751, 28),
     "otlp": (5_023, 21),
     "profile": (2_504, 8),
-    "proposal": (1_416, 5),
+    "proposal": (1_398, 5),
     "recorder": (2_598, 9),
     "recording": (4_006, 20),
     "report": (12_295, 46),
     "runtime": (2_556, 19),
     "sessions": (7_290, 31),
-    "trace": (8_537, 31),
+    "trace": (8_477, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

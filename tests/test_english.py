@@ -35,13 +35,13 @@ MOST = {
     "native": (0, 171, 0, 0),
     "otlp": (48, 93, 170, 7),
     "profile": (0, 8, 33, 2),
-    "proposal": (0, 5, 37, 0),
+    "proposal": (0, 5, 36, 0),
     "recorder": (0, 12, 46, 1),
     "recording": (23, 147, 146, 8),
     "report": (0, 394, 525, 37),
     "runtime": (1, 3, 24, 2),
     "sessions": (114, 258, 208, 14),
-    "trace": (9, 150, 575, 14),
+    "trace": (9, 147, 567, 14),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

@@ -27,7 +27,7 @@ from instrument.trace.text import encode, encode_numbers, safe
 Column = NDArray[Any]
 Arrays = Mapping[str, Column]
 
-_WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
+WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
 
 def narrow(column: Column) -> Column:
@@ -35,7 +35,7 @@ def narrow(column: Column) -> Column:
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
-    for width in _WIDTHS:
+    for width in WIDTHS:
         known = np.iinfo(width)
         if known.min <= least and most <= known.max:
             return column.astype(width)

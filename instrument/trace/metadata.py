@@ -10,7 +10,6 @@ import base64
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
-    WORK,
     Cost,
     FirstCall,
     Flops,
@@ -38,31 +36,18 @@ from instrument.recording.spans import (
     told_fields,
 )
 from instrument.recording.tally import Tally, Totals
-from instrument.trace.layout import as_tuples
+from instrument.trace.layout import WIDTHS, Column, as_tuples
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 from instrument.trace.trace import MergedProcess, Trace
+from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
-FORMAT = 5
-"""Version of what is in the key. In 4, a tally did not tell running from waiting."""
-
-READ = (4, 5)
-"""The versions that are read."""
+FORMAT = 6
+"""The version of the key, and the only one that is read. In version 5 kernels and allocations were lists."""
 
 LIMIT_LINKS = 20_000_000
 """Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
 
-KERNEL_COLUMNS = 8
-"""Numbers of a kernel, as `_watched` writes it."""
-
-KINDS_OF_WORK = {kind: kind for kind in WORK}
-"""The one text of each, where a file has one for each kernel."""
-
-ROWS_AT_ONCE = 1000
-"""Kernels that are read together: half of the time that they take one by one, and little memory."""
-
 _SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
-WAITING_AT = _SUMS.index("waiting_ns")
-"""Its place among the numbers of a line; files of earlier versions do not have it."""
 
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
@@ -115,13 +100,12 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
             for sample in trace.samples
             if not is_number(sample.value)
         ],
-        **_watched(trace, base_ns),
+        **({} if trace.watched is None else {"watched": [at_ns - base_ns for at_ns in trace.watched]}),
+        **(_packed_work(trace, base_ns) if trace.kernels or trace.allocations else {}),
         "startup": trace.startup and _startup(trace.startup, base_ns, sites),
         **({"flops": [[one.thread_id, one.at_ns - base_ns, one.flops] for one in trace.flops]} if trace.flops else {}),
     }
     yield _without_del(encode(facts)[:-1])
-    if trace.watched is not None:
-        yield f',"allocations":"{_packed(trace.allocations, base_ns)}"'
     yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
 
 
@@ -157,28 +141,12 @@ def _without_del(text: str) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
-    """Yield the work that torch.profiler saw, if any: names once, and flat lists in the order of the fields."""
-    if trace.watched is None:
-        return {}
-    names: dict[str, int] = {}
-    return {
-        "watched": [at_ns - base_ns for at_ns in trace.watched],
-        "kernels": [
-            [names.setdefault(clean(one.name), len(names)), one.kind, one.device, one.stream, one.start_ns - base_ns,
-             one.end_ns - one.start_ns, one.thread_id, one.launched_ns - base_ns if one.thread_id else 0]
-            for one in trace.kernels
-        ],
-        "kernel_names": list(names),
-    }  # fmt: skip
-
-
-def _packed(allocations: Sequence[Allocation], base_ns: int) -> str:
-    """Return the rows of `Allocations`, times counted from the base, as text: a trace has a million of them."""
-    packed = Allocations.of(allocations)
-    rows = np.frombuffer(packed.rows, dtype=np.int64).reshape(-1, 7).copy()
-    rows[:, 1] += packed.base_ns - base_ns
-    return base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode()
+def _packed_work(trace: Trace, base_ns: int) -> dict[str, Any]:
+    """Return the kernels and allocations that torch.profiler saw, with their columns as packed text."""
+    columns, names = packed_kernels(trace.kernels, base_ns)
+    columns |= packed_allocations(trace.allocations, base_ns)
+    texts = {name: base64.b64encode(zlib.compress(its.tobytes(), 1)).decode() for name, its in columns.items()}
+    return {"kernel_names": names, "columns": {name: [columns[name].dtype.str, texts[name]] for name in columns}}
 
 
 def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
@@ -225,11 +193,9 @@ class Metadata:
     """The contents of the key: the base and the sites at once, as events need them, and the rest when asked for."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        if facts["format"] not in READ:
-            known = " and ".join(map(str, READ))
-            found = f"its format is {facts['format']!r:.20}, and this version reads {known}"
-            raise ValueError(f"{found}; read it with the version of instrument that wrote it")
-        self.format: int = facts["format"]
+        if facts["format"] != FORMAT:
+            versions = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
+            raise ValueError(f"{versions}; read it with the version of instrument that wrote it")
         self.base_ns: int = checked(facts["base_ns"], int)
         self.sites = [_site(entry) for entry in facts["sites"]]
         self._facts = facts
@@ -242,13 +208,14 @@ class Metadata:
             for name, device, since_ns in facts.get("not_told", ())
         ]
         samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
+        kernels, allocations = self._work()
         return replace(
             _read_process(facts),
             spans=spans,
             samples=tuple(samples),
             gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
-            kernels=self._kernels(),
-            allocations=self._allocations(),
+            kernels=kernels,
+            allocations=allocations,
             watched=self._watched(),
             startup=self._startup(),
             flops=tuple(
@@ -288,44 +255,15 @@ class Metadata:
         first, last = (checked(self.base_ns + checked(at_ns, int), int) for at_ns in self._facts["watched"])
         return first, max(first, last)
 
-    def _kernels(self) -> list[Kernel]:
-        base_ns, names = self.base_ns, [checked(name, str) for name in self._facts.get("kernel_names", ())]
-        found: list[Kernel] = []
-        rows = checked(self._facts.pop("kernels", []), list)
-        rows.reverse()
-        while rows:  # some at a time, which go when they have been read: they are as large as what they become
-            some = rows[: -ROWS_AT_ONCE - 1 : -1]
-            del rows[-ROWS_AT_ONCE:]
-            if set(map(len, some)) != {KERNEL_COLUMNS}:
-                raise ValueError("a kernel in it is none; it is damaged")
-            named, kinds, *numbers = zip(*some, strict=True)
-            places, devices, streams, since_ns, lengths_ns, threads, launched_ns = map(whole, (named, *numbers))
-            starts_ns = [base_ns + start_ns for start_ns in since_ns]
-            ends_ns = list(map(add, starts_ns, lengths_ns))
-            launches_ns = [
-                at_ns + (base_ns if thread else 0) for at_ns, thread in zip(launched_ns, threads, strict=True)
-            ]
-            # With the base, or its length, a time may lie beyond 64 bits, which views take times to have.
-            is_within = min(*starts_ns, *launches_ns) >= -INT64 and max(*ends_ns, *launches_ns) < INT64
-            is_within = is_within and min(lengths_ns) >= 0
-            if not is_within or not KINDS_OF_WORK.keys() >= set(kinds):
-                raise ValueError("a kernel in it is none; it is damaged")
-            index(min(places))
-            its, work = map(names.__getitem__, places), map(KINDS_OF_WORK.__getitem__, kinds)
-            found += map(Kernel, its, work, devices, streams, starts_ns, ends_ns, threads, launches_ns)
-        return found
-
-    def _allocations(self) -> Allocations:
-        found = self._facts.get("allocations", [])
-        if isinstance(found, list):  # as earlier versions wrote them
-            return Allocations(b"".join(map(_allocation_row, found)), self.base_ns)
-        most = LIMIT_SPANS * Allocations.ROW.size
-        rows = zlib.decompressobj().decompress(base64.b64decode(checked(found, str), validate=True), most + 1)
-        if len(rows) > most:
-            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
-        if len(rows) % Allocations.ROW.size:
-            raise ValueError("an allocation in it is none; it is damaged")
-        return Allocations(rows, self.base_ns)
+    def _work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
+        """Return the kernels and allocations that torch.profiler saw."""
+        texts = checked(self._facts.pop("columns", {}), dict)
+        if not texts:
+            return (), Allocations(b"", self.base_ns)
+        columns = {name: _column(*of_name) for name, of_name in texts.items()}
+        names = [checked(name, str) for name in self._facts["kernel_names"]]
+        kernels = unpacked_kernels(columns, names, self.base_ns)
+        return kernels, unpacked_allocations(columns, self.base_ns)
 
     def tally(self) -> Tally | None:
         """The tally, if one was saved."""
@@ -342,10 +280,6 @@ class Metadata:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
         for node, thread_id, *numbers, histogram in saved["rows"]:
             path = () if node == -1 else paths[index(node)]
-            if self.format < FORMAT:  # then the self time of what may be suspended was all told as waiting
-                numbers.insert(WAITING_AT, numbers[WAITING_AT - 1] if path and path[-1].suspends else 0)
-            if len(numbers) == len(_SUMS) - 1:
-                numbers.append(0)  # files of earlier versions do not tell of requests that were cancelled
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] += self.base_ns
             if sums["calls"] < 0:
@@ -355,11 +289,17 @@ class Metadata:
         return tally
 
 
-def _allocation_row(numbers: Any) -> bytes:
-    found = [checked(number, int) for number in checked(numbers, list)]
-    if not 6 <= len(found) <= 7:  # all that an allocation has; the last may be left out
-        raise ValueError("an allocation in it is none; it is damaged")
-    return Allocations.ROW.pack(*found, *[0] * (7 - len(found)))
+def _column(kind: Any, text: Any) -> Column:
+    if kind not in _KINDS_OF_COLUMNS:
+        raise ValueError(f"it has {kind!r:.40} for the type of a column, which there is not; it is damaged")
+    most = LIMIT_SPANS * np.dtype(kind).itemsize
+    numbers = zlib.decompressobj().decompress(base64.b64decode(checked(text, str), validate=True), most + 1)
+    if len(numbers) > most:
+        raise ValueError(f"it has more than {LIMIT_SPANS} kernels or allocations; record less into one file")
+    return np.frombuffer(numbers, kind)
+
+
+_KINDS_OF_COLUMNS = {np.dtype(width).str for width in (*WIDTHS, np.int64)}
 
 
 def _read_process(facts: Mapping[str, Any]) -> Trace:
