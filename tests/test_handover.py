@@ -154,9 +154,16 @@ def test_the_end_waits_for_no_agent_that_has_gone(collector: Collector, agent: s
     assert session.exporting.flush_by_agent(math.inf, 0.05)[1] == 3
 
 
+@pytest.mark.parametrize(("stderr", "reason"), [("/log", handover.UNDELIVERED), ("pipe:[1]", handover.UNREPORTED)])
 def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
-    collector: Collector, agent: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    collector: Collector,
+    agent: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stderr: str,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(leaving, "target_of", lambda _: stderr)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
     monkeypatch.setattr(session_threads, "START_DELAY_S", 0)
@@ -166,7 +173,7 @@ def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
     write(place, seen=1)
     instrument.stop()
     place.close()
-    assert "at its end: 2 spans on their way by the agent of the run" in caplog.text
+    assert f"at its end: 2 {reason}" in caplog.text
 
 
 def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(

@@ -27,7 +27,8 @@ LAST_READ_S = 5.0
 """The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
-UNDELIVERED = "spans on their way by the agent of the run, which tells of those that it loses"
+UNDELIVERED = "spans on their way by the agent of the run, which reports those that it loses"
+UNREPORTED = "spans on their way by the agent of the run, whose losses nobody can write to this pipe any more"
 ABANDONED = "spans that no agent has exported: that of the run has gone, and no other one could begin"
 
 LOOK_S = 0.005

@@ -22,7 +22,7 @@ from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
-from instrument.sessions.handover import UNDELIVERED
+from instrument.sessions.handover import UNDELIVERED, UNREPORTED
 from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
@@ -49,6 +49,11 @@ summary without one."""
 UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
 UNTOLD = "agent: nobody has told how process %s ended, or whether it left a capture: the agent of the run had gone"
 UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
+
+
+def _can_agent_report() -> bool:
+    """Return True where standard error is a file or a terminal: the agent can open it after this process."""
+    return target_of(2).startswith("/")
 
 
 class Leaving:
@@ -170,7 +175,8 @@ class Leaving:
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
-                    exporting.handover.left = {UNDELIVERED: count} if count else {}
+                    reason = UNDELIVERED if _can_agent_report() else UNREPORTED
+                    exporting.handover.left = {reason: count} if count else {}
             self._wait_for_collector(deadline)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
@@ -231,7 +237,7 @@ class Leaving:
         if self._recorded.exporter is not None and handover.is_here:
             losses = self._recorded.account.losses()
             lost |= {reason: count for reason, count in losses.items() if "OTLP export" in reason}
-        is_for_agent = handover.has_agent and not handover.left and target_of(2).startswith("/")
+        is_for_agent = handover.has_agent and not handover.left and _can_agent_report()
         if lost and not is_for_agent:
             text = ", ".join(f"{count} {reason}" for reason, count in lost.items())
             logger.warning("not all that this process recorded had reached the collector at its end: %s", text)
