@@ -175,6 +175,26 @@ def test_bjoern_is_given_an_app_whose_requests_record(recorder: Any) -> None:
     assert len(recorder.spans()) == 1
 
 
+def test_bjoern_begins_a_request_while_other_answers_are_on_their_way(recorder: Any) -> None:
+    def app(environ: Any, start_response: Any) -> Any:
+        start_response("200 OK", [])
+        return iter([b"a", b"b"])
+
+    def serve(sock: Any, wsgi_app: Any) -> None:
+        bodies = [wsgi_app(ENVIRON, lambda *_: None) for _ in range(3)]
+        assert [list(zip(*bodies, strict=True))] == [[(b"a",) * 3, (b"b",) * 3]]
+        for body in bodies:
+            assert list(body) == []
+            body.close()
+
+    module = SimpleNamespace(server_run=serve)
+    (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    module.server_run(None, app)
+    undo()
+    spans = recorder.spans()
+    assert [(span.site.name, span.parent_id) for span in spans] == [("GET", 0)] * 3
+
+
 def test_an_app_that_a_server_in_c_calls_is_met_at_its_framework(
     recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

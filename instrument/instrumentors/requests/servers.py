@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests import asgi, wsgi
-from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.exchange import Exchanges, ServedApp
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import catch_up_with_fork
 
@@ -24,7 +24,7 @@ Attach = Callable[[Any, Exchanges], list[Undo]]
 def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     """The app as it is served: once around it for each rule."""
     inner = app
-    while type(inner) in (asgi.AsgiApp, wsgi.WsgiApp):
+    while isinstance(inner, ServedApp):
         if inner.serves(exchanges):
             return app
         inner = inner.app
@@ -162,7 +162,7 @@ WSGI: Mapping[str, Attach] = {
     "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
     "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
-    "bjoern": _given("server_run", 1, wsgi.WsgiApp),
+    "bjoern": _given("server_run", 1, wsgi.InterleavedApp),
     "flask.app": _embedded("Flask"),
     "django.core.handlers.wsgi": _embedded("WSGIHandler"),
     "falcon.app": _embedded("App"),

@@ -7,6 +7,7 @@ own wrapper, which the server may send past Python. Any other body is iterated t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import Context, copy_context
 from operator import itemgetter
 from typing import Any
 
@@ -66,6 +67,15 @@ class WsgiApp(ServedApp):
             exchange.end()
             return body  # type: ignore[return-value]
         return _Body(body, exchange)
+
+
+class InterleavedApp(WsgiApp):
+    """A WSGI application of a server that has one thread, and begins a request while other answers are on their way."""
+
+    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        context = copy_context()
+        body = context.run(super().__call__, environ, start_response)
+        return _BodyInContext(body, context) if type(body) is _Body else body
 
 
 def _status_of(told: Sequence[Any]) -> int:
@@ -197,3 +207,23 @@ class _Body:
             if self._items is not None:
                 exchange.broken_off()
             exchange.end()
+
+
+class _BodyInContext:
+    """A body each of whose parts is made in the context of its own request."""
+
+    __slots__ = ("_body", "_context")
+
+    def __init__(self, body: _Body, context: Context) -> None:
+        self._body = body
+        self._context = context
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        return self._context.run(self._body.__next__)
+
+    def close(self) -> None:
+        """Close the body, perhaps before its end."""
+        self._context.run(self._body.close)
