@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_164, 43),
+    "instrumentors": (11_208, 43),
     "native": (9_751, 28),
     "otlp": (5_023, 21),
     "profile": (2_504, 8),
@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "recording": (4_006, 20),
     "report": (12_295, 46),
     "runtime": (2_556, 19),
-    "sessions": (7_290, 31),
+    "sessions": (7_297, 31),
     "trace": (8_477, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

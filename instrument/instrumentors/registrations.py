@@ -44,6 +44,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "django.urls.resolvers": (Seam("URLPattern", "__init__", "callback", 2),),
     "litestar.handlers.base": (Seam("BaseRouteHandler", "__call__", "fn", 1),),
     "bottle": (Seam("Route", "__init__", "callback", 4),),
+    "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # as the app is asked for a task, long after
 }
 """The seams of each module of a framework."""
 

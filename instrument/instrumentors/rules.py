@@ -195,6 +195,7 @@ class Functions:
                         if matches(wanted, target.qualname) and not _is_excluded(rule, target):
                             found[index, target.label] = target
             for index, target in list(self._attachable(found)):
+                self._found[index].pop(target.label, None)  # it was out of reach inside an object up to now
                 if (probe := self._attach(index, target)) is not None:
                     self._early[id(function)] = probe
                     return probe.wrapped

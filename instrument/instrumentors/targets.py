@@ -339,7 +339,10 @@ def _targets(
     inside, put = _inside(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
-        yield Target(owner, attribute, None, inside, module, qualname, note, put)
+        if put is None:
+            yield Unreachable(label, f"{note}, which has no name for it: use @profiled below its decorator")
+        else:
+            yield Target(owner, attribute, None, inside, module, qualname, note, put)
         return
     kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
     call = None if kind is None else type_namespace(kind)["__call__"]
@@ -427,8 +430,11 @@ def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
     return found
 
 
-def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put]:
-    """Return the function, or class, of that very name inside an object that a decorator of a framework has made."""
+def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
+    """Return the function, or class, of that very name inside an object that a decorator of a framework has made.
+
+    Also how another takes its place, None where no attribute and no dict has it.
+    """
     seen, near = {id(raw)}, Kept([raw])
     found: Any = None
     for thing in near:
@@ -449,23 +455,29 @@ def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
                 isinstance_of(part, (ModuleType, CodeType, str)) or (type(part) is dict and "__builtins__" in part)
             ):
                 near.append(part)
-    return found, partial(_put_in, near, Kept([found]))
+    has_place = found is not None and any(_places(near, found))
+    return found, partial(_put_in, near, Kept([found])) if has_place else None
 
 
-def _put_in(near: Kept, now: Kept, new: Any) -> None:
-    """Replace the function that `now` has in the attributes of objects and classes, and in dicts."""
+def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
+    """Yield the objects, classes and dicts that have a function, with its name there."""
     for thing in near:
         names = (
             type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
         )
         for name, value in list((names or {}).items()):
-            made = next((part.put(new) for part in parts_of(value) if part.function is now[0]), value)
-            if made is value or type(name) is not str:
-                continue
-            if isinstance_of(thing, type):
-                type.__setattr__(thing, name, made)
-            else:
-                names[name] = made  # type: ignore[index]
+            if type(name) is str:
+                yield from ((thing, name, part) for part in parts_of(value) if part.function is function)
+
+
+def _put_in(near: Kept, now: Kept, new: Any) -> None:
+    """Replace the function that `now` has in the attributes of objects and classes, and in dicts."""
+    for thing, name, part in Kept(_places(near, now[0])):
+        if isinstance_of(thing, type):
+            type.__setattr__(thing, name, part.put(new))
+        else:
+            names = thing if type(thing) is dict else own_names(thing)
+            names[name] = part.put(new)  # type: ignore[index]
     now[0] = new
 
 
