@@ -17,7 +17,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -46,6 +45,7 @@ from instrument.recording.spans import (
     VALUE_LIMIT,
     AttributeValue,
 )
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 
 

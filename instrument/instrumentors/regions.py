@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace as replace_fields
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from instrument.instrumentors.work import ModuleWork, tensors_of
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"

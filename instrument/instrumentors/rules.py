@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
 from instrument.recording.generations import OPERATION, operation_of
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import MAINS, is_main, names_of, script_name, tracer_of_main
 from instrument.runtime.unpatched import RLock

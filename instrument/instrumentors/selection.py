@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +24,7 @@ from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime import environment, imports, listening, main_module
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
 

@@ -46,7 +46,7 @@ from instrument.instrumentors.references import (
     type_namespace,
 )
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.runtime.cheap_start import dataclass, field, late_pattern
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
@@ -63,7 +63,7 @@ _CONTEXT_MANAGERS = tuple(
 )
 """Code of the functions that make a context manager from a generator function."""
 
-_FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
+_FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
 SUBCLASSES = "+"
 """The end of a pattern that means a method's overrides in subclasses, too."""

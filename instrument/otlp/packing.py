@@ -67,13 +67,11 @@ class Ids:
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
 
     def __init__(self, seeds: Sequence[int] = (), instance: str = "", run: str = "") -> None:
-        import uuid
-
         found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
         self._seed, self._trace_seeds = found[0], (found[1], found[2])
         # Another process that sends with the same seeds has other numbers.
         self._device_number = (1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0)
-        self.instance = instance or str(uuid.uuid4())
+        self.instance = instance or _random_uuid()
         self.run = run
 
     @property
@@ -104,6 +102,13 @@ class Ids:
         """The id, 128 bits, of the tree whose root has this number."""
         high, low = self._trace_seeds
         return (_mix(high + number) or _mix(high)) << 64 | (_mix(low + number) or _mix(low))
+
+
+def _random_uuid() -> str:
+    """Return a random UUID, version 4, without the modules and patterns that `uuid` loads."""
+    number = int.from_bytes(os.urandom(16), "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62
+    text = f"{number:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def _mix(value: int) -> int:

@@ -138,7 +138,7 @@ class HttpSender(Sender):
     `http.client.HTTPConnection`, and would make spans of the calls to the collector.
     """
 
-    modules = ("http.client", "email.utils", "importlib.metadata", "ssl", "uuid")
+    modules = ("http.client", "email.utils", "importlib.metadata", "ssl")
 
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
@@ -317,7 +317,7 @@ _RETRY_DELAY = rb"(?:\x0a.(?:\x08" + _VARINT + rb")?(?:\x10" + _VARINT + rb")?)?
 class GrpcSender(Sender):
     """OTLP over gRPC, of which only the channel is another's."""
 
-    modules = ("grpc", "importlib.metadata", "uuid")
+    modules = ("grpc", "importlib.metadata")
     _of_parents: ClassVar[list[Any]] = []
 
     def __init__(self, settings: Otlp) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from instrument.runtime.cheap_start import dataclass, field, fields, is_dataclass
+from instrument.runtime.cheap_start import dataclass, field, members
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """The kinds of spans."""
@@ -392,7 +392,7 @@ class Export:
     @property
     def is_empty(self) -> bool:
         """True where all are off, so that nothing is written by itself."""
-        return all(getattr(self, way.name) is None for way in fields(self))
+        return all(getattr(self, name) is None for name, _ in members(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,10 +455,8 @@ def _compared(thing: Any) -> Any:
     """Return the fields of a dataclass that are compared and in its repr, as plain values."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
-    if not is_dataclass(thing):
-        return thing
-    shown = [known.name for known in fields(thing) if known.compare and known.repr]
-    return type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]
+    shown = [name for name, known in members(thing) if known.compare and known.repr]
+    return (type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]) if shown else thing
 
 
 EVERYTHING = Profile(

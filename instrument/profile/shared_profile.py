@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from instrument.profile import model
 from instrument.profile.model import Profile
 from instrument.runtime import atomic
+from instrument.runtime.cheap_start import members, replace
 from instrument.runtime.environment import settings
 
 NAME = "profile"
@@ -82,9 +82,8 @@ def _state_of(source: str) -> tuple[int, int]:
 
 def _plain(thing: Any) -> Any:
     """Turn a dataclass of the model and its fields into plain values for JSON."""
-    if is_dataclass(thing):
-        known = {field.name: _plain(getattr(thing, field.name)) for field in fields(thing)}
-        return {_CLASS: type(thing).__name__, **known}
+    if known := members(thing):
+        return {_CLASS: type(thing).__name__, **{name: _plain(getattr(thing, name)) for name, _ in known}}
     if isinstance(thing, Mapping):
         return dict(thing)
     return [*map(_plain, thing)] if isinstance(thing, tuple) else thing

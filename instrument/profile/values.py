@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -30,6 +29,7 @@ from instrument.profile.document import (
     syntax_shape,
 )
 from instrument.profile.model import AUTO_NS, COMPRESSIONS, PROTOCOLS, Capture, Profile, Rate, Usual, Where
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.control_groups import memory_bytes
 
 DURATION_UNITS: Mapping[str, int] = {

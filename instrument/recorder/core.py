@@ -9,7 +9,6 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
@@ -20,6 +19,7 @@ from instrument.recording.paths import CallTree, shaped, tally_of
 from instrument.recording.rows import NODE, SPAN_ID, Block, Cursor, Held, Row, Taken, span_of
 from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.recording.tally import Tally, Totals
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ The reader of recordings meters each by the same code, and goes on from the `sta
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import Counter
@@ -58,7 +57,7 @@ from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Span
-from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.cheap_start import dataclass, late_pattern, replace
 
 SCHEME = "url.scheme"
 
@@ -442,7 +441,7 @@ def queued_tasks() -> Mapping[str, int]:
     return dict(waiting)  # of a Counter `dataclasses.asdict` would count the pairs
 
 
-_OF_POOL = re.compile(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
+_OF_POOL = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
 """The end of a thread's name behind that of its pool."""
 
 

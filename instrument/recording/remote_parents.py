@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
-from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.cheap_start import dataclass, late_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,14 @@ REMOTE = "instrument.remote"
 A text: under a class's or an object's name the garbage collector would follow each such row.
 """
 
-_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 STATE_LIMIT = 512
 """Characters of a `tracestate`; of a longer one whole entries are left out at the end (W3C Trace Context, 3.3.1.5)."""
 
 _ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*)?"
-_TRACESTATE = re.compile(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
+_TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:

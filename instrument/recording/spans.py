@@ -80,7 +80,7 @@ def told_fields(kind: type) -> list[Field[Any]]:
     return [known for known in fields(kind) if not str(known.type).startswith("Callable")]
 
 
-Site.told = tuple(known.name for known in told_fields(Site))
+Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
 """The begin of a note on why nothing could be timed on a device."""

@@ -7,7 +7,6 @@ It has the name of the run, in a folder of this user alone, `instrument-UID` bel
 from __future__ import annotations
 
 import os
-import re
 import socket
 import stat
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from instrument import clock
 from instrument.runtime import packets
+from instrument.runtime.cheap_start import late_pattern
 
 VARIABLE = "INSTRUMENT_AGENT"
 """The variable that names the agent's socket to the processes of a run."""
@@ -34,7 +34,7 @@ WAITING = 512
 ANSWER_S = 5.0
 """The longest wait for an answer of an agent, which may be stopped."""
 
-_RUN = re.compile(r"[\w.-]{1,64}")
+_RUN = late_pattern(r"[\w.-]{1,64}")
 
 
 def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:

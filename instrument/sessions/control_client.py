@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import selectors
 import socket
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.cheap_start import dataclass, late_pattern
 from instrument.runtime.unpatched import Socket, poll
 
 ANSWER_S = 0.2
@@ -71,7 +70,7 @@ class Request:
         return cls(path, service, switch)
 
 
-_SOCKET_NAME = re.compile(r"[0-9]+\.sock")
+_SOCKET_NAME = late_pattern(r"[0-9]+\.sock")
 
 
 def folder_of(setting: str, base: Path) -> Path:

@@ -20,17 +20,17 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic
-from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.cheap_start import dataclass, late_pattern
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
 
 if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
-_NUMBERED = re.compile(r"(\{(?:run|pid|window)\})")
+_NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")
 RUN_VARIABLE = "INSTRUMENT_RUN"
 SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
-_RUN = re.compile(r"\d{8}T\d{6}-\d+")
+_RUN = late_pattern(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
 """Where a report may go that is no file."""
 

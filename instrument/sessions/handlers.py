@@ -13,7 +13,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from instrument.report.section import View
 from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue

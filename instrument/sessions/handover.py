@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from instrument.recording import export_place
 from instrument.recording.export_place import ExportPlace, Progress
 from instrument.recording.meter_place import DAMAGED, MeterState, read_meter
 from instrument.runtime import environment
+from instrument.runtime.cheap_start import replace
 from instrument.sessions.own_export import OwnExport
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from instrument import clock
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import agent_launch, packets, run_folder
+from instrument.runtime.cheap_start import asdict, replace
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline

@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from instrument.recording.spans import FLOPS, OPERATORS, AttributeValue, DeviceInterval, Kernel, Site, Span, flops_told
+from instrument.runtime.cheap_start import replace
 
 if TYPE_CHECKING:
     from instrument.trace.trace import Trace

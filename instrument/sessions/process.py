@@ -12,7 +12,6 @@ import signal
 import sys
 from _thread import get_native_id
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import agent_launch, environment, run_folder
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -32,6 +31,7 @@ from instrument.report.loops import counted, line_of
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.summary import summary
 from instrument.report.view import Options
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.unpatched import Lock, RLock
 from instrument.sessions import process

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
@@ -19,7 +18,7 @@ from instrument.recording import board
 from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment, process_context
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 

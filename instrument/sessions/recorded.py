@@ -11,7 +11,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.recording.tally import Tally
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions import files
 from instrument.sessions.account import Account
 from instrument.sessions.handover import Handover
@@ -63,7 +62,7 @@ else:
     section, view = LazyModule("instrument.report.section"), LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
 
-PROBES = re.compile(
+PROBES = late_pattern(
     r"(?<![a-z])(?:health(?:[_-]?checks?)?|healthz|live|livez|liveness|ready|readyz|readiness|ping|heartbeat|probe"
     r"|metrics)(?![a-z])",
     re.IGNORECASE,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +16,7 @@ from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
 from instrument.recording.tally import Tally
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import adopting
 from instrument.sessions import files

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 from typing import Any
 
 from instrument.errors import StateError
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, Profile
 from instrument.recorder.scopes import OFF
+from instrument.runtime.cheap_start import replace
 from instrument.sessions import process
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
