@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
 if TYPE_CHECKING:
     from typing import Any
 
-    from instrument.cli.loaded_trace import LoadedTrace, load
+    from instrument.cli.query_verb import LoadedTrace, load
     from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
     from instrument.instrumentors.functions import profiled
     from instrument.instrumentors.loaders import loader
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "cli.loaded_trace": "LoadedTrace load",
+    "cli.query_verb": "LoadedTrace load",
     "errors": "ExportError InstrumentError ProfileError StateError TargetError TraceError",
     "instrumentors.functions": "profiled",
     "instrumentors.loaders": "loader",

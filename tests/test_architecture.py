@@ -341,7 +341,7 @@ LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_638, 19),
     "chrome": (3_071, 9),
-    "cli": (2_527, 21),
+    "cli": (2_526, 14),
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
@@ -353,7 +353,7 @@ LINES_AND_FILES = {
     "recorder": (2_597, 9),
     "recording": (4_005, 20),
     "report": (12_295, 46),
-    "runtime": (2_659, 19),
+    "runtime": (2_600, 18),
     "sessions": (7_294, 31),
     "trace": (8_477, 31),
 }

@@ -2,7 +2,7 @@
 is doing, report on saved traces, convert, merge and query them.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
-nothing), 1 where a gate said no, else the host's own. Each verb has a module of its own, which says what it takes
+nothing), 1 where a gate said no, else the host's own. The module of a verb says what it takes
 and what it does.
 """
 
@@ -24,10 +24,14 @@ from typing import TextIO
 from instrument.errors import InstrumentError, ProfileError
 
 VERBS: Mapping[str, str] = {
-    **{word: f"{word}_verb" for word in ("init", "run", "check", "ps", "live", "dump")},
-    "on": "switch_verb",
-    "off": "switch_verb",
-    **{word: f"{word}_verb" for word in ("reload", "report", "convert", "merge", "query", "agent", "recover", "help")},
+    **{word: f"{word}_verb" for word in ("init", "run", "check")},
+    **dict.fromkeys(("ps", "live", "dump"), "runs_verb"),
+    **dict.fromkeys(("on", "off", "reload"), "control_verb"),
+    "report": "report_verb",
+    **dict.fromkeys(("convert", "merge"), "convert_verb"),
+    **{word: f"{word}_verb" for word in ("query", "agent")},
+    "recover": "runs_verb",
+    "help": "help_verb",
 }
 """The module of each verb, in the order in which help lists them."""
 
@@ -84,7 +88,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the command's parser, and the parser of this verb alone; of all verbs where the word is none."""
+    """Return the command's parser, and those of this verb's module; of all verbs where the word is none."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",

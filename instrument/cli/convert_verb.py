@@ -1,4 +1,4 @@
-"""`instrument convert`: saved traces in another form."""
+"""`instrument convert` and `merge`: saved traces in other forms, and several as one file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from instrument.errors import InstrumentError, TraceError
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
+
+def add(verbs: Verbs) -> None:
+    _add_convert(verbs)
+    _add_merge(verbs)
+
+
 FORMS = {
     "recording": (".npz", "what report, query and numpy.load read"),
     "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
@@ -33,7 +39,7 @@ FORM_OF_END = {
 """The form of one file by the last part of its name; OTLP has its processes apart."""
 
 
-def add(verbs: Verbs) -> None:
+def _add_convert(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "convert",
         help="write saved traces as a recording, Chrome JSON, a Perfetto trace, Parquet or OTLP",
@@ -140,3 +146,25 @@ def _beside(path: str, suffix: str) -> str:
         if path.endswith(end):
             return path.removesuffix(end) + suffix
     return path + suffix
+
+
+def _add_merge(verbs: Verbs) -> None:
+    parser = verbs.add_parser("merge", help="write several saved traces as one file, every span once")
+    add_files(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="OUT",
+        help=f"what to write: {', '.join(f'{end} is {form}' for end, form in FORM_OF_END.items())}, or a recording",
+    )
+    parser.set_defaults(verb=merge)
+
+
+def merge(options: argparse.Namespace, host: list[str]) -> int:
+    """Write the file, and say which one it is. Returns the exit code."""
+    paths, target = files_of("merge", options), Path(options.output)
+    refuse_to_replace_input(target, paths)
+    write(target, form_of(target), merged_of("merge", paths, options))
+    sys.stdout.write(f"{target}\n")
+    return 0

@@ -12,13 +12,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.dump_verb import RunRead, read_run
-from instrument.cli.inputs import WALL, add_files, files_of, load_libraries, saved_in
+from instrument.cli.inputs import WALL, add_files, bound_bytes, files_of, load_libraries, saved_in, within_memory
 from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
+from instrument.cli.runs_verb import RunRead, read_run
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
-from instrument.runtime.memory_limit import bound_bytes, within_memory
 
 if TYPE_CHECKING:
     from instrument.report.view import Options, Recording

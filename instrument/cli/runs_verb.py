@@ -1,0 +1,262 @@
+"""The verbs on runs: `ps` lists them, `live` shows one, `dump` saves its memory, `recover` the files of rings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from instrument.agent import client
+from instrument.cli.convert_verb import form_of, write
+from instrument.cli.inputs import one_trace
+from instrument.cli.option_values import Verbs, seconds, time_ns
+from instrument.errors import InstrumentError, TraceError
+from instrument.recording import memory
+from instrument.report.table import safe
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
+
+
+def add(verbs: Verbs) -> None:
+    _add_ps(verbs)
+    _add_live(verbs)
+    _add_dump(verbs)
+    _add_recover(verbs)
+
+
+RUN = (
+    "a run, as far as it takes to tell it from others, a service, the number of a process, or the path of an agent's "
+    "socket; INSTRUMENT_AGENT may hold that path"
+)
+
+
+def _add_ps(verbs: Verbs) -> None:
+    parser = verbs.add_parser("ps", help="list the runs and their processes, with what each records, costs and loses")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: all)")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON document, times in ns")
+    parser.set_defaults(verb=ps)
+
+
+def ps(options: argparse.Namespace, host: list[str]) -> int:
+    """Print the runs. Returns the exit code."""
+    from instrument.agent.screen import Looker
+
+    with client.asked(options.run, memory=True) as runs:
+        seen = [(run, Looker(run.name).look(run.members, run.folded)) for run in runs]
+    if options.json:
+        documents = [
+            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
+             **screen.document()}
+            for run, screen in seen
+        ]  # fmt: skip
+        json.dump({"runs": documents}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    for run, screen in seen:
+        agent = f"agent {run.agent}" if run.agent else run.problem
+        print(f"Run {safe(run.name)}, {safe(agent)}")
+        for line in screen.process_lines():
+            print(line)
+        if run.folded:
+            print(f"and {run.folded} more that ended before")
+        for problem in filter(None, [run.none_joined, run.unseen, *screen.problems]):
+            print(safe(problem))
+    return 0
+
+
+EVERY_S = 1.0
+
+
+def _add_live(verbs: Verbs) -> None:
+    parser = verbs.add_parser("live", help="requests in flight, rates and hottest places of a run, as it is now")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
+    parser.add_argument("--every", type=seconds, default=EVERY_S, metavar="S", help=f"seconds (default: {EVERY_S:g})")
+    parser.add_argument("--once", action="store_true", help="one look at all since the begin, as plain text")
+    parser.add_argument("--json", action="store_true", help="each look as a line of JSON, times in ns")
+    parser.set_defaults(verb=live)
+
+
+def live(options: argparse.Namespace, host: list[str]) -> int:
+    """Show the run until it is over or somebody presses Ctrl-C. Returns the exit code."""
+    from instrument.agent.screen import Looker, Screen
+
+    looker = Looker("")
+
+    def look() -> Screen:
+        nonlocal looker
+        with client.asked(options.run, memory=True) as runs:
+            run = client.only("live", runs)
+            if not looker.is_of(run.name):
+                looker = Looker(run.name)
+            screen = looker.look(run.members, run.folded)
+            return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
+
+    screen = look()
+    if options.once or options.json or not sys.stdout.isatty():
+        while True:
+            print(json.dumps(screen.document()) if options.json else "\n".join(screen.lines()), flush=True)
+            if options.once:
+                return 0
+            time.sleep(options.every)
+            try:
+                screen = look()
+            except InstrumentError:
+                return 0  # it is over
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        raise InstrumentError(
+            "live: the screen takes rich (pip install 'instrument-sdk[live]'); --once prints one look without it"
+        ) from None
+    try:
+        with Live(Text("\n".join(screen.lines())), screen=True, auto_refresh=False) as shown:
+            while True:
+                time.sleep(options.every)
+                try:
+                    screen = look()
+                except InstrumentError:
+                    break  # it is over
+                shown.update(Text("\n".join(screen.lines())), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+    print("\n".join(screen.lines()))
+    return 0
+
+
+def _add_dump(verbs: Verbs) -> None:
+    parser = verbs.add_parser("dump", help="save what the processes of a run have recorded; they go on meanwhile")
+    parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
+    parser.add_argument("--last", type=time_ns, metavar="T", help="only what ended in this time, such as 10s")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="a file of a form that `convert` writes, by the end of its name (default: RUN-dump.npz)",
+    )
+    parser.set_defaults(verb=dump)
+
+
+def dump(options: argparse.Namespace, host: list[str]) -> int:
+    """Save all processes of a run as one trace. Returns the exit code."""
+    run = read_run("dump", options.run, options.last)
+    saved = one_trace(run.read)
+    path = Path(options.output or f"{run.name}-dump.npz")
+    write(path, form_of(path), saved)
+    print(f"{path}: {len(saved.trace.columns)} spans of {run.processes}")
+    return 0
+
+
+class RunRead(NamedTuple):
+    """A run, what its processes have recorded up to now, and the number of those that ended before."""
+
+    name: str
+    read: list[Saved]
+    ended: int
+    is_going: bool
+
+    @property
+    def processes(self) -> str:
+        """The number of processes, and of those without a recording."""
+        without = f", without {self.ended} that ended before" if self.ended else ""
+        return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{without}"
+
+    @property
+    def header(self) -> str:
+        """The line above a report."""
+        return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes}"
+
+
+def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
+    """Read the memory of a run's processes. Raises `InstrumentError` where there is no such run or recording."""
+    with client.asked(name, memory=True) as runs:
+        run = client.only(verb, runs)
+        now_ns = time.monotonic_ns()
+        since_ns = 0 if last_ns is None else max(now_ns - last_ns, 0)
+        read: list[Saved] = []
+        for member in (member for member in run.members if member.memory >= 0 or member.lives):
+            try:
+                read.append(_saved(member.memory, since_ns, now_ns))
+            except TraceError as problem:
+                print(f"instrument: {verb}: process {member.pid}: {problem}", file=sys.stderr)
+        ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
+    if not read:
+        why = run.none_joined or "none of its processes has a recording that can be read"
+        raise InstrumentError(f"{verb}: {run.name}: {why}")
+    return RunRead(run.name, read, ended, bool(run.living))
+
+
+def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
+    from instrument.recording.mapped import Mapped
+    from instrument.trace.of_recording import saved_of
+
+    if memory < 0:
+        raise TraceError("nobody else can read its recording")
+    mapped = Mapped(memory)
+    try:
+        return saved_of(mapped, since_ns, end_ns)
+    finally:
+        mapped.close()
+
+
+WHICH = "give the folder that limits.ring_dir of the profile names"
+
+
+def _add_recover(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "recover",
+        help="save what processes that were killed have left in the files of limits.ring_dir",
+        description="Each file of a process that has gone without a goodbye becomes a recording (.npz) of its name "
+        "beside it, which `instrument report` reads. Those of processes that run, or ended in order, are left alone.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
+    parser.add_argument("--remove", action="store_true", help="then remove the files of all processes that are gone")
+    parser.set_defaults(verb=recover)
+
+
+def recover(options: argparse.Namespace, host: list[str]) -> int:
+    """Save them, and print what became of each file. Returns the exit code: 2 where one could not be read."""
+    try:
+        files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
+    except OSError as error:
+        raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}; {WHICH}") from error
+    if not files:
+        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {memory.SUFFIX}; {WHICH}")
+    failed = False
+    for path in files:
+        try:
+            said, is_gone = _recovered(path)
+            print(f"{path}: {said}")
+            if is_gone and options.remove:
+                path.unlink()
+        except (TraceError, OSError) as problem:
+            print(f"instrument: recover: {path}: {problem}", file=sys.stderr)
+            failed = True
+    return 2 if failed else 0
+
+
+def _recovered(path: Path) -> tuple[str, bool]:
+    """Save what one file has. Returns a sentence, and True where its process has gone. Raises `TraceError`."""
+    from instrument.agent import crash_capture
+    from instrument.recording.mapped import Mapped
+
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mapped = Mapped(fd)
+        try:
+            header = mapped.header
+        finally:
+            mapped.close()
+        if memory.is_alive(path):
+            return f"process {header.pid} runs", False
+        if header.state == "goodbye":
+            return f"process {header.pid} has ended in order", True
+        answer = crash_capture.capture(fd, str(path.with_suffix(".npz")), how="ended without a goodbye")
+    finally:
+        os.close(fd)
+    return f"process {header.pid} {answer['died']}; saved as {answer['path']}", True
