@@ -31,7 +31,7 @@ from instrument.profile.values import VARIABLES
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
-PAGES = {path.name: path for path in sorted(FOLDER.glob("*.md"))}
+PAGES = {"README.md": README, **{path.name: path for path in sorted(FOLDER.glob("*.md"))}}
 TOPICS = set(topics())
 pages = pytest.mark.parametrize("page", PAGES)
 
@@ -69,6 +69,12 @@ def test_a_sentence_has_at_most_thirty_words(page: str) -> None:
 def test_no_page_has_a_private_word(page: str) -> None:
     text = "\n".join(sentences(PAGES[page].read_text("utf-8")))
     assert PRIVATE_WORD.findall(text) == []
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 200
+    assert [line for line in lines if len(line) > 120] == []
 
 
 # ---------------------------------------------------------------- links and examples
@@ -171,6 +177,47 @@ class Request:
 
     id = "r3"
     tokens = 5
+
+
+def shape(text: str) -> str:
+    """Return a text without its numbers and bars, each run of blanks as one."""
+    text = re.sub(r"\|[# ]*\|", "|", text)
+    return " ".join(re.sub(r"[-.,:TZ\d]*\d[-.,:TZ\d]*%?", "#", text).split())
+
+
+def outputs(page: str) -> Iterator[str]:
+    """Yield the shapes of the lines that a page shows as output, in pieces where it is cut."""
+    lines = [line for block in blocks(page, "text") for line in block.splitlines()]
+    lines += [line for block in blocks(page, "console") for line in block.splitlines() if not line.startswith("$ ")]
+    yield from filter(None, (shape(piece) for line in lines for piece in line.split("...")))
+
+
+@pytest.mark.slow
+def test_the_output_in_the_pages_is_what_the_commands_print(tmp_path: Path) -> None:
+    for name in ("torch", "httpx", "starlette", "uvicorn"):
+        pytest.importorskip(name)
+    environ = {**os.environ, "PYTHONPATH": str(PROJECT / "examples")}
+    ours = [sys.executable, "-m", "instrument"]
+    command = [*ours, "run", "--profile", str(PROJECT / "configs" / "chat.yaml"), "--", "-m", "chat.server"]
+    pipes: dict[str, Any] = {"cwd": tmp_path, "env": environ, "text": True}
+    with subprocess.Popen(
+        [*command, "--port", "0", "--engine-process"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes
+    ) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().removeprefix("listening on ").strip()
+        words = [sys.executable, "-m", "chat.load", "--url", url, "--requests", "2000", "--seconds", "240"]
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, **pipes) as load:
+            live, wanted = "", [*outputs("operations.md")]
+            while load.poll() is None and any(line not in shape(live) for line in wanted):
+                live = subprocess.run([*ours, "live", "--once", str(server.pid)], capture_output=True, **pipes).stdout
+            load.kill()
+        server.terminate()
+        printed = [live, server.communicate()[1]]
+    asked = (["report", "traces", "--request", "chat-20"],)
+    printed += [subprocess.run([*ours, *words], capture_output=True, **pipes).stdout for words in asked]
+    text = shape("\n".join(printed))
+    for page in PAGES:
+        assert [line for line in outputs(page) if line not in text] == [], page
 
 
 # ---------------------------------------------------------------- the keys of a profile

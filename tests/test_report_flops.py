@@ -237,7 +237,7 @@ def test_of_scopes_of_one_name_in_one_another_the_outer_one_counts_whatever_thei
 
 
 def test_a_scope_tells_its_own_where_no_operator_is_beside() -> None:
-    """As the README writes it, which is a scope of kind user."""
+    """As the documentation writes it: a scope of kind user."""
     text = text_of(view(inside((Site("attention", "user"), 3_000_000, ())), unit="us"))
     assert "No operator was recorded" in text
     assert "Time unit: us" in text
